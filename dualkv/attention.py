@@ -1,0 +1,81 @@
+"""`dualkv.attention`: exact attention over packed groups, each prompt attended to where it lies."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+
+import dualkv.ops  # noqa: F401  (registers torch.ops.dualkv)
+from dualkv.layout import Layout
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    *,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    *,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    *,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * softmax_scale) v, each response token over its prompt and its own response up to itself.
+
+    CPU tensors run a chunked reference, CUDA tensors a kernel where there is one for the device, else a composition of
+    PyTorch's own attention (said once). Under autocast q, k and v are cast to its dtype first, as PyTorch's own attention does.
+
+    Args:
+        q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous. D a multiple of 8, at most 256.
+        k: [T, Hk, D] packed keys, H a multiple of Hk (grouped-query attention), dtype and device of q.
+        v: [T, Hk, D] packed values.
+        layout: where prompts and responses lie in the T rows.
+        softmax_scale: a positive number, 1/sqrt(D) by default.
+        deterministic: bitwise equal gradients from run to run.
+        return_lse: also return the log-sum-exp of each row's scaled scores. It carries no gradient.
+
+    Returns:
+        out [T, H, D] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: shapes, strides, devices or a layout that do not fit; a scale that is not positive and finite.
+        TypeError: dtypes that differ or are not supported; a layout that is no Layout.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
+    elif not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale}, expected a positive finite number")
+    out, lse = torch.ops.dualkv.fwd(q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic)
+    return (out, lse) if return_lse else out

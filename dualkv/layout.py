@@ -1,0 +1,452 @@
+"""Where the tokens of packed groups lie, and which of them see each other.
+
+A *group* is one prompt and its responses. A packed group stores each token once, `[prompt | R_1 | ... | R_N]`, and a
+micro-batch is many packed groups one after another. A :class:`Layout` describes it as *segments* (a prompt, a response)
+in depth-first order: `offsets[s]` is the first packed row of segment `s`, `parent[s]` the segment it continues, -1 for
+a prompt. Nothing here assumes that a tree ends at depth two.
+
+The one visibility rule: query row `q` sees key row `k` iff `k <= q < visible_end[k]`, where `visible_end[k]` is the end
+of the subtree of k's segment. (A prompt's subtree is its group, a response's is itself.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+IntArray = npt.NDArray[np.int64]
+Value = TypeVar("Value")
+
+MAX_TOKENS = 2**31 - 1  # rows are int32 in kernels and in FlashAttention's cu_seqlens
+
+
+def _int_array(name: str, values: Lengths) -> IntArray:
+    """`values` as a 1-D int64 array, or one sentence about what is wrong with it."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise TypeError(f"{name} must be a flat sequence of integers, got {values!r}") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {array.dtype} values such as {array.reshape(-1)[0]!r}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(array.shape)}")
+    return array.astype(np.int64)
+
+
+def _lengths(name: str, values: Lengths) -> IntArray:
+    array = _int_array(name, values)
+    if (array < 0).any():
+        at = int(np.argmax(array < 0))
+        raise ValueError(f"{name}[{at}] is {array[at]}, a length must be 0 or more")
+    return array
+
+
+def _cumulative(name: str, values: Lengths) -> IntArray:
+    array = _int_array(name, values)
+    if array.size == 0 or array[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {array[:1].tolist()}")
+    if (np.diff(array) < 0).any():
+        at = int(np.argmax(np.diff(array) < 0))
+        raise ValueError(f"{name} must not decrease, got {array[at]} then {array[at + 1]} at index {at}")
+    return array
+
+
+class Segments:
+    """The host side of a layout: checked numpy arrays, and what is derived from them, made once.
+
+    `offsets` [S+1] and `parent` [S] are int64. Layouts that differ only in their device share one `Segments`; so do all
+    calls of the ops, which find it again by the storage of the layout's host tensors (see :func:`segments_of`).
+    """
+
+    def __init__(self, offsets: IntArray, parent: IntArray) -> None:
+        self.offsets, self.parent = offsets, parent
+        self.depth = self._checked_depth()
+        self._made: dict[Any, Any] = {}
+
+    def _checked_depth(self) -> IntArray:
+        offsets, parent, n = self.offsets, self.parent, len(self.parent)
+        if len(offsets) != n + 1:
+            raise ValueError(
+                f"offsets has {len(offsets)} entries for {n} segments in parent, expected {n + 1} (one more than parent)"
+            )
+        if offsets[-1] > MAX_TOKENS:
+            raise ValueError(f"offsets ends at {offsets[-1]} tokens, at most {MAX_TOKENS} are supported")
+        index = np.arange(n)
+        if (parent < -1).any() or (parent >= index).any():
+            at = int(np.argmax((parent < -1) | (parent >= index)))
+            raise ValueError(f"parent[{at}] is {parent[at]}, expected -1 or an earlier segment (0 to {at - 1})")
+        depth = np.zeros(n, np.int64)
+        level = np.flatnonzero(parent == -1)
+        is_level = np.zeros(n, bool)
+        for d in itertools.count(1):
+            is_level[:] = False
+            is_level[level] = True
+            level = np.flatnonzero((parent >= 0) & is_level[parent])
+            if level.size == 0:
+                break
+            depth[level] = d
+        # Depth-first: a segment continues the nearest earlier segment one level above it.
+        for d in range(1, int(depth.max(initial=0)) + 1):
+            nearest = np.maximum.accumulate(np.where(depth <= d - 1, index, -1))
+            wrong = (depth == d) & (parent != nearest)
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise ValueError(
+                    f"parent[{at}] is {parent[at]}, but segments are in depth-first order and a later segment "
+                    f"({nearest[at]}) has closed it: a parent may not cross groups"
+                )
+        return depth
+
+    @property
+    def total(self) -> int:
+        """Packed tokens T."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        return np.diff(self.offsets)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Levels of the deepest tree: 1 for prompts alone, 2 for prompts with responses."""
+        return int(self.depth.max(initial=-1)) + 1
+
+    @cached_property
+    def subtree_end(self) -> IntArray:
+        """[S] first packed row after the subtree of each segment."""
+        n = len(self.parent)
+        end = np.empty(n, np.int64)
+        for d in range(self.max_depth):
+            at_most = np.append(np.where(self.depth <= d, np.arange(n), n), n)
+            following = np.minimum.accumulate(at_most[::-1])[::-1][1:]
+            end[self.depth == d] = following[self.depth == d]
+        return self.offsets[end]
+
+    @cached_property
+    def first_position(self) -> IntArray:
+        """[S] position id of each segment's first token: tokens on the path above it."""
+        start = np.zeros(len(self.parent), np.int64)
+        for d in range(1, self.max_depth):
+            at = self.depth == d
+            up = self.parent[at]
+            start[at] = start[up] + self.lengths[up]
+        return start
+
+    @cached_property
+    def is_leaf(self) -> npt.NDArray[np.bool_]:
+        leaf = np.ones(len(self.parent), bool)
+        leaf[self.parent[self.parent >= 0]] = False
+        return leaf
+
+    @cached_property
+    def nominal(self) -> int:
+        """Tokens of the replicated sequences: every root-to-leaf path in full."""
+        return int((self.first_position + self.lengths)[self.is_leaf].sum())
+
+    @cached_property
+    def segment_of_row(self) -> IntArray:
+        return np.repeat(np.arange(len(self.parent)), self.lengths)
+
+    @cached_property
+    def visible_end(self) -> IntArray:
+        """[T] of the visibility rule `k <= q < visible_end[k]`."""
+        return self.subtree_end[self.segment_of_row]
+
+    def made(self, key: Any, make: Callable[[], Value]) -> Value:
+        """What `make()` returned the first time `key` was asked for (a plan, an index tensor)."""
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make()
+        return found
+
+
+# Host state by the storages of (offsets, parent). An entry lives as long as somebody holds the storages: the Layout, or
+# an autograd graph that saved the tensors after the Layout was dropped. A StorageWeakRef keeps the address from being
+# reused, so an entry never answers for another tensor.
+_KNOWN: dict[tuple[int, int], tuple[StorageWeakRef, StorageWeakRef, Segments]] = {}
+
+
+def _storages(offsets: torch.Tensor, parent: torch.Tensor) -> tuple[int, int]:
+    return offsets.untyped_storage()._cdata, parent.untyped_storage()._cdata
+
+
+def _remember(offsets: torch.Tensor, parent: torch.Tensor, segments: Segments) -> None:
+    for key, (a, b, _) in list(_KNOWN.items()):
+        if a.expired() or b.expired():
+            _KNOWN.pop(key, None)
+    _KNOWN[_storages(offsets, parent)] = (
+        StorageWeakRef(offsets.untyped_storage()),
+        StorageWeakRef(parent.untyped_storage()),
+        segments,
+    )
+
+
+def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
+    """The host state that belongs to an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
+    for name, tensor in (("offsets", offsets), ("parent", parent)):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}, expected a CPU tensor (Layout keeps it on the host)")
+    known = _KNOWN.get(_storages(offsets, parent))
+    if known is not None:
+        found = known[2]
+        # The storages may have been written to, or viewed in part: the contents decide.
+        if np.array_equal(offsets.numpy(), found.offsets) and np.array_equal(parent.numpy(), found.parent):
+            return found
+    found = Segments(_cumulative("offsets", offsets), _int_array("parent", parent))
+    _remember(offsets, parent, found)
+    return found
+
+
+class Layout:
+    """Packed groups: which rows belong to which prompt and response, and who sees whom.
+
+    Attributes:
+        offsets: [S+1] int32, on the CPU: first packed row of each segment, then T.
+        parent: [S] int32, on the CPU: the segment each segment continues, -1 for a prompt.
+        device: where the per-token tensors are made.
+
+    Both host tensors are what `torch.ops.dualkv.fwd` and `bwd` take; they are not to be written to.
+    """
+
+    # Deliberately neither a dataclass nor a pytree: wrappers (FSDP, DDP, checkpointing) move and copy what they know.
+    __slots__ = ("__weakref__", "_segments", "device", "offsets", "parent")
+
+    def __init__(
+        self, segments: Segments, offsets: torch.Tensor, parent: torch.Tensor, device: torch.device | str = "cpu"
+    ) -> None:
+        self._segments, self.offsets, self.parent = segments, offsets, parent
+        self.device = torch.device(device)
+
+    @classmethod
+    def _from_arrays(cls, offsets: IntArray, parent: IntArray, device: torch.device | str) -> Layout:
+        segments = Segments(offsets, parent)
+        tensors = torch.from_numpy(offsets.astype(np.int32)), torch.from_numpy(parent.astype(np.int32))
+        _remember(*tensors, segments)
+        return cls(segments, *tensors, device)
+
+    @classmethod
+    def from_segments(cls, offsets: Lengths, parent: Lengths, device: torch.device | str = "cpu") -> Layout:
+        """Segments in depth-first order.
+
+        Args:
+            offsets: [S+1] integers from 0 upwards: first packed row of each segment, then the total T.
+            parent: [S] integers: the earlier segment that each continues, -1 for a prompt.
+            device: where per-token tensors are made.
+
+        Raises:
+            ValueError: offsets that do not start at 0 or decrease, a parent that comes later or crosses groups.
+            TypeError: anything that is not an integer.
+        """
+        return cls._from_arrays(_cumulative("offsets", offsets), _int_array("parent", parent), device)
+
+    @classmethod
+    def from_lengths(
+        cls, prompt_lens: Lengths, response_lens: Iterable[Lengths], device: torch.device | str = "cpu"
+    ) -> Layout:
+        """One prompt length and one list of response lengths a group.
+
+        Args:
+            prompt_lens: [G] tokens of each group's prompt, 0 or more (0: nothing is shared).
+            response_lens: G lists of response lengths, each length 0 or more.
+            device: where per-token tensors are made.
+
+        Raises:
+            ValueError: a negative length, or another number of lists than of prompts.
+            TypeError: a length that is not an integer.
+        """
+        prompts = _lengths("prompt_lens", prompt_lens)
+        responses = [_lengths(f"response_lens[{g}]", r) for g, r in enumerate(response_lens)]
+        if len(responses) != len(prompts):
+            raise ValueError(
+                f"response_lens has {len(responses)} lists for {len(prompts)} prompts in prompt_lens, "
+                "expected one list a prompt"
+            )
+        counts = np.array([len(r) for r in responses], np.int64)
+        flat = np.concatenate([np.zeros(0, np.int64), *responses])
+        return cls._from_groups(prompts, flat, counts, device)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens_prompts: Lengths,
+        cu_seqlens_responses: Lengths,
+        cu_responses: Lengths | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """Cumulative lengths, as FlashAttention's varlen functions and veRL's unpadded batches hold them.
+
+        Reading tensors that live on a GPU waits for it; do it once a batch.
+
+        Args:
+            cu_seqlens_prompts: [G+1] prompt g has tokens `cu_seqlens_prompts[g]` to `cu_seqlens_prompts[g+1]` of all
+                prompts laid end to end.
+            cu_seqlens_responses: [N+1] the same for all responses, those of group 0 first.
+            cu_responses: [G+1] group g owns responses `cu_responses[g]` to `cu_responses[g+1]`. May be left out for one
+                group.
+            device: where per-token tensors are made.
+
+        Raises:
+            ValueError: values that do not start at 0, decrease, or do not add up.
+            TypeError: values that are not integers.
+        """
+        prompts = np.diff(_cumulative("cu_seqlens_prompts", cu_seqlens_prompts))
+        responses = np.diff(_cumulative("cu_seqlens_responses", cu_seqlens_responses))
+        if cu_responses is None:
+            if len(prompts) != 1:
+                raise ValueError(
+                    f"cu_responses is missing and there are {len(prompts)} prompts, expected it or one prompt"
+                )
+            cu_responses = [0, len(responses)]
+        counts = np.diff(_cumulative("cu_responses", cu_responses))
+        if len(counts) != len(prompts):
+            raise ValueError(f"cu_responses names {len(counts)} groups, cu_seqlens_prompts {len(prompts)}")
+        if counts.sum() != len(responses):
+            raise ValueError(
+                f"cu_responses ends at {counts.sum()}, cu_seqlens_responses holds {len(responses)} responses"
+            )
+        return cls._from_groups(prompts, responses, counts, device)
+
+    @classmethod
+    def _from_groups(
+        cls, prompts: IntArray, responses: IntArray, counts: IntArray, device: torch.device | str
+    ) -> Layout:
+        """prompts [G], responses [N] of all groups in order, counts [G] responses a group."""
+        n_groups, first = len(prompts), np.cumsum(counts) - counts
+        prompt_at = first + np.arange(n_groups)  # segment index of each prompt
+        lengths = np.insert(responses, first, prompts)
+        parent = np.repeat(prompt_at, counts + 1)
+        parent[prompt_at] = -1
+        return cls._from_arrays(np.concatenate([[0], np.cumsum(lengths)]), parent, device)
+
+    def to(self, device: torch.device | str) -> Layout:
+        """The same layout with its per-token tensors on `device`; host state and plans are shared."""
+        if torch.device(device) == self.device:
+            return self
+        return Layout(self._segments, self.offsets, self.parent, device)
+
+    # ------------------------------------------------------------------ counts
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens T."""
+        return self._segments.total
+
+    @property
+    def num_groups(self) -> int:
+        return int((self._segments.parent == -1).sum())
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments.parent)
+
+    @property
+    def num_responses(self) -> int:
+        """Segments that continue another one."""
+        return self.num_segments - self.num_groups
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree: 1 for prompts alone, 2 for prompts with responses, more for shared turns."""
+        return self._segments.max_depth
+
+    @property
+    def nominal_tokens(self) -> int:
+        """Tokens of the same sequences with their prompts replicated, sum of (P + R)."""
+        return self._segments.nominal
+
+    @property
+    def dedup_ratio(self) -> float:
+        """nominal_tokens / num_tokens: N(P+R) / (P+NR) for one group; 1.0 for an empty layout."""
+        return self.nominal_tokens / self.num_tokens if self.num_tokens else 1.0
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        """Tokens of each group's prompt."""
+        return self._segments.lengths[self._segments.parent == -1].tolist()
+
+    @property
+    def response_lens(self) -> list[list[int]]:
+        """Tokens of each response, a list a group (every segment below a prompt, in packed order)."""
+        s = self._segments
+        starts = np.flatnonzero(s.parent == -1)
+        return [part[1:].tolist() for part in np.split(s.lengths, starts[1:])] if len(starts) else []
+
+    # ------------------------------------------------------------------ per-token tensors, made once
+    def _tensor(self, name: str, array: Callable[[], IntArray], dtype: torch.dtype) -> torch.Tensor:
+        return self._segments.made(
+            (name, self.device), lambda: torch.from_numpy(array()).to(device=self.device, dtype=dtype)
+        )
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[T] int64: positions restart at the prompt's length for every response."""
+        s = self._segments
+        return self._tensor(
+            "position_ids",
+            lambda: np.arange(s.total) + (s.first_position - s.offsets[:-1])[s.segment_of_row],
+            torch.int64,
+        )
+
+    @property
+    def visible_end(self) -> torch.Tensor:
+        """[T] int32: query row q sees key row k iff k <= q < visible_end[k]."""
+        return self._tensor("visible_end", lambda: self._segments.visible_end, torch.int32)
+
+    @property
+    def region_bounds(self) -> torch.Tensor:
+        """[T, 3] int32: the two key regions of each query row.
+
+        Row t sees the context `[bounds[t, 0], bounds[t, 1])` and its own segment `[bounds[t, 2], t]`. The context is
+        empty for prompt rows.
+
+        Raises:
+            ValueError: for trees deeper than two, whose rows see more than two regions.
+        """
+        if self.depth > 2:
+            raise ValueError(f"region_bounds describes two regions a row, this layout is {self.depth} levels deep")
+
+        def bounds() -> IntArray:
+            s = self._segments
+            own = s.offsets[:-1]
+            up = np.where(s.parent >= 0, s.parent, 0)
+            begin = np.where(s.parent >= 0, own[up], own)
+            end = np.where(s.parent >= 0, s.offsets[1:][up], own)
+            return np.stack([begin, end, own], 1)[s.segment_of_row]
+
+        return self._tensor("region_bounds", bounds, torch.int32)
+
+    # ------------------------------------------------------------------ as a value
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        a, b = self._segments, other._segments
+        return np.array_equal(a.offsets, b.offsets) and np.array_equal(a.parent, b.parent)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        def spread(values: list[int]) -> str:
+            low, high = min(values), max(values)
+            return f"{low}" if low == high else f"{low}..{high}"
+
+        s = self._segments
+        parts = [f"{self.num_tokens} tokens", f"{self.num_groups} groups"]
+        if self.num_groups:
+            parts.append(f"P {spread(self.prompt_lens)}")
+        if self.num_responses:
+            parts.append(f"{self.num_responses} responses, R {spread(s.lengths[s.parent >= 0].tolist())}")
+        if self.depth > 2:
+            parts.append(f"depth {self.depth}")
+        parts.append(f"{self.nominal_tokens} replicated ({self.dedup_ratio:.2f}x)")
+        return f"Layout({', '.join(parts)}, device={str(self.device)!r})"

@@ -1,0 +1,189 @@
+"""`torch.ops.dualkv.fwd` and `torch.ops.dualkv.bwd`: schema, checks, dispatch, fake and autograd.
+
+    fwd(q, k, v, offsets, parent, softmax_scale, deterministic=False) -> (out, lse)
+    bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False) -> (dq, dk, dv)
+
+q, dout, out [T, H, D]; k, v [T, Hk, D]; lse [H, T] fp32, natural log (fp64 for fp64 inputs). `offsets` [S+1] and `parent` [S]
+are the host tensors of a :class:`dualkv.Layout`, wherever q, k, v live: nothing is read back from a GPU, and inductor, which
+never puts an op with CPU inputs into a CUDA graph of its own, cannot replay one layout's work for another.
+What a layout needs on the device is made at its first call and kept as long as those two tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from dualkv import composition, reference
+from dualkv.layout import Segments, segments_of
+
+HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_lib = torch.library.Library("dualkv", "DEF")
+_lib.define(
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor parent, float softmax_scale, bool deterministic=False)"
+    " -> (Tensor out, Tensor lse)"
+)
+_lib.define(
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, Tensor parent,"
+    " float softmax_scale, bool deterministic=False) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+# ---------------------------------------------------------------- checks: one sentence each, before anything runs
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            heads = "H" if name == "q" else "Hk"
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, expected [T, {heads}, D]: packed tokens, no batch dimension"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}, expected bfloat16, float16, float32 or float64")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}, expected one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}, expected one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has {x.shape[0]} tokens and q {q.shape[0]}, expected the same")
+        if x.shape[2] != q.shape[2]:
+            raise ValueError(f"{name} has head_dim {x.shape[2]} and q {q.shape[2]}, expected the same")
+        if x.stride(2) != 1:
+            raise ValueError(
+                f"{name} has strides {x.stride()}, expected a contiguous last dimension (call .contiguous() on it)"
+            )
+    head_dim, heads, kv_heads = q.shape[2], q.shape[1], k.shape[1]
+    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
+        raise ValueError(f"q has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+    if v.shape[1] != kv_heads:
+        raise ValueError(f"v has {v.shape[1]} heads and k {kv_heads}, expected the same")
+    if kv_heads == 0 or heads % kv_heads or heads == 0:
+        raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor
+) -> Segments:
+    _check_tensors(q, k, v)
+    segments = segments_of(offsets, parent)
+    if segments.total != q.shape[0]:
+        raise ValueError(f"q has {q.shape[0]} tokens, the layout {segments.total}")
+    return segments
+
+
+def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    for name, x in (("dout", dout), ("out", out)):
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, expected q's {tuple(q.shape)} {q.dtype} on {q.device}"
+            )
+    if lse.shape != (q.shape[1], q.shape[0]):
+        raise ValueError(f"lse has shape {tuple(lse.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")
+
+
+# ---------------------------------------------------------------- implementations by device
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=3)
+
+
+def _composed(q: torch.Tensor) -> bool:
+    """Whether PyTorch's FlashAttention serves this CUDA call, else the reference does. Says once which, and why."""
+    name = torch.cuda.get_device_name(q.device)
+    reason = composition.unsupported(q)
+    if reason:
+        _say_once(f"dualkv: no kernel for {reason} on {name}; running the chunked PyTorch reference, which is slow")
+    else:
+        _say_once(f"dualkv: no kernel for {name}; running a composition of PyTorch's FlashAttention calls")
+    return reason is None
+
+
+def _fwd_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
+    softmax_scale: float, deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return reference.forward(q, k, v, _checked(q, k, v, offsets, parent), softmax_scale)
+
+
+def _bwd_cpu(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    segments = _checked(q, k, v, offsets, parent)
+    _check_backward(dout, q, out, lse)
+    return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+
+
+def _fwd_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
+    softmax_scale: float, deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    segments = _checked(q, k, v, offsets, parent)
+    if segments.total and _composed(q):
+        return composition.forward(q, k, v, segments, softmax_scale)
+    return reference.forward(q, k, v, segments, softmax_scale)
+
+
+def _bwd_cuda(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    segments = _checked(q, k, v, offsets, parent)
+    _check_backward(dout, q, out, lse)
+    if segments.total and _composed(q):
+        return composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
+    return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+
+
+_lib.impl("fwd", _fwd_cpu, "CPU")
+_lib.impl("bwd", _bwd_cpu, "CPU")
+_lib.impl("fwd", _fwd_cuda, "CUDA")
+_lib.impl("bwd", _bwd_cuda, "CUDA")
+
+
+# ---------------------------------------------------------------- fake and autograd
+@torch.library.register_fake("dualkv::fwd", lib=_lib)
+def _fwd_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
+    softmax_scale: float, deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check_tensors(q, k, v)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+
+
+@torch.library.register_fake("dualkv::bwd", lib=_lib)
+def _bwd_fake(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, offsets, parent)
+
+
+def _fwd_backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    dout = dout if dout.stride(2) == 1 else dout.contiguous()  # out.sum() sends an expanded gradient
+    grads = torch.ops.dualkv.bwd(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic)
+    wanted = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True)]
+    return (*wanted, None, None, None, None)
+
+
+def _bwd_backward(_ctx: Any, *_grads: torch.Tensor) -> None:
+    raise RuntimeError("dualkv.attention has no second derivative: call backward without create_graph")
+
+
+torch.library.register_autograd("dualkv::fwd", _fwd_backward, setup_context=_fwd_setup, lib=_lib)
+torch.library.register_autograd("dualkv::bwd", _bwd_backward, lib=_lib)
