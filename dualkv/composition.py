@@ -1,9 +1,9 @@
-"""Attention over packed groups composed of PyTorch's own FlashAttention calls, for CUDA devices without a kernel of ours.
+"""Attention over packed groups composed of PyTorch's own FlashAttention calls, for CUDA devices without a kernel.
 
-One call lets every segment attend to itself (causal, one sequence a segment). Then one call for each level of the tree lets
-the rows below a segment attend to all of it (no mask, one sequence a segment). Results merge by their log-sum-exp. The
-backward runs the same calls with the merged out and lse, whose P = exp(S - lse) is each part's share of the whole softmax,
-and adds up.
+One call lets every segment attend to itself (causal, one sequence a segment). Then one call for each level of the tree
+lets the rows below a segment attend to all of it (no mask, one sequence a segment). Results merge by their log-sum-exp.
+The backward runs the same calls with the merged out and lse, whose P = exp(S - lse) is each part's share of the whole
+softmax, and adds up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def unsupported(q: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One varlen call: the packed rows of its queries and keys (None: all rows as they are) and their cumulative lengths."""
+    """One varlen call: the packed rows of its queries and keys (None: all rows), and their cumulative lengths."""
 
     q_rows: torch.Tensor | None
     k_rows: torch.Tensor | None
