@@ -49,9 +49,9 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * softmax_scale) v, each response token over its prompt and its own response up to itself.
 
-    CPU tensors run a chunked reference, CUDA tensors a kernel where there is one for the device, else a composition of
-    PyTorch's own attention (said once). Under autocast q, k and v are cast to its dtype first, as PyTorch's own attention
-    does.
+    CPU tensors run a chunked reference, CUDA tensors a kernel where there is one for the device, else a composition
+    of PyTorch's own attention (said once). Under autocast q, k and v are first cast to its dtype, as PyTorch's own
+    attention does.
 
     Args:
         q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 256.

@@ -79,7 +79,7 @@ class Segments:
         offsets, parent, n = self.offsets, self.parent, len(self.parent)
         if len(offsets) != n + 1:
             raise ValueError(
-                f"offsets has {len(offsets)} entries for {n} segments in parent, expected one more than segments, {n + 1}"
+                f"offsets has {len(offsets)} entries for {n} segments in parent, expected {n + 1} (one more)"
             )
         if offsets[-1] > MAX_TOKENS:
             raise ValueError(f"offsets ends at {offsets[-1]} tokens, at most {MAX_TOKENS} are supported")

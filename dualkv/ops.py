@@ -3,10 +3,10 @@
     fwd(q, k, v, offsets, parent, softmax_scale, deterministic=False) -> (out, lse)
     bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False) -> (dq, dk, dv)
 
-q, dout, out [T, H, D]; k, v [T, Hk, D]; lse [H, T] fp32, natural log (fp64 for fp64 inputs). `offsets` [S+1] and `parent` [S]
-are the host tensors of a :class:`dualkv.Layout`, wherever q, k, v live: nothing is read back from a GPU, and inductor, which
-never puts an op with CPU inputs into a CUDA graph of its own, cannot replay one layout's work for another.
-What a layout needs on the device is made at its first call and kept as long as those two tensors.
+q, dout, out [T, H, D]; k, v [T, Hk, D]; lse [H, T] fp32, natural log (fp64 for fp64 inputs). `offsets` [S+1] and
+`parent` [S] are the host tensors of a :class:`dualkv.Layout`, wherever q, k, v live: nothing is read back from a GPU,
+and inductor, which never puts an op with CPU inputs into a CUDA graph of its own, cannot replay one layout's work for
+another. What a layout needs on the device is made at its first call and kept as long as those two tensors.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _lib.define(
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
-            heads = "H" if name == "q" else "Hk"
+            expected = "[T, H, D]" if name == "q" else "[T, Hk, D]"
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, expected [T, {heads}, D]: packed tokens, no batch dimension"
+                f"{name} has shape {tuple(x.shape)}, expected {expected}: packed tokens, no batch dimension"
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}, expected bfloat16, float16, float32 or float64")
@@ -78,7 +78,8 @@ def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse:
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
-                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, expected q's {tuple(q.shape)} {q.dtype} on {q.device}"
+                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device},"
+                f" expected q's {tuple(q.shape)} {q.dtype} on {q.device}"
             )
     if lse.shape != (q.shape[1], q.shape[0]):
         raise ValueError(f"lse has shape {tuple(lse.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")

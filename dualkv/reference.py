@@ -1,7 +1,7 @@
 """Attention over packed groups in plain PyTorch, a chunk of query rows at a time: right everywhere, fast nowhere.
 
-Serves CPU tensors, and dtypes and devices that nothing else serves. Memory is O(T x chunk), never O(T x T). Sums are kept
-in fp32 (fp64 for fp64 inputs). Works for trees of any depth: it knows nothing but the visibility rule
+Serves CPU tensors, and dtypes and devices that nothing else serves. Memory is O(T x chunk), never O(T x T). Sums are
+kept in fp32 (fp64 for fp64 inputs). Works for trees of any depth: it knows nothing but the visibility rule
 `k <= q < visible_end[k]`.
 """
 

@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make their environment in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test test-gpu lint format bench-cpu constraints clean
+
+help:
+	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
+	@echo "make test         lint, types and the CPU test suite"
+	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
+	@echo "make bench-cpu    packed against replicated on this CPU, written to docs/results/"
+	@echo "make format       ruff's formatter"
+
+# torch first and alone, so that its pinned version is settled before anything that depends on it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else 'dualkv needs Python 3.11 or 3.12: make PYTHON=python3.12')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/dualkv demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-cpu: $(STAMP)
+	$(BIN)/python -m tools.bench_cpu --json docs/results/cpu.json $(ARGS)
+
+constraints: $(STAMP)
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | \
+		{ head -1 constraints.txt; cat; } > constraints.new && mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
