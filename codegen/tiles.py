@@ -1,0 +1,66 @@
+"""Which tile configuration runs which attention: the one table, chosen by measurement on an H200.
+
+Numbers only: nothing here imports CuTe or torch, so the host's plan can use it.
+"""
+
+from dataclasses import dataclass
+
+HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills a smaller head dim up with zeros
+MAX_PACKED_HEADS = 16
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Tile of :class:`cute_kernels.fwd.ForwardKernel`.
+
+    Attributes:
+        tile_n: keys a block.
+        warp_groups: MMA warp groups a CTA, 64 query rows each.
+        stages: K blocks (and V blocks) in flight.
+        q_in_registers: the query operand of S = Q K^T comes from registers, which frees its shared memory.
+        cluster: CTAs that walk the same keys and share them by multicast.
+    """
+
+    tile_n: int
+    warp_groups: int = 2
+    stages: int = 2
+    q_in_registers: bool = True
+    cluster: int = 2
+
+    def tokens(self, packed_heads: int) -> int:
+        """Packed rows (tokens) that a cluster takes: every warp group holds 64 // packed_heads of all packed heads."""
+        return self.cluster * self.warp_groups * (64 // packed_heads)
+
+
+FORWARD_TILES = {
+    64: ForwardTile(tile_n=128),
+    96: ForwardTile(tile_n=128),
+    128: ForwardTile(tile_n=128),
+    192: ForwardTile(tile_n=112, q_in_registers=False),
+    256: ForwardTile(tile_n=80, q_in_registers=False),
+}
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """The native head dim whose kernel runs `head_dim`.
+
+    Raises:
+        ValueError: head dims that no kernel takes.
+    """
+    if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
+        raise ValueError(f"head_dim is {head_dim}, expected a multiple of 8 from 8 to {HEAD_DIMS[-1]}")
+    return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def packed_heads(heads_per_kv: int) -> int:
+    """How many query heads of a KV head one tile packs: all of them up to 16, else the divisor that fills tiles best."""
+    if heads_per_kv <= MAX_PACKED_HEADS:
+        return heads_per_kv
+    divisors = [n for n in range(1, MAX_PACKED_HEADS + 1) if heads_per_kv % n == 0]
+    return max(divisors, key=lambda n: (64 // n * n, n))
+
+
+def forward_tile(head_dim: int, heads_per_kv: int) -> ForwardTile:
+    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes) and a GQA ratio."""
+    del heads_per_kv  # no measured difference between ratios so far
+    return FORWARD_TILES[kernel_head_dim(head_dim)]
