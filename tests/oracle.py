@@ -1,0 +1,43 @@
+"""What shared-prompt attention must equal: dense float64 attention on the replicated sequences, one at a time.
+
+Written apart from the library on purpose: it shares neither the visibility rule nor the packing with it. A packed row's
+path is found by walking `parent`, and each path is an ordinary causal sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def paths(offsets: list[int], parent: list[int]) -> list[list[int]]:
+    """For each segment the packed rows of its replicated sequence, from its prompt's first token to its own last."""
+    found: list[list[int]] = []
+    for s, up in enumerate(parent):
+        own = list(range(offsets[s], offsets[s + 1]))
+        found.append((found[up] if up >= 0 else []) + own)
+    return found
+
+
+def attention(q, k, v, offsets, parent, scale):
+    """q [T, H, D], k and v [T, Hk, D] float64 -> out [T, H, D], lse [H, T]; differentiable."""
+    offsets, parent = [int(x) for x in offsets], [int(x) for x in parent]
+    ratio = q.shape[1] // k.shape[1]
+    out, lse = [], []
+    for s, rows in enumerate(paths(offsets, parent)):
+        own = offsets[s + 1] - offsets[s]
+        n = len(rows)
+        qs, ks, vs = q[rows], k[rows].repeat_interleave(ratio, 1), v[rows].repeat_interleave(ratio, 1)
+        scores = torch.einsum("qhd,khd->hqk", qs, ks) * scale
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+        result = torch.einsum("hqk,khd->qhd", scores.softmax(-1), vs)
+        out.append(result[n - own :])
+        lse.append(scores.logsumexp(-1)[:, n - own :])
+    return torch.cat(out), torch.cat(lse, 1)
+
+
+def attention_and_grads(q, k, v, offsets, parent, scale, dout):
+    """float64 results for inputs of any dtype: out, lse, dq, dk, dv."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, offsets, parent, scale)
+    grads = torch.autograd.grad(out, (q, k, v), dout.double())
+    return out.detach(), lse.detach(), *grads

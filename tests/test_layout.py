@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dualkv import Layout
+from dualkv import layout as layout_module
+from dualkv.layout import segments_of
+from tests import oracle, strategies
+
+
+def visible_pairs(layout: Layout) -> set[tuple[int, int]]:
+    end = layout.visible_end.tolist()
+    return {(q, k) for k in range(layout.num_tokens) for q in range(k, end[k])}
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategies.trees())
+def test_visibility_is_that_of_the_replicated_sequences(tree):
+    offsets, parent = tree
+    layout = Layout.from_segments(offsets, parent)
+    expected = set()
+    for s, rows in enumerate(oracle.paths(offsets, parent)):
+        own = offsets[s + 1] - offsets[s]
+        first = len(rows) - own
+        expected |= {(rows[i], k) for i in range(first, len(rows)) for k in rows[: i + 1]}
+        assert layout.position_ids[offsets[s] : offsets[s + 1]].tolist() == list(range(first, len(rows)))
+    assert visible_pairs(layout) == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategies.groups())
+def test_counts_and_bounds_of_groups(groups):
+    prompts, responses = groups
+    layout = Layout.from_lengths(prompts, responses)
+    assert layout.prompt_lens == prompts
+    assert layout.response_lens == responses
+    assert layout.num_groups == len(prompts)
+    assert layout.num_responses == sum(map(len, responses))
+    assert layout.num_tokens == sum(prompts) + sum(map(sum, responses))
+    nominal = sum(sum(p + r for r in rs) if rs else p for p, rs in zip(prompts, responses, strict=True))
+    assert layout.nominal_tokens == nominal
+    assert layout.dedup_ratio == pytest.approx(nominal / layout.num_tokens if layout.num_tokens else 1.0)
+    bounds = layout.region_bounds.tolist()
+    pairs = set()
+    for t, (begin, end, own) in enumerate(bounds):
+        pairs |= {(t, k) for k in [*range(begin, end), *range(own, t + 1)]}
+    assert pairs == visible_pairs(layout)
+
+
+def test_one_group_in_numbers():
+    layout = Layout.from_lengths([3], [[2, 0, 1]])
+    assert layout.offsets.tolist() == [0, 3, 5, 5, 6]
+    assert layout.parent.tolist() == [-1, 0, 0, 0]
+    assert layout.offsets.dtype == layout.parent.dtype == torch.int32
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
+    assert layout.position_ids.dtype == torch.int64
+    assert layout.visible_end.tolist() == [6, 6, 6, 5, 5, 6]
+    assert layout.region_bounds.tolist() == [[0, 0, 0]] * 3 + [[0, 3, 3]] * 2 + [[0, 3, 5]]
+    assert layout.dedup_ratio == (5 + 3 + 4) / 6
+    assert "6 tokens" in repr(layout)
+    assert "3 responses" in repr(layout)
+
+
+def test_every_constructor_agrees():
+    expected = Layout.from_lengths([3, 0, 4], [[2, 0], [1], []])
+    cu = Layout.from_cu_seqlens(torch.tensor([0, 3, 3, 7]), torch.tensor([0, 2, 2, 3], dtype=torch.int32), [0, 2, 3, 3])
+    segments = Layout.from_segments(np.array([0, 3, 5, 5, 5, 6, 10]), torch.tensor([-1, 0, 0, -1, 3, -1]))
+    assert expected == cu == segments
+    assert expected != Layout.from_lengths([3, 0, 4], [[2, 0], [1], [0]])
+    assert Layout.from_cu_seqlens([0, 3], [0, 1, 5]) == Layout.from_lengths([3], [[1, 4]])
+    assert Layout.from_lengths(torch.tensor([3]), [np.array([1, 4])]) == Layout.from_lengths([3], [[1, 4]])
+
+
+def test_empty_layouts():
+    assert Layout.from_lengths([], []).num_tokens == 0
+    layout = Layout.from_lengths([0, 0], [[0], []])
+    assert layout.num_tokens == 0
+    assert layout.dedup_ratio == 1.0
+    assert layout.region_bounds.shape == (0, 3)
+
+
+def test_to_shares_the_host_state_and_tensors_are_made_once():
+    layout = Layout.from_lengths([3], [[2]])
+    assert layout.to("cpu") is layout
+    meta = layout.to("meta")
+    assert meta.offsets is layout.offsets
+    assert meta.position_ids.device.type == "meta"
+    assert layout.position_ids is layout.position_ids
+
+
+def test_host_state_lives_as_long_as_the_host_tensors():
+    before = len(layout_module._KNOWN)
+    layout = Layout.from_lengths([31], [[17] * 3])
+    offsets, parent, segments = layout.offsets, layout.parent, layout._segments
+    del layout
+    gc.collect()
+    assert segments_of(offsets, parent) is segments
+    assert segments_of(offsets.detach(), parent.view(-1)) is segments
+    del offsets, parent
+    Layout.from_lengths([1], [[1]])  # a new entry sweeps the dead ones
+    assert len(layout_module._KNOWN) <= before + 1
+
+
+def test_host_tensors_written_to_are_seen():
+    layout = Layout.from_lengths([4], [[2, 2]])
+    layout.offsets[2] += 1
+    assert segments_of(layout.offsets, layout.parent).offsets.tolist() == [0, 4, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Layout.from_lengths([-1], [[1]]), ValueError, r"prompt_lens\[0\] is -1"),
+        (lambda: Layout.from_lengths([1], [[1, -2]]), ValueError, r"response_lens\[0\]\[1\] is -2"),
+        (lambda: Layout.from_lengths([1.5], [[1]]), TypeError, "prompt_lens must hold integers"),
+        (lambda: Layout.from_lengths([True], [[1]]), TypeError, "prompt_lens must hold integers"),
+        (lambda: Layout.from_lengths(["3"], [[1]]), TypeError, "prompt_lens must hold integers"),
+        (lambda: Layout.from_lengths([[1, 2]], [[1]]), ValueError, "one dimension"),
+        (lambda: Layout.from_lengths([1, 2], [[1]]), ValueError, "1 lists for 2 prompts"),
+        (lambda: Layout.from_lengths([2**31], [[]]), ValueError, "at most 2147483647"),
+        (lambda: Layout.from_segments([1, 2], [-1]), ValueError, "offsets must start with 0"),
+        (lambda: Layout.from_segments([], []), ValueError, "offsets must start with 0"),
+        (lambda: Layout.from_segments([0, 4, 2], [-1, 0]), ValueError, "must not decrease, got 4 then 2"),
+        (lambda: Layout.from_segments([0, 4], [-1, 0]), ValueError, "expected 3"),
+        (lambda: Layout.from_segments([0, 4, 5], [-1, 1]), ValueError, r"parent\[1\] is 1"),
+        (lambda: Layout.from_segments([0, 4, 5], [-2, 0]), ValueError, r"parent\[0\] is -2"),
+        (lambda: Layout.from_segments([0, 4, 5, 6], [-1, -1, 0]), ValueError, "cross groups"),
+        (lambda: Layout.from_segments([0, 1, 2, 3, 4], [-1, 0, 0, 1]), ValueError, "depth-first"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1]), ValueError, "cu_responses is missing"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1]), ValueError, "names 1 groups"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1, 2]), ValueError, "ends at 2"),
+        (lambda: Layout.from_segments([0, 1, 2, 3], [-1, 0, 1]).region_bounds, ValueError, "3 levels deep"),
+    ],
+)
+def test_bad_input_gets_one_sentence(make, error, words):
+    with pytest.raises(error, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_thousands_of_segments_are_quick():
+    layout = Layout.from_lengths([2048] * 2000, [[16] * 16] * 2000)
+    assert layout.num_segments == 2000 * 17
+    chain = Layout.from_segments(range(65), range(-1, 63))
+    assert chain.depth == 64
+    assert chain.position_ids.tolist() == list(range(64))
