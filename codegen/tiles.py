@@ -53,7 +53,7 @@ def kernel_head_dim(head_dim: int) -> int:
 
 
 def packed_heads(heads_per_kv: int) -> int:
-    """How many query heads of a KV head one tile packs: all of them up to 16, else the divisor that fills tiles best."""
+    """How many query heads of a KV head a tile packs: all of them up to 16, else the divisor that fills tiles best."""
     if heads_per_kv <= MAX_PACKED_HEADS:
         return heads_per_kv
     divisors = [n for n in range(1, MAX_PACKED_HEADS + 1) if heads_per_kv % n == 0]

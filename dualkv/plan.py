@@ -1,0 +1,85 @@
+"""Work plans: how a layout is cut into the tiles that the kernels walk. Made on the host once a batch, numpy only.
+
+`cute_kernels/items.py` says what a tile is and what the fields of a work item mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cute_kernels import items
+from dualkv.layout import IntArray, Segments
+
+WorkItems = npt.NDArray[np.int32]
+
+TILE_OVERHEAD = 1.5  # of a tile (its first load, its epilogue), in key blocks
+
+
+def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
+    """The forward's work items, longest first; the same tiles serve every KV head.
+
+    Args:
+        segments: prompts and responses; trees of at most two levels.
+        tokens: packed rows a tile (`ForwardTile.tokens`).
+        tile_n: keys a block.
+
+    Returns:
+        [n, items.NUM_FIELDS] int32: every packed row lies in exactly one tile, tiles end where their group ends.
+
+    Raises:
+        ValueError: for trees deeper than two, whose rows see more than two regions.
+    """
+    if segments.max_depth > 2:
+        raise ValueError(f"a plan describes two key regions a tile, this layout is {segments.max_depth} levels deep")
+    offsets = segments.offsets
+    roots = np.flatnonzero(segments.parent == -1)
+    group_begin, group_end = offsets[roots], segments.subtree_end[roots]
+    count = -(-(group_end - group_begin) // tokens)  # tiles of each group
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+
+    context_begin, prompt_end = np.repeat(group_begin, count), np.repeat(offsets[roots + 1], count)
+    row = context_begin + within * tokens
+    row_end = np.minimum(row + tokens, np.repeat(group_end, count))
+    context_end = np.minimum(prompt_end, row_end)
+
+    has_own = row_end > prompt_end
+    first = _segment_at(offsets, np.minimum(np.maximum(row, prompt_end), row_end - 1))
+    straddles = has_own & ((row < prompt_end) | (first != _segment_at(offsets, row_end - 1)))
+    own_begin = np.where(has_own, offsets[first], row_end)
+
+    # A whole block holds only keys that the first row sees too, and none of another segment than all rows'. The block
+    # that a tile begins with is masked in any case: an own one if there is one, so no row starts on an empty block.
+    context_blocks = _blocks(context_begin, context_end, tile_n)
+    context_masked = context_blocks - (np.minimum(row + 1, context_end) - context_begin) // tile_n
+    own_blocks = _blocks(own_begin, row_end, tile_n)
+    own_masked = own_blocks - np.where(straddles | ~has_own, 0, row + 1 - own_begin) // tile_n
+    context_masked = np.maximum(context_masked, ~has_own)
+    own_masked = np.maximum(own_masked, has_own)
+
+    work = np.empty((len(row), items.NUM_FIELDS), np.int32)
+    work[:, items.ROW] = row
+    work[:, items.ROW_END] = row_end
+    work[:, items.CONTEXT_BEGIN] = context_begin
+    work[:, items.CONTEXT_END] = context_end
+    work[:, items.OWN_BEGIN] = own_begin
+    work[:, items.CONTEXT_MASKED] = context_masked
+    work[:, items.OWN_MASKED] = own_masked
+    work[:, items.STRADDLES] = straddles
+    return work[np.argsort(-(context_blocks + own_blocks), kind="stable")]
+
+
+def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
+    """[T] int32: the packed row where each row's segment begins."""
+    return np.repeat(segments.offsets[:-1], segments.lengths).astype(np.int32)
+
+
+def _segment_at(offsets: IntArray, rows: IntArray) -> IntArray:
+    """The (non-empty) segment that holds each row."""
+    return np.searchsorted(offsets, rows, side="right") - 1
+
+
+def _blocks(begin: IntArray, end: IntArray, tile_n: int) -> Any:
+    return -(-(end - begin) // tile_n)

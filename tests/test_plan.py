@@ -1,0 +1,167 @@
+"""The forward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
+from cute_kernels import items
+from dualkv import Layout
+from dualkv.layout import segments_of
+from dualkv.plan import forward_work, segment_begin
+
+TILES = sorted(set(FORWARD_TILES.values()), key=repr)
+
+
+def segments(prompts, responses):
+    layout = Layout.from_lengths(prompts, responses)
+    return segments_of(layout.offsets, layout.parent)
+
+
+def key_blocks(item, tile_n):
+    """(first key row, in the own region, masked) of each block in the kernel's order; see cute_kernels/work.py."""
+    own = -(-(item[items.ROW_END] - item[items.OWN_BEGIN]) // tile_n)
+    context = -(-(item[items.CONTEXT_END] - item[items.CONTEXT_BEGIN]) // tile_n)
+    own_masked, masked = item[items.OWN_MASKED], item[items.OWN_MASKED] + item[items.CONTEXT_MASKED]
+    context_whole = context - item[items.CONTEXT_MASKED]
+    for i in range(own + context):
+        if i < own_masked:
+            yield item[items.OWN_BEGIN] + (own - 1 - i) * tile_n, True, True
+        elif i < masked:
+            yield item[items.CONTEXT_BEGIN] + (context - 1 - (i - own_masked)) * tile_n, False, True
+        elif i < masked + context_whole:
+            yield item[items.CONTEXT_BEGIN] + (i - masked) * tile_n, False, False
+        else:
+            yield item[items.OWN_BEGIN] + (i - masked - context_whole) * tile_n, True, False
+
+
+def visible(item, q, begin, keys, own):
+    """What the kernel's mask leaves of a masked block: q [rows, 1], begin [rows, 1], keys [1, tile_n]."""
+    limit = item[items.ROW_END] if own else item[items.CONTEXT_END]
+    seen = keys < np.minimum(q + 1, limit)
+    return seen & (keys >= begin) if own and item[items.STRADDLES] else seen
+
+
+def tile_rows(item, tile, heads):
+    """(token, head) of each accumulator row that is stored, as ranks, warp groups and rows take them."""
+    per_wg = 64 // heads
+    for rank, wg, r in itertools.product(range(tile.cluster), range(tile.warp_groups), range(per_wg * heads)):
+        token = item[items.ROW] + (rank * tile.warp_groups + wg) * per_wg + r // heads
+        if token < item[items.ROW_END]:
+            yield token, r % heads
+
+
+def walk(seg, tile, heads):
+    """Counts of what the kernel would do: stores [T, heads], pairs [T, T + tile_n] of query and key rows added."""
+    total, begin = seg.total, segment_begin(seg)
+    stores, pairs = np.zeros((total, heads), int), np.zeros((total, total + tile.tile_n), int)
+    work = forward_work(seg, tile.tokens(heads), tile.tile_n)
+    assert work.dtype == np.int32
+    for item in work:
+        for token, head in tile_rows(item, tile, heads):
+            stores[token, head] += 1
+        q = np.arange(item[items.ROW], item[items.ROW_END])[:, None]
+        blocks = list(key_blocks(item, tile.tile_n))
+        assert blocks[0][2], "a tile begins with a masked block"
+        for row, own, masked in blocks:
+            keys = np.arange(row, row + tile.tile_n)[None]
+            seen = visible(item, q, begin[q], keys, own) if masked else np.ones((len(q), tile.tile_n), bool)
+            pairs[q, keys] += seen
+    return stores, pairs
+
+
+def check(seg, tile, heads):
+    stores, pairs = walk(seg, tile, heads)
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (stores == 1).all()
+    assert (pairs[:, : seg.total] == rule).all()
+    assert not pairs[:, seg.total :].any()
+
+
+lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 112, 127, 128, 129, 256]))
+groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
+
+
+@settings(max_examples=2500, deadline=None)
+@given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+@example([(129, [])], TILES[0], 1)
+@example([(128, [128, 128]), (0, [1])], TILES[0], 4)
+@example([(1, [1] * 300)], TILES[0], 4)
+def test_items_cover_each_visible_pair_once(groups, tile, heads):
+    groups = [(p, rs) for p, rs in groups]
+    while sum(p + sum(rs) for p, rs in groups) > 1200:
+        groups.pop()
+    check(segments([p for p, _ in groups], [rs for _, rs in groups]), tile, heads)
+
+
+def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
+    seg = segments([200], [[100, 100]])
+    tile = TILES[0]
+    work = forward_work(seg, tile.tokens(4), tile.tile_n)
+    work[:, items.OWN_MASKED] -= work[:, items.OWN_MASKED] > 1
+    monkeypatch.setitem(globals(), "forward_work", lambda *args: work)
+    with pytest.raises(AssertionError):
+        check(seg, tile, 4)
+
+
+def test_long_contexts_are_mostly_unmasked():
+    work = forward_work(segments([8192], [[2048] * 32]), 64, 128)
+    masked = work[:, items.OWN_MASKED] + work[:, items.CONTEXT_MASKED]
+    blocks = -(-(work[:, items.ROW_END] - work[:, items.OWN_BEGIN]) // 128)
+    blocks += -(-(work[:, items.CONTEXT_END] - work[:, items.CONTEXT_BEGIN]) // 128)
+    assert masked.max() == 1
+    assert (np.diff(blocks) <= 0).all(), "longest first"
+    assert blocks.sum() == 64 * 65 + 32 * (32 * 64 + sum(range(1, 17)) * 2)
+
+
+def test_deeper_trees_are_refused():
+    layout = Layout.from_segments([0, 4, 8, 12], [-1, 0, 1])
+    with pytest.raises(ValueError, match="two key regions a tile, this layout is 3 levels deep"):
+        forward_work(segments_of(layout.offsets, layout.parent), 64, 128)
+
+
+def test_empty_layouts():
+    for seg in (segments([], []), segments([0], [[]]), segments([0, 0], [[0, 0], []])):
+        assert forward_work(seg, 64, 128).shape == (0, items.NUM_FIELDS)
+        assert segment_begin(seg).shape == (0,)
+
+
+def test_rows_up_to_int32():
+    seg = segments([2**31 - 2], [[1]])
+    work = forward_work(seg, 2**20, 128)
+    assert work.dtype == np.int32
+    assert work.min() >= 0
+    assert work[:, items.ROW_END].max() == 2**31 - 1
+
+
+def test_every_head_dim_and_ratio_has_a_tile():
+    for head_dim in range(8, 257, 8):
+        assert head_dim <= kernel_head_dim(head_dim) < head_dim + 64
+    for ratio in range(1, 200):
+        heads = packed_heads(ratio)
+        assert ratio % heads == 0
+        assert heads == ratio or ratio > MAX_PACKED_HEADS
+        assert forward_tile(128, ratio).tokens(heads) >= 1
+    for wrong in (0, 4, 100, 264):
+        with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
+            kernel_head_dim(wrong)
+
+
+def test_a_plan_is_quick():
+    """5 ms is the promise for 64 groups of 32 responses; the best of a few, as other work shares the machine."""
+    rng = np.random.default_rng(0)
+    seg = segments([1024] * 64, rng.integers(64, 2048, (64, 32)))
+    tile = forward_tile(128, 4)
+    forward_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
+
+    def milliseconds():
+        start = time.perf_counter()
+        forward_work(seg, tile.tokens(4), tile.tile_n)
+        return (time.perf_counter() - start) * 1e3
+
+    assert min(milliseconds() for _ in range(10)) < 5
