@@ -1,0 +1,133 @@
+"""From a :class:`KernelSpec` to a shared object with its machine code, on any machine: no GPU is needed.
+
+The compile runs in a process of its own (`python -m codegen.compile FOLDER`, the spec on stdin), because the DSL reads
+its target from the environment when it is imported, and so that nothing it does reaches the caller's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from codegen import toolchain
+from codegen.spec import KernelSpec
+
+LINKERS = ("gcc", "cc", "clang")
+
+
+def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
+    """Write `kernel.so` and `kernel.cubin` of `spec` into `folder`, which exists.
+
+    Returns:
+        What the compiler says: ptxas version, registers a thread, stack and spilled bytes, dynamic shared memory of a
+        CTA in bytes, and the codes of ptxas warnings about wgmma (C7512 and the like: products run one by one).
+
+    Raises:
+        RuntimeError: no compiler or linker here, or the compile failed; says which and why.
+    """
+    if not toolchain.can_compile():
+        raise RuntimeError(
+            f"kernel {spec} must be compiled and this machine has only the runtime of the CuTe DSL: "
+            "pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9', or set DUALKV_KERNEL_DIR to a folder that holds it"
+        )
+    if not any(map(shutil.which, LINKERS)):
+        raise RuntimeError(
+            f"kernel {spec} must be compiled and no linker is on PATH (gcc, cc or clang): install one, "
+            "or set DUALKV_KERNEL_DIR to a folder that holds it"
+        )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
+    environment |= {
+        "CUTE_DSL_ARCH": spec.arch,
+        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p),
+    }
+    worker = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-m", "codegen.compile"],
+        cwd=folder, env=environment, input=spec.to_json(), capture_output=True, text=True,
+    )  # fmt: skip
+    if worker.returncode:
+        raise RuntimeError(f"compiling {spec} failed: {(worker.stdout + worker.stderr).strip()[-2000:]}")
+    report = folder / "worker.json"
+    found: dict[str, Any] = json.loads(report.read_text()) | ptxas_report(worker.stdout + worker.stderr)
+    report.unlink()
+    return found
+
+
+def ptxas_report(text: str) -> dict[str, Any]:
+    """Registers, stack, spills and wgmma warnings in what the DSL prints of ptxas, which it may wrap at any space."""
+    text = " ".join(text.split())
+    registers = re.findall(r"Used (\d+) registers", text)
+    bytes_ = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if len(registers) != 1 or len(bytes_) != 1:
+        raise RuntimeError(f"ptxas reported on {len(registers)} kernels, expected 1: {text[-2000:]}")
+    stack, stores, loads = map(int, bytes_[0])
+    return {
+        "registers": int(registers[0]),
+        "stack": stack,
+        "spill_stores": stores,
+        "spill_loads": loads,
+        "wgmma_warnings": sorted(set(re.findall(r"\bC75\d\d\b", text))),
+    }
+
+
+# ---------------------------------------------------------------- in the worker
+def _kernel(spec: KernelSpec) -> Any:
+    """The kernel object, which the DSL compiles, of one specification."""
+    import cutlass
+
+    from cute_kernels.fwd import ForwardKernel
+
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
+    return ForwardKernel(dtype, spec.head_dim, spec.packed_heads, **spec.to_dict()["tile"])
+
+
+def _shared_memory(ir: str) -> int:
+    """Dynamic shared memory of the one launch, from the host code in LLVM dialect: field 2 of its cudaLaunchConfig_t."""
+    config = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    stores = re.findall(
+        rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {config}\s+"
+        r"llvm\.store (%\w+), \1 : i64",
+        ir,
+    )
+    if len(stores) != 1:
+        raise RuntimeError(f"found {len(stores)} kernel launches in the compiled host code, expected 1")
+    before = ir[: ir.index(f"llvm.store {stores[0][1]}, {stores[0][0]} : i64")]
+    return int(re.findall(rf"{stores[0][1]} = llvm\.mlir\.constant\((\d+) : i64\)", before)[-1])
+
+
+def _worker() -> None:
+    """Compile the spec on stdin into the current folder."""
+    spec = KernelSpec.from_json(sys.stdin.read())
+    import cutlass.cute as cute
+    from cutlass.base_dsl.version_info import CUDA_VERSION
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    if f"cu{CUDA_VERSION.major}" != toolchain.flavour():
+        raise RuntimeError(f"the CuTe DSL chose its cu{CUDA_VERSION.major} compiler, expected {toolchain.flavour()}")
+    kernel = _kernel(spec)
+    options = f"--enable-tvm-ffi --gpu-arch {spec.arch} --keep-cubin --dump-dir ."
+    compiled = cute.compile(kernel, *kernel.fake_arguments(), options=options)
+    for dumped in Path().iterdir():
+        dumped.unlink()
+    cubin = compiled.artifacts.CUBIN
+    Path("kernel.cubin").write_bytes(cubin)
+    compiled.export_to_c("kernel.o", function_name=spec.symbol, export_only_tvm_ffi_symbols=True)
+    linker = next(filter(None, map(shutil.which, LINKERS)))
+    subprocess.run([linker, "-shared", "-o", "kernel.so", "kernel.o", *find_runtime_libraries()], check=True)
+    Path("kernel.o").unlink()
+    ptxas = re.search(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", cubin)
+    report = {
+        "ptxas": ptxas[1].decode() if ptxas else "unknown",
+        "shared_memory": _shared_memory(str(compiled.ir_module)),
+    }
+    Path("worker.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    _worker()

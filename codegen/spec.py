@@ -1,0 +1,106 @@
+"""What a compiled kernel is compiled for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS, ForwardTile, forward_tile, kernel_head_dim, packed_heads
+
+DTYPES = ("bf16", "fp16")
+ARCHS = ("sm_90a",)
+TILES = {"fwd": ForwardTile}  # the tile configuration of each operation
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One specialization: what is fixed when a kernel is compiled. Lengths, groups, T, H, Hk and strides are not.
+
+    Attributes:
+        operation: "fwd".
+        dtype: "bf16" or "fp16".
+        head_dim: native head dim; the same kernel runs every smaller multiple of 8.
+        packed_heads: query heads of one KV head in a tile: the GQA ratio up to 16, beyond that a divisor of it.
+        tile: the operation's tile configuration.
+        arch: "sm_90a".
+
+    Raises:
+        ValueError: a value that no kernel is written for.
+        TypeError: a tile of another operation, a number that is not an int.
+    """
+
+    operation: str
+    dtype: str
+    head_dim: int
+    packed_heads: int
+    tile: ForwardTile
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("operation", tuple(TILES)),
+            ("dtype", DTYPES),
+            ("head_dim", HEAD_DIMS),
+            ("packed_heads", range(1, MAX_PACKED_HEADS + 1)),
+            ("arch", ARCHS),
+        ):
+            value = getattr(self, name)
+            if type(value) is not type(allowed[0]):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected {_words(allowed)}")
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}, expected {_words(allowed)}")
+        if type(self.tile) is not TILES[self.operation]:
+            raise TypeError(
+                f"tile is a {type(self.tile).__name__}, expected a {TILES[self.operation].__name__} for {self.operation}"
+            )
+        for name, value in asdict(self.tile).items():
+            if type(value) not in (int, bool) or (type(value) is int and value < 1):
+                raise ValueError(f"tile.{name} is {value!r}, expected an integer of 1 or more")
+
+    @property
+    def symbol(self) -> str:
+        """The exported function's name: a C identifier, different for different specifications."""
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+        return f"dualkv_{self.operation}_{self.dtype}_d{self.head_dim}_h{self.packed_heads}_{self.arch}_{digest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return canonical_json(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> KernelSpec:
+        """The inverse of `to_json`; raises like the constructor."""
+        fields = json.loads(text)
+        tile = TILES.get(fields["operation"])
+        return cls(**(fields | {"tile": tile(**fields["tile"]) if tile else fields["tile"]}))
+
+    def __str__(self) -> str:
+        tile = " ".join(f"{name}={value}" for name, value in asdict(self.tile).items())
+        return f"{self.operation} {self.dtype} head_dim={self.head_dim} packed_heads={self.packed_heads} {tile} {self.arch}"
+
+
+def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec:
+    """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles."""
+    return KernelSpec(
+        "fwd", dtype, kernel_head_dim(head_dim), packed_heads(heads_per_kv), forward_tile(head_dim, heads_per_kv)
+    )
+
+
+def table() -> list[KernelSpec]:
+    """Every specialization that the table of tiles can ask for."""
+    return [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
+
+
+def canonical_json(value: Any) -> str:
+    """One text for equal values, whatever the order of their keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _words(allowed: Any) -> str:
+    if isinstance(allowed, range):
+        return f"an integer from {allowed[0]} to {allowed[-1]}"
+    return " or ".join(str(value) for value in allowed)

@@ -1,0 +1,113 @@
+"""What makes and loads kernels on this machine: compiler flavour, versions, runtime library, kernel sources.
+
+Everything here is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+_COMPILER = re.compile(r"_cutlass_ir\.cu(\d+)\..*\.so")
+
+
+@cache
+def dsl_folder() -> Path:
+    """The installed `nvidia_cutlass_dsl` folder.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    found = importlib.util.find_spec("nvidia_cutlass_dsl")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("nvidia-cutlass-dsl is not installed: pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+@cache
+def driver_cuda() -> int | None:
+    """Major CUDA version of the NVIDIA driver, None without one."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 1000
+
+
+@cache
+def flavour() -> str:
+    """`cu13` or `cu12`: the newest installed CuTe DSL that the driver can run, as the DSL itself picks it.
+
+    Each flavour carries a ptxas of its own, so the same source compiles to different code.
+
+    Raises:
+        RuntimeError: none is installed, or none that the driver can run.
+    """
+    root = dsl_folder()
+    majors = {int(p.parent.parent.name[2:]) for p in root.glob("cu*/lib/libcute_dsl_runtime.so")}
+    driver = driver_cuda()
+    usable = [m for m in majors if driver is None or m <= driver]
+    if not usable:
+        have = ", ".join(f"cu{m}" for m in sorted(majors)) or "none"
+        raise RuntimeError(
+            f"no CuTe DSL runtime in {root} fits the driver (CUDA {driver or 'absent'}): installed {have}; "
+            f"install nvidia-cutlass-dsl[cu{driver or 13}] or a newer driver"
+        )
+    return f"cu{max(usable)}"
+
+
+def runtime_library() -> Path:
+    """`libcute_dsl_runtime.so` of the flavour in use; compiled kernels need it in the process."""
+    return dsl_folder() / flavour() / "lib" / "libcute_dsl_runtime.so"
+
+
+def can_compile() -> bool:
+    """Whether the DSL's compiler is installed, not only the runtime of compiled kernels."""
+    libs = dsl_folder() / "dsl_packages" / "cutlass" / "_mlir" / "_mlir_libs"
+    return libs.is_dir() and any(
+        m and f"cu{m[1]}" == flavour() for m in (_COMPILER.fullmatch(p.name) for p in libs.iterdir())
+    )
+
+
+def version(package: str) -> str:
+    """Version of an installed package, `absent` without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+@cache
+def compiler() -> tuple[tuple[str, str], ...]:
+    """(name, version) of everything outside this project that shapes a compiled kernel.
+
+    ptxas is built into the DSL's `libs` package of its flavour, whose version therefore stands for it; a compiled kernel's
+    record names the version that ptxas itself reports.
+    """
+    return (
+        ("flavour", flavour()),
+        ("nvidia-cutlass-dsl", version("nvidia-cutlass-dsl")),
+        ("nvidia-cutlass-dsl-libs", version(f"nvidia-cutlass-dsl-libs-{flavour()}")),
+        ("apache-tvm-ffi", version("apache-tvm-ffi")),
+    )
+
+
+@cache
+def source_digest() -> str:
+    """sha256 over the kernel sources: every file of `cute_kernels` and the module that compiles them."""
+    found = importlib.util.find_spec("cute_kernels")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("the package cute_kernels, which dualkv is installed with, is missing")
+    root = Path(next(iter(found.submodule_search_locations)))
+    digest = hashlib.sha256()
+    for path in [*sorted(root.rglob("*.py")), Path(__file__).with_name("compile.py")]:
+        name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
