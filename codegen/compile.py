@@ -88,7 +88,7 @@ def _kernel(spec: KernelSpec) -> Any:
 
 
 def _shared_memory(ir: str) -> int:
-    """Dynamic shared memory of the one launch, from the host code in LLVM dialect: field 2 of its cudaLaunchConfig_t."""
+    """Dynamic shared memory of the one launch, from the host code (LLVM dialect): field 2 of cudaLaunchConfig_t."""
     config = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
     stores = re.findall(
         rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {config}\s+"

@@ -51,10 +51,9 @@ class KernelSpec:
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected {_words(allowed)}")
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}, expected {_words(allowed)}")
-        if type(self.tile) is not TILES[self.operation]:
-            raise TypeError(
-                f"tile is a {type(self.tile).__name__}, expected a {TILES[self.operation].__name__} for {self.operation}"
-            )
+        tile = TILES[self.operation]
+        if type(self.tile) is not tile:
+            raise TypeError(f"tile is a {type(self.tile).__name__}, expected a {tile.__name__} for {self.operation}")
         for name, value in asdict(self.tile).items():
             if type(value) not in (int, bool) or (type(value) is int and value < 1):
                 raise ValueError(f"tile.{name} is {value!r}, expected an integer of 1 or more")
@@ -80,7 +79,8 @@ class KernelSpec:
 
     def __str__(self) -> str:
         tile = " ".join(f"{name}={value}" for name, value in asdict(self.tile).items())
-        return f"{self.operation} {self.dtype} head_dim={self.head_dim} packed_heads={self.packed_heads} {tile} {self.arch}"
+        shape = f"head_dim={self.head_dim} packed_heads={self.packed_heads}"
+        return f"{self.operation} {self.dtype} {shape} {tile} {self.arch}"
 
 
 def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec:

@@ -1,7 +1,8 @@
 """Compiled kernels, found or made: memory, `DUALKV_KERNEL_DIR`, the user's cache, then a compile.
 
-An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin` and the record `kernel.json`. It appears whole by one
-rename, and counts only if its record fits what is asked for and `kernel.so` has the recorded hash; anything else is a miss.
+An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin` and the record `kernel.json`. It appears whole by
+one rename, and counts only if its record fits what is asked for and `kernel.so` has the recorded hash; anything else is
+a miss.
 
 Environment:
     DUALKV_KERNEL_DIR: folder of entries made elsewhere, only ever read.
@@ -197,7 +198,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise RuntimeError(
-            f"the kernel cache {folder} cannot be written ({e.strerror or e}); set DUALKV_CACHE_DIR to a folder of yours"
+            f"the kernel cache {folder} cannot be written ({e.strerror or e}); set DUALKV_CACHE_DIR to one of yours"
         ) from e
 
 

@@ -1,6 +1,7 @@
 """What makes and loads kernels on this machine: compiler flavour, versions, runtime library, kernel sources.
 
-Everything here is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack both.
+Everything here is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack the
+first, and this package does without the second.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def version(package: str) -> str:
 def compiler() -> tuple[tuple[str, str], ...]:
     """(name, version) of everything outside this project that shapes a compiled kernel.
 
-    ptxas is built into the DSL's `libs` package of its flavour, whose version therefore stands for it; a compiled kernel's
-    record names the version that ptxas itself reports.
+    ptxas is built into the DSL's `libs` package of its flavour, whose version therefore stands for it; a compiled
+    kernel's record names the version that ptxas itself reports.
     """
     return (
         ("flavour", flavour()),
