@@ -1,0 +1,82 @@
+"""Named model configurations with random weights, and models from local folders, for demonstration and benchmarks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+          "max_position_embeddings": 40960, "num_key_value_heads": 8}  # fmt: skip
+
+# Written out from the configurations their authors publish (config.json of each model); weights are random.
+CONFIGS: dict[str, dict[str, Any]] = {
+    # A Qwen3 in small: 2.3 million parameters, a vocabulary of bytes.
+    "tiny": _QWEN3 | {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+                      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                            "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-1.7b": _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                            "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                          "num_attention_heads": 32, "tie_word_embeddings": True},
+    "qwen3-8b": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                          "num_attention_heads": 32},
+    "qwen2.5-7b": {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+                   "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+                   "rope_theta": 1e6, "max_position_embeddings": 131072},
+    "llama-3-8b": {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+                   "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                   "rope_theta": 5e5, "max_position_embeddings": 8192},
+    "mistral-7b": {"model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+                   "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                   "rope_theta": 1e6, "max_position_embeddings": 32768, "sliding_window": None},
+}  # fmt: skip
+
+
+def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """A causal language model whose final layer is one matrix: logits = hidden @ head.T.
+
+    Args:
+        name_or_path: a name in :data:`CONFIGS` (random weights) or a local folder in Hugging Face's format.
+        dtype: of weights and computation.
+        device: where it lives.
+        seed: of random weights; the same on every device.
+
+    Raises:
+        ValueError: no such name or folder; logits that are more than a product with one matrix.
+        ImportError: transformers is missing.
+    """
+    if name_or_path not in CONFIGS and not Path(name_or_path).is_dir():
+        raise ValueError(f"model {name_or_path!r} is neither a local folder nor one of {', '.join(CONFIGS)}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ImportError("a language model needs transformers: pip install 'dualkv[transformers]'") from None
+    if name_or_path in CONFIGS:
+        settings = dict(CONFIGS[name_or_path])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # Made on the CPU: there the random numbers are the same on every machine.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(os.fspath(name_or_path), dtype=dtype, local_files_only=True)
+    _check_head(model)
+    return model.to(device).eval()
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse models whose logits :func:`dualkv.response_logprobs` would get wrong."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ValueError(f"{type(model).__name__} has no plain linear head without bias, which the log-probs need")
+    for setting in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+        value = getattr(model.config, setting, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(f"{type(model).__name__} has {setting}={value}, which the log-probs do not compute")

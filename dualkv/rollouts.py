@@ -1,0 +1,219 @@
+"""Rollouts: prompts, the responses sampled for each, and their rewards; from a file or for live sampling."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """G groups of responses to one prompt each.
+
+    Attributes:
+        prompts: G tensors [P_g] int64.
+        responses: G lists of tensors [R_i] int64; a response may be empty, a list may not.
+        rewards: G lists of floats, one a response.
+    """
+
+    prompts: list[torch.Tensor]
+    responses: list[list[torch.Tensor]]
+    rewards: list[list[float]]
+
+    @property
+    def group_sizes(self) -> list[int]:
+        return [len(group) for group in self.responses]
+
+    @property
+    def response_lens(self) -> list[int]:
+        """Tokens of every response, those of group 0 first."""
+        return [len(response) for group in self.responses for response in group]
+
+    @property
+    def mean_reward(self) -> float:
+        rewards = [reward for group in self.rewards for reward in group]
+        return sum(rewards) / len(rewards)
+
+
+class Tokenizer(Protocol):
+    """What this module needs of a tokenizer. `vocab_size` bounds the ids that it can decode."""
+
+    vocab_size: int
+    eos_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """Token ids 0 to 255 are the bytes of UTF-8, 256 ends a text. Needs no files."""
+
+    vocab_size = 257
+    eos_id: int | None = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", errors="surrogatepass"))  # JSON can carry half of a surrogate pair
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 come back as U+FFFD, the end of text as nothing."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class LocalTokenizer:
+    """A Hugging Face tokenizer from a local folder; no special tokens are added to what it encodes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not Path(path).exists():
+            raise ValueError(f"tokenizer {str(path)!r} is no local file or folder")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise ImportError(
+                "a Hugging Face tokenizer needs transformers: pip install 'dualkv[transformers]'"
+            ) from None
+        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self.vocab_size = len(self._tokenizer)
+        self.eos_id: int | None = self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:
+    """The byte-level tokenizer, or the Hugging Face one of a local folder."""
+    return ByteTokenizer() if path is None else LocalTokenizer(path)
+
+
+# ---------------------------------------------------------------------- from a file
+def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size: int) -> Rollouts:
+    """Rollouts from a JSON-lines file, one group a line.
+
+    A line is `{"prompt": ..., "responses": [...], "rewards": [...]}`: the prompt and each response as text (encoded
+    with `tokenizer`, nothing added) or as a list of token ids, one finite number a response in `rewards`. Other keys and
+    blank lines are passed over.
+
+    Args:
+        path: the file, UTF-8.
+        tokenizer: for prompts and responses given as text.
+        vocab_size: token ids must be below it (the model's vocabulary).
+
+    Raises:
+        ValueError: the first thing wrong, as `file:line: what`.
+        OSError: a file that cannot be read.
+    """
+    prompts, responses, rewards = [], [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                group = _parse_group(line, tokenizer, vocab_size)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+            prompts.append(group[0])
+            responses.append(group[1])
+            rewards.append(group[2])
+    if not prompts:
+        raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
+    return Rollouts(prompts, responses, rewards)
+
+
+def _parse_group(
+    line: bytes, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[torch.Tensor, list[torch.Tensor], list[float]]:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start} of the line)") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"expected a JSON object, got {_kind(data)}")
+    for key in ("prompt", "responses", "rewards"):
+        if key not in data:
+            raise ValueError(f"{key!r} is missing, found {sorted(data)}")
+    prompt = _tokens("prompt", data["prompt"], tokenizer, vocab_size)
+    if not len(prompt):
+        raise ValueError("'prompt' is empty, expected at least one token")
+    for key in ("responses", "rewards"):
+        if not isinstance(data[key], list):
+            raise ValueError(f"{key!r} must be a list, got {_kind(data[key])}")
+    if not data["responses"]:
+        raise ValueError("'responses' is empty, expected at least one response")
+    if len(data["rewards"]) != len(data["responses"]):
+        raise ValueError(
+            f"{len(data['rewards'])} rewards for {len(data['responses'])} responses, expected one a response"
+        )
+    responses = [_tokens(f"responses[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data["responses"])]
+    for i, reward in enumerate(data["rewards"]):
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"rewards[{i}] is {json.dumps(reward)}, expected a finite number")
+    return prompt, responses, [float(reward) for reward in data["rewards"]]
+
+
+def _tokens(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
+    """Text or token ids as a tensor [n] int64 of ids in the vocabulary."""
+    if isinstance(value, str):
+        ids = tokenizer.encode(value)
+    elif isinstance(value, list):
+        ids = value
+    else:
+        raise ValueError(f"{name!r} must be text or a list of token ids, got {_kind(value)}")
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(f"{name}[{i}] is {json.dumps(token)}, expected a token id")
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}[{i}] is token {token}, outside the model's vocabulary of {vocab_size}")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+# ---------------------------------------------------------------------- for live sampling
+def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) -> list[torch.Tensor]:
+    """Prompts cut from the reference text of Python's own `help()`, which every installation carries.
+
+    Args:
+        tokenizer: turns the text into tokens.
+        prompt_len: tokens of each prompt.
+        count: prompts; each is a window at a random place.
+        seed: of the places.
+
+    Returns:
+        `count` tensors [prompt_len] int64.
+
+    Raises:
+        ValueError: a Python without the text, or a longer prompt than the text has tokens.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError("this Python has no pydoc_data.topics to cut prompts from: give rollouts as a file") from None
+    text = torch.tensor(tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics))), dtype=torch.int64)
+    if not 1 <= prompt_len <= len(text):
+        raise ValueError(f"prompt_len is {prompt_len}, expected 1 to {len(text)} (the tokens of pydoc_data.topics)")
+    starts = torch.randint(len(text) - prompt_len + 1, (count,), generator=torch.Generator().manual_seed(seed))
+    return [text[start : start + prompt_len].clone() for start in starts.tolist()]
+
+
+def plain_text_reward(text: str) -> float:
+    """The share of characters that are lower-case ASCII letters or spaces, 0 to 1; 0 for no text.
+
+    Verifiable from the text alone, different from one response of an untrained model to the next, and learnable within
+    a few updates: what a demonstration needs of a reward.
+    """
+    return sum(c == " " or "a" <= c <= "z" for c in text) / len(text) if text else 0.0

@@ -1,0 +1,121 @@
+"""Sampling of responses by the model itself: each prompt is computed once, its cache shared by the whole group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CACHE_BYTES = 16 * 2**30  # groups are sampled side by side as long as their keys and values take less than this
+
+Item = TypeVar("Item", covariant=True)
+
+
+class Track(Protocol):
+    """Reports the progress of a loop: `for x in track(items, "what it does", how_many)`."""
+
+    def __call__(self, items: Iterable[Item], what: str, total: int) -> Iterable[Item]: ...
+
+
+def untracked(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
+    """No progress shown."""
+    return items
+
+
+@torch.no_grad()
+def sample_responses(
+    model: PreTrainedModel,
+    prompts: Sequence[torch.Tensor],
+    num_responses: int,
+    response_len: int,
+    vocab_size: int,
+    eos_id: int | None,
+    seed: int,
+    track: Track = untracked,
+    what: str = "sampling",
+) -> list[list[torch.Tensor]]:
+    """`num_responses` samples at temperature 1 for each prompt.
+
+    The random numbers depend on `seed` alone, one for each response and position, and each picks a token by the inverse
+    of the cumulative distribution: two models that agree to rounding sample the same tokens, but where a random number
+    falls within that rounding of the border between two tokens.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        prompts: G tensors [P] int64, all of one length.
+        num_responses: samples a prompt.
+        response_len: most tokens of a response.
+        vocab_size: only ids below it are sampled (what the tokenizer can decode).
+        eos_id: ends a response, which keeps it as its last token; None: every response has `response_len` tokens.
+        seed: of the random numbers.
+        track: shows progress.
+        what: the name of the progress bar.
+
+    Returns:
+        G lists of `num_responses` tensors [1 to response_len] int64, on the CPU.
+    """
+    group_bytes = num_responses * (len(prompts[0]) + response_len) * _cache_bytes_per_token(model)
+    at_once = max(1, CACHE_BYTES // group_bytes)
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(len(prompts), num_responses, response_len, generator=generator, dtype=torch.float64)
+
+    def columns() -> Iterator[torch.Tensor]:
+        """The next token of each response of some groups, `response_len` times, then of the next groups."""
+        for first in range(0, len(prompts), at_once):
+            some = torch.stack(list(prompts[first : first + at_once]))
+            numbers = uniform[first : first + at_once].flatten(0, 1)
+            yield from _sampled(model, some, num_responses, numbers.to(model.device), vocab_size, eos_id)
+
+    total = -(-len(prompts) // at_once) * response_len
+    taken = [column.cpu() for column in track(columns(), what, total)]
+    rows = [row for i in range(0, total, response_len) for row in torch.stack(taken[i : i + response_len], 1)]
+    flat = [_until(row, eos_id) for row in rows]
+    return [flat[g * num_responses : (g + 1) * num_responses] for g in range(len(prompts))]
+
+
+def _sampled(
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    num_responses: int,
+    uniform: torch.Tensor,
+    vocab_size: int,
+    eos_id: int | None,
+) -> Iterator[torch.Tensor]:
+    """prompts [G, P], uniform [G * num_responses, R] in [0, 1) -> R times token ids [G * num_responses]."""
+    from transformers import DynamicCache
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings().weight[:vocab_size]
+    cache = DynamicCache(config=model.config)
+
+    def last_hidden(ids: torch.Tensor) -> torch.Tensor:
+        return decoder(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+
+    hidden = last_hidden(prompts.to(model.device)).repeat_interleave(num_responses, 0)
+    cache.batch_repeat_interleave(num_responses)
+    finished = torch.zeros(len(hidden), dtype=torch.bool, device=model.device)
+    for t in range(uniform.shape[1]):
+        cumulative = torch.softmax((hidden @ head.T).double(), -1).cumsum(-1)
+        numbers = uniform[:, t] * cumulative[:, -1]
+        sampled = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0].clamp_(max=head.shape[0] - 1)
+        if eos_id is not None:
+            finished |= sampled == eos_id
+        yield sampled
+        if t + 1 < uniform.shape[1] and not finished.all():
+            hidden = last_hidden(sampled[:, None])
+
+
+def _until(row: torch.Tensor, eos_id: int | None) -> torch.Tensor:
+    """The tokens of a row up to and with the first `eos_id`."""
+    ends = (row == eos_id).nonzero() if eos_id is not None else row.new_zeros(0, 1)
+    return row[: int(ends[0]) + 1].clone() if len(ends) else row.clone()
+
+
+def _cache_bytes_per_token(model: PreTrainedModel) -> int:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
