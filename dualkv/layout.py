@@ -195,9 +195,6 @@ def _remember(offsets: torch.Tensor, parent: torch.Tensor, segments: Segments) -
 
 def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
     """The host state that belongs to an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
-    for name, tensor in (("offsets", offsets), ("parent", parent)):
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, expected a CPU tensor (Layout keeps it on the host)")
     known = _KNOWN.get(_storages(offsets, parent))
     if known is not None:
         found = known[2]
@@ -427,6 +424,10 @@ class Layout:
         return self._tensor("region_bounds", bounds, torch.int32)
 
     # ------------------------------------------------------------------ as a value
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles carry the segments alone; device tensors and plans are made anew."""
+        return Layout._from_arrays, (self._segments.offsets, self._segments.parent, self.device)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented

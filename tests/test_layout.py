@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -91,6 +93,16 @@ def test_to_shares_the_host_state_and_tensors_are_made_once():
     assert meta.offsets is layout.offsets
     assert meta.position_ids.device.type == "meta"
     assert layout.position_ids is layout.position_ids
+
+
+def test_copies_and_pickles_are_layouts_of_their_own():
+    layout = Layout.from_lengths([3], [[2, 1]])
+    assert layout.visible_end is not None  # something made that must not travel
+    for twin in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert twin == layout
+        assert twin.offsets is not layout.offsets
+        assert twin._segments._made == {}
+        assert segments_of(twin.offsets, twin.parent) is twin._segments
 
 
 def test_host_state_lives_as_long_as_the_host_tensors():

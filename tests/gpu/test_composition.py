@@ -1,0 +1,101 @@
+"""The PyTorch composition and the reference on a CUDA device, against float64."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import dualkv
+from dualkv import Layout, composition, ops, reference
+from tests import oracle
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = {
+    "ragged": Layout.from_lengths([130, 1, 77], [[64, 0, 129, 1], [5], [3, 3, 200]]),
+    "long prompt": Layout.from_lengths([1500], [[40] * 8]),
+    "no shared part": Layout.from_lengths([0, 0], [[100, 30], [1]]),
+    "prompts alone": Layout.from_lengths([90, 33], [[], []]),
+    "tree": Layout.from_segments([0, 50, 90, 100, 164, 165, 230], [-1, 0, 1, 1, 0, -1]),
+}
+
+
+def inputs(layout, heads, kv_heads, head_dim, dtype):
+    draw = [torch.randn(layout.num_tokens, h, head_dim, device="cuda") for h in (heads, kv_heads, kv_heads, heads)]
+    return [x.to(dtype) for x in draw]
+
+
+def errors(got, want):
+    """max |x - ref| and |x - ref| / |ref| for each of out, dq, dk, dv."""
+    pairs = [(a.double() - b, b) for a, b in zip(got, want, strict=True)]
+    return [(d.abs().max().item(), (d.norm() / b.norm()).item()) for d, b in pairs]
+
+
+def plain(q, k, v, dout, layout, scale):
+    """What PyTorch computes in the same dtype with one dense masked softmax: the measure of the dtype's own error."""
+    ratio = q.shape[1] // k.shape[1]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    row = torch.arange(layout.num_tokens, device="cuda")
+    end = layout.to("cuda").visible_end
+    hidden = (row[None] > row[:, None]) | (row[:, None] >= end[None])
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(ratio, 1)) * scale
+    probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", probs, v.repeat_interleave(ratio, 1))
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128), (6, 1, 80), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_composition(name, heads, dtype, deterministic):
+    layout, scale = LAYOUTS[name], heads[2] ** -0.5
+    q, k, v, dout = inputs(layout, *heads, dtype)
+    out, lse = composition.forward(q, k, v, layout._segments, scale)
+    grads = composition.backward(dout, q, k, v, out, lse, layout._segments, scale, deterministic)
+    want_out, want_lse, *want_grads = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, scale, dout)
+    assert (lse - want_lse).abs().max() < 1e-4
+    wants = [want_out, *want_grads]
+    for (worst, rel), (plain_worst, plain_rel), what in zip(
+        errors([out, *grads], wants),
+        errors(plain(q, k, v, dout, layout, scale), wants),
+        ("out", "dq", "dk", "dv"),
+        strict=True,
+    ):
+        assert worst <= 2 * plain_worst + 1e-5, (what, worst, plain_worst)
+        assert rel <= 2 * plain_rel + 1e-5, (what, rel, plain_rel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_reference_serves_wide_dtypes(dtype):
+    layout = LAYOUTS["ragged"]
+    q, k, v, dout = inputs(layout, 4, 2, 32, dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = dualkv.attention(*leaves, layout, return_lse=True)
+    got = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+    bound = 1e-12 if dtype == torch.float64 else 2e-5
+    for a, b in zip(
+        got, oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, 32**-0.5, dout), strict=True
+    ):
+        assert (a - b).abs().max() < bound * max(1.0, b.abs().max().item())
+
+
+def test_it_says_once_what_runs():
+    ops._said.clear()
+    layout = LAYOUTS["ragged"]
+    q, k, v, _ = inputs(layout, 4, 2, 32, torch.float32)
+    with pytest.warns(UserWarning, match="chunked PyTorch reference"):
+        dualkv.attention(q, k, v, layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dualkv.attention(q, k, v, layout)
+
+
+def test_cpu_and_gpu_agree():
+    layout = LAYOUTS["tree"]
+    q, k, v, _ = inputs(layout, 4, 2, 64, torch.bfloat16)
+    there, _ = composition.forward(q, k, v, layout._segments, 0.125)
+    here, _ = reference.forward(q.cpu(), k.cpu(), v.cpu(), layout._segments, 0.125)
+    assert (there.cpu().float() - here.float()).abs().max() < 0.03
