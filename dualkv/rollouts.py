@@ -100,8 +100,8 @@ def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size
     """Rollouts from a JSON-lines file, one group a line.
 
     A line is `{"prompt": ..., "responses": [...], "rewards": [...]}`: the prompt and each response as text (encoded
-    with `tokenizer`, nothing added) or as a list of token ids, one finite number a response in `rewards`. Other keys and
-    blank lines are passed over.
+    with `tokenizer`, nothing added) or as a list of token ids, one finite number a response in `rewards`. Other keys
+    and blank lines are passed over.
 
     Args:
         path: the file, UTF-8.
