@@ -1,0 +1,387 @@
+"""Packed groups through Hugging Face transformers' models: `enable(model)`, then `model(..., dualkv=layout)`.
+
+Nothing in a model is replaced. `enable` registers one more attention implementation and names it in the config of the
+decoder: with a layout it runs :func:`dualkv.attention`, without one the implementation that was there before, which the
+name carries (`dualkv|sdpa`), so copies of a model, several models in one process and pickles need no other record. A
+saved config names no implementation. A forward pre-hook on the decoder checks a call once, before its first layer, and
+keeps transformers from making a [T, T] mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from dualkv.attention import attention
+from dualkv.layout import Layout, segments_of
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Prefixes of the registered names. What follows is the name of the model's own implementation, because transformers
+# looks for parts of it ("flash" decides how masks and caches are made).
+PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
+
+# Attributes of attention modules and keyword arguments of attention functions that ask for more than softmax(q k^T) v.
+FEATURES = {
+    "sliding_window": "a sliding window",
+    "softcap": "logit softcapping",
+    "attn_logit_softcapping": "logit softcapping",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "dropout": "attention dropout",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+    "is_cross_attention": "cross-attention",
+    "output_attentions": "attention weights as an output",
+    "cu_seq_lens_q": "sequence lengths next to the layout",
+    "cu_seq_lens_k": "sequence lengths next to the layout",
+}
+
+# Keyword arguments that pass through a model to every layer and change nothing about attention.
+NEUTRAL = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "past_key_values",
+    "num_items_in_batch",
+    "shift_labels",
+    "return_dict",
+    "logits_to_keep",
+    "output_hidden_states",
+    "output_router_logits",
+    "debug_io",
+}
+
+MASK_SHAPE = (1, 1, 1, 1)
+
+
+# ---------------------------------------------------------------- which modules of a model are concerned
+Route = tuple[AttentionInterface, Callable[..., Any]]
+_ROUTES: dict[type, Route | None] = {}  # a dictionary and not a cached function: dynamo reads it while it traces
+
+
+def _route(cls: type[nn.Module]) -> Route | None:
+    """The registry and the eager function that `cls.forward` chooses its attention from; None if it does not choose."""
+    if cls not in _ROUTES:
+        forward = inspect.unwrap(cls.forward)
+        code = getattr(forward, "__code__", None)
+        found = None
+        if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            names = forward.__globals__
+            eager = [names[n] for n in code.co_names if n.endswith("eager_attention_forward") and n in names]
+            found = (names["ALL_ATTENTION_FUNCTIONS"], eager[0]) if eager else None
+        _ROUTES[cls] = found
+    return _ROUTES[cls]
+
+
+def _causal_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Causal attention modules that go through the registry, with their names."""
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", False) and _route(type(module)) is not None:
+            yield name, module
+
+
+def _parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules around `name`, innermost first, `model` last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name, model.get_submodule(name)
+
+
+def _decoders(model: nn.Module) -> list[PreTrainedModel]:
+    """The innermost pretrained model around each causal attention layer: it makes the masks."""
+    found: dict[int, PreTrainedModel] = {}
+    for name, _ in _causal_layers(model):
+        for _, parent in _parents(model, name):
+            if isinstance(parent, PreTrainedModel):
+                found[id(parent)] = parent
+                break
+    return list(found.values())
+
+
+def _base(config: Any) -> str | None:
+    """The model's own implementation if `config` names one of ours, else None."""
+    name = config._attn_implementation or ""
+    return next((name.removeprefix(prefix) for prefix in PREFIX.values() if name.startswith(prefix)), None)
+
+
+# ---------------------------------------------------------------- what is not computed is refused
+def _refuse(layer: str, name: str, value: Any) -> None:
+    """Raises if `name=value`, an attribute or argument of an attention layer, asks for what we do not compute."""
+    if value is None or value is False or (name == "dropout" and value == 0):
+        return
+    shown = f"{name} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}={value!r}"
+    feature = f"{FEATURES[name]} ({shown})" if name in FEATURES else f"the argument {shown}"
+    raise ValueError(f"{layer} uses {feature}, which dualkv.attention does not compute")
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Raises for a model in which packed responses would see each other, or whose attention we cannot take over."""
+    layers = dict(_causal_layers(model))
+    for decoder in _decoders(model):
+        config, name = decoder.config, type(decoder).__name__
+        for at, kind in enumerate(getattr(config, "layer_types", None) or []):
+            if kind != "full_attention":
+                raise ValueError(f"layer {at} of {name} is {kind}, dualkv.attention computes full_attention only")
+        if decoder._is_stateful:
+            raise ValueError(f"{name} carries a recurrent state along the rows, which would mix packed responses")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only")
+        if config.output_attentions:
+            raise ValueError(f"{name} is configured with output_attentions=True, dualkv.attention makes no weights")
+        if config._attn_implementation is None:
+            raise ValueError(f"{name} has no attention implementation set, call set_attn_implementation first")
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
+        )
+    for name, module in layers.items():
+        for attribute in FEATURES:
+            _refuse(f"{name} ({type(module).__name__})", attribute, getattr(module, attribute, None))
+        # All layers of the stack, not only those that we found: another kind of layer may mix rows in its own way.
+        stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
+        if stack is None:
+            continue
+        for index, layer in model.get_submodule(stack).named_children():
+            if not any(other.startswith(f"{stack}.{index}.") for other in layers):
+                raise ValueError(
+                    f"{stack}.{index} ({type(layer).__name__}) has no causal attention that goes through transformers'"
+                    " attention registry"
+                )
+
+
+# ---------------------------------------------------------------- a call with a layout
+@torch.library.custom_op("dualkv::position_ids", mutates_args=())
+def _position_ids(
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
+) -> torch.Tensor:
+    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones are others.
+
+    An op, so that a compiled model checks every batch too. On a GPU the comparison is an asynchronous assertion: it
+    stops the process at the next synchronisation and does not wait for the device here.
+    """
+    layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
+    if tokens.shape[1] != layout.num_tokens:
+        raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {layout.num_tokens}")
+    own = layout.position_ids[None]
+    if position_ids is not None:
+        if position_ids.shape != own.shape or position_ids.device != own.device:
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)} on {position_ids.device},"
+                f" expected {tuple(own.shape)} on {own.device} (leave it out to use the layout's)"
+            )
+        differs = position_ids != own
+        if differs.device.type != "cpu":
+            torch._assert_async(~differs.any(), "position_ids are not the layout's")
+        elif differs.any():
+            at = int(differs.int().argmax())
+            raise ValueError(
+                f"position_ids[0, {at}] is {int(position_ids[0, at])}, the layout's is {int(own[0, at])}"
+                " (leave it out to use the layout's)"
+            )
+    return own.clone()
+
+
+@_position_ids.register_fake
+def _(
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
+) -> torch.Tensor:
+    return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
+
+
+def _enter_decoder(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the decoder: checks a call with a layout, fills in positions, cache and mask."""
+    layout = kwargs.get("dualkv")
+    if layout is None:
+        return None
+    if not isinstance(layout, Layout):
+        raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
+    name = type(module).__name__
+    if _base(module.config) is None:
+        raise ValueError(
+            f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
+        )
+    if len(args) > 1:
+        raise ValueError(f"{name} got {len(args)} positional arguments, expected only input_ids: name the others")
+    tokens = next((x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    if tokens is None:
+        raise ValueError(f"{name} got neither input_ids nor inputs_embeds")
+    if tokens.dim() < 2 or tokens.shape[0] != 1:
+        raise ValueError(
+            f"input_ids has shape {tuple(tokens.shape[:2])}, expected [1, T]: all groups in one packed row"
+        )
+    if kwargs.get("attention_mask") is not None:
+        raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
+    # Never read: a prepared 4D mask makes transformers skip its own. NaN, so that whatever did read it would show.
+    mask = torch.full(MASK_SHAPE, float("nan"), device=tokens.device)
+    position_ids = _position_ids(tokens.detach(), kwargs.get("position_ids"), layout.offsets, layout.parent)
+    return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
+
+
+def _enter_head(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the models around the decoder: their loss would shift labels across responses."""
+    if kwargs.get("dualkv") is not None and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "labels came together with dualkv and would be shifted by one row, from response to response: pass the"
+            " label of each row as shift_labels too, or use dualkv.response_logprobs"
+        )
+
+
+HOOKS = (_enter_decoder, _enter_head)
+
+
+# ---------------------------------------------------------------- the registered implementations
+class _UnderOwnName:
+    """An attention module whose config names its own implementation; FlashAttention's function looks there."""
+
+    class _Config:
+        def __init__(self, config: Any, base: str) -> None:
+            self._config, self._attn_implementation = config, base
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._config, name)
+
+    def __init__(self, module: nn.Module, base: str) -> None:
+        self._module, self.config = module, self._Config(module.config, base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layout: Layout,
+    deterministic: bool,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
+    layer = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    for name, value_of in kwargs.items():
+        if name not in NEUTRAL:
+            _refuse(layer, name, value_of)
+    if is_causal is False or not getattr(module, "is_causal", False):
+        raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
+    if not isinstance(attention_mask, torch.Tensor) or tuple(attention_mask.shape) != MASK_SHAPE:
+        raise ValueError(
+            f"{layer} got a layout but not by a call of its enabled model, or the model makes its own attention mask or"
+            " position bias: neither is computed by dualkv.attention"
+        )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = attention(q, k, v, layout, softmax_scale=scaling, deterministic=deterministic)
+    return out.unsqueeze(0), None
+
+
+def _register(base: str, deterministic: bool) -> str:
+    """Makes transformers know `base` with packed groups on top; the name it is known by."""
+    name = PREFIX[deterministic] + base
+    in_place = base in ("eager", "sdpa")
+
+    def forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        dualkv: Layout | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if dualkv is not None:
+            return _packed_attention(module, query, key, value, attention_mask, dualkv, deterministic, **kwargs)
+        route = _route(type(module))
+        assert route is not None, f"{type(module).__name__} was called without going through the registry"
+        interface, eager = route
+        own = interface.get_interface(base, eager)
+        seen_as = module if in_place else _UnderOwnName(module, base)
+        return own(seen_as, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register(name, forward)
+    if base in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return name
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configs that name the implementation of the causal attention layers, each once."""
+    modules = [*(module for _, module in _causal_layers(model)), *_decoders(model)]
+    return list({id(module.config): module.config for module in modules}.values())
+
+
+def enable(model: Model, *, deterministic: bool = False) -> Model:
+    """Lets `model(input_ids=..., dualkv=layout)` run packed groups; calls without a layout stay as they are.
+
+    With a layout every attention layer runs :func:`dualkv.attention`, no attention mask is made and no cache kept:
+
+        model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
+
+    input_ids is [1, T], all groups in one packed row (or inputs_embeds [1, T, C]); position_ids [1, T] must be the
+    layout's and are the layout's when left out. On a GPU wrong ones end in a device-side assertion. Labels cannot be
+    shifted by the model. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared
+    prompt once; the replicated sequences count it once a response.
+
+    Works on wrapped models (DDP, FSDP, PEFT, `torch.compile`), before or after the wrapping. Calling it again is
+    harmless and sets `deterministic` anew.
+
+    Args:
+        model: a transformers model or a wrapper around one. Changed in place: the attention implementation of its
+            config, and forward pre-hooks.
+        deterministic: bitwise equal gradients from run to run.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a model with layers whose attention does not go through transformers' registry, that have a sliding
+            window, softcapping, sinks, cross-attention or a recurrent state, or that are not causal.
+            A call with a layout raises it for what only shows there: attention dropout in training, masks, caches,
+            another token count or other positions than the layout's.
+    """
+    _refuse_model(model)
+    decoders = _decoders(model)
+    disable(model)
+    for config in _configs(model):
+        config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
+    for module in model.modules():
+        if module in decoders:
+            module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
+        elif isinstance(module, PreTrainedModel) and any(inner in decoders for inner in module.modules()):
+            module.register_forward_pre_hook(_enter_head, with_kwargs=True)
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Puts back what :func:`enable` changed; a model that was not enabled stays as it is. Returns the same model."""
+    for config in _configs(model):
+        base = _base(config)
+        if base is not None:
+            config._attn_implementation = {"": base}
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook in HOOKS:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return model
+
+
+# A pickled model names its implementation: a process that imports this module knows the usual ones.
+for _name in ("eager", *AttentionInterface._global_mapping):
+    for _deterministic in PREFIX:
+        if not _name.startswith(tuple(PREFIX.values())):
+            _register(_name, _deterministic)
