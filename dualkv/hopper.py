@@ -113,7 +113,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] itself if the copy engine can read it where it lies (a slice of a wider tensor too), else a copy."""
+    """x [T, heads, D] itself if the copy engine can read it as it lies (a slice of a wider tensor too), else a copy."""
     unit = ALIGNMENT // x.element_size()
     (st, sh, sd), limit = x.stride(), MAX_STRIDE // x.element_size()
     aligned = x.data_ptr() % ALIGNMENT == 0 and st % unit == 0 and sh % unit == 0
@@ -127,8 +127,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, D] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
 
-    A specialization's first call loads its kernel (and compiles it if no store has it), a layout's first makes its plan.
-    Later calls wait for nothing.
+    A specialization's first call loads its kernel (and compiles it if no store has it), a layout's first call makes its
+    plan. Later calls wait for nothing.
 
     Args:
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
