@@ -1,0 +1,80 @@
+"""Specifications: canonical, reversible, distinct, and the same for every batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from codegen.spec import KernelSpec, canonical_json, forward_spec, table
+from codegen.tiles import FORWARD_TILES, ForwardTile
+
+SPEC = forward_spec("bf16", 128, 4)
+
+
+def test_json_round_trip_and_symbols_over_the_whole_table():
+    specs = table()
+    assert len(specs) == len(set(specs)) == 5 * 16 * 2
+    for spec in specs:
+        assert KernelSpec.from_json(spec.to_json()) == spec
+        assert re.fullmatch(r"[A-Za-z_]\w*", spec.symbol)
+    assert len({spec.symbol for spec in specs}) == len(specs)
+
+
+def test_canonical_json_does_not_depend_on_key_order():
+    backwards = json.loads(SPEC.to_json(), object_pairs_hook=lambda pairs: dict(reversed(pairs)))
+    assert list(backwards) != list(SPEC.to_dict())
+    assert canonical_json(backwards) == SPEC.to_json()
+
+
+def test_symbol_tells_tiles_apart():
+    other = dataclasses.replace(SPEC, tile=dataclasses.replace(SPEC.tile, stages=SPEC.tile.stages + 1))
+    assert other.symbol != SPEC.symbol
+
+
+@pytest.mark.parametrize("heads_per_kv", [*range(1, 17), 20, 24, 28, 32, 37, 48, 64, 128])
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_and_ratio_is_served_by_the_table(head_dim, heads_per_kv):
+    spec = forward_spec("fp16", head_dim, heads_per_kv)
+    assert spec in table()
+    assert spec.head_dim >= head_dim
+    assert heads_per_kv % spec.packed_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"operation": "fw"}, ValueError, "operation is 'fw', expected fwd"),
+        ({"dtype": "fp32"}, ValueError, "dtype is 'fp32', expected bf16 or fp16"),
+        ({"head_dim": 80}, ValueError, "head_dim is 80, expected 64 or 96 or 128 or 192 or 256"),
+        ({"head_dim": 128.0}, TypeError, r"head_dim is 128.0 \(float\)"),
+        ({"packed_heads": 17}, ValueError, "packed_heads is 17, expected an integer from 1 to 16"),
+        ({"packed_heads": True}, TypeError, r"packed_heads is True \(bool\)"),
+        ({"arch": "sm_100a"}, ValueError, "arch is 'sm_100a', expected sm_90a"),
+        ({"tile": {"tile_n": 128}}, TypeError, "tile is a dict, expected a ForwardTile for fwd"),
+        ({"tile": ForwardTile(tile_n=0)}, ValueError, "tile.tile_n is 0, expected an integer of 1 or more"),
+        ({"tile": ForwardTile(tile_n=128, stages=2.0)}, ValueError, "tile.stages is 2.0"),
+    ],
+)
+def test_bad_values_are_named(change, error, says):
+    with pytest.raises(error, match=says):
+        dataclasses.replace(SPEC, **change)
+
+
+def test_codegen_imports_neither_torch_nor_cutlass():
+    program = "import sys, codegen.spec, codegen.store; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {m.split(".")[0] for m in done.stdout.split()} & {"torch", "cutlass", "tvm_ffi", "numpy"}
+
+
+def test_forward_tiles_fit_a_multiprocessor():
+    """Shared memory of Q, K and V stages and O, and the fp32 accumulators, before anything is compiled."""
+    for head_dim, tile in FORWARD_TILES.items():
+        rows = 64 * tile.warp_groups
+        shared = 2 * head_dim * (rows + 2 * tile.stages * tile.tile_n)
+        assert shared <= 227 * 1024, (head_dim, tile)
+        assert tile.tile_n % 16 == 0, (head_dim, tile)

@@ -1,0 +1,228 @@
+"""The store: what is a hit, what is a miss, who may be trusted. The compile is a stand-in that writes two small files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from codegen import compile, store, toolchain
+from codegen.spec import forward_spec
+
+SPEC = forward_spec("bf16", 128, 4)
+
+
+@pytest.fixture
+def compiles(monkeypatch, tmp_path):
+    """The list of specs compiled; the cache is an empty folder."""
+    done = []
+
+    def compile_kernel(spec, folder):
+        time.sleep(0.05)
+        done.append(spec)
+        (folder / "kernel.so").write_bytes(b"code of " + spec.symbol.encode())
+        (folder / "kernel.cubin").write_bytes(b"cubin")
+        return {"registers": 168}
+
+    for name in ("DUALKV_KERNEL_DIR", "DUALKV_JIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile, "compile_kernel", compile_kernel)
+    return done
+
+
+def test_second_time_is_a_hit(compiles):
+    assert store.where(SPEC) is None
+    path = store.entry(SPEC)
+    assert store.entry(SPEC) == path
+    assert compiles == [SPEC]
+    assert store.where(SPEC) == "cache"
+    assert sorted(p.name for p in path.iterdir()) == ["kernel.cubin", "kernel.json", "kernel.so"]
+    record = json.loads((path / "kernel.json").read_text())
+    assert record["spec"] == SPEC.to_dict()
+    assert record["registers"] == 168
+    assert store.cache_dir().stat().st_mode & 0o777 == 0o700
+
+
+def test_key_covers_spec_compiler_and_sources(compiles, monkeypatch):
+    keys = {store.key(SPEC)}
+    assert store.key(dataclasses.replace(SPEC)) in keys
+    keys.add(store.key(dataclasses.replace(SPEC, dtype="fp16")))
+    keys.add(store.key(dataclasses.replace(SPEC, tile=dataclasses.replace(SPEC.tile, tile_n=112))))
+    compiler = dict(toolchain.compiler())
+    for name in ("flavour", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs", "apache-tvm-ffi"):
+        monkeypatch.setattr(toolchain, "compiler", lambda name=name: tuple((compiler | {name: "other"}).items()))
+        keys.add(store.key(SPEC))
+    monkeypatch.setattr(toolchain, "compiler", lambda: tuple(compiler.items()))
+    monkeypatch.setattr(toolchain, "source_digest", lambda: "edited")
+    keys.add(store.key(SPEC))
+    assert len(keys) == 8
+
+
+def test_source_digest_covers_every_kernel_file_and_its_name(tmp_path, monkeypatch):
+    (tmp_path / "cute_kernels").mkdir()
+    (tmp_path / "cute_kernels" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "cute_kernels", raising=False)
+
+    def digest():
+        return toolchain.source_digest.__wrapped__()
+
+    seen = {digest()}
+    file = tmp_path / "cute_kernels" / "a.py"
+    for text in ("x = 1\n", "x = 2\n"):
+        file.write_text(text)
+        seen.add(digest())
+    file.rename(file.with_name("b.py"))
+    seen.add(digest())
+    assert len(seen) == 4
+
+
+def _truncate(path):
+    (path / "kernel.so").write_bytes((path / "kernel.so").read_bytes()[:-1])
+
+
+def _flip(path):
+    code = bytearray((path / "kernel.so").read_bytes())
+    code[3] ^= 1
+    (path / "kernel.so").write_bytes(code)
+
+
+def _record(**changes):
+    def change(path):
+        record = json.loads((path / "kernel.json").read_text())
+        (path / "kernel.json").write_text(json.dumps(record | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        _flip,
+        lambda path: (path / "kernel.so").unlink(),
+        lambda path: (path / "kernel.json").unlink(),
+        lambda path: (path / "kernel.json").write_text('{"schema"'),
+        lambda path: (path / "kernel.json").write_text("[]"),
+        _record(schema=store.SCHEMA + 1),
+        _record(spec=forward_spec("fp16", 128, 4).to_dict()),
+        _record(sources="other"),
+        _record(compiler={"flavour": "cu99"}),
+    ],
+)
+def test_damaged_and_foreign_entries_are_misses_that_heal(compiles, damage):
+    path = store.entry(SPEC)
+    damage(path)
+    assert store.where(SPEC) is None
+    assert store.entry(SPEC) == path
+    assert len(compiles) == 2
+    assert store.where(SPEC) == "cache"
+    assert not [p for p in store.cache_dir().iterdir() if p.name.startswith(".") and p.is_dir()]
+
+
+def test_a_failed_compile_leaves_no_entry(compiles, monkeypatch):
+    def fails(spec, folder):
+        (folder / "kernel.so").write_bytes(b"half")
+        raise RuntimeError("compiling failed: out of registers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile, "compile_kernel", fails)
+        with pytest.raises(RuntimeError, match="out of registers"):
+            store.entry(SPEC)
+    assert [p.name for p in store.cache_dir().iterdir() if p.is_dir()] == []
+    store.entry(SPEC)
+    assert compiles == [SPEC]
+
+
+def test_many_askers_one_compile(compiles):
+    paths = []
+    threads = [threading.Thread(target=lambda: paths.append(store.entry(SPEC))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(paths)) == 1
+    assert len(paths) == 8
+    assert compiles == [SPEC]
+
+
+def test_kernel_dir_is_found_first_and_never_touched(compiles, monkeypatch, tmp_path):
+    there = tmp_path / "made elsewhere"
+    made = dict(store.fill([SPEC], there))[SPEC]
+    before = {p: p.stat().st_mtime_ns for p in there.rglob("*")}
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(there))
+    monkeypatch.setenv("DUALKV_JIT", "0")
+    # A machine that only runs kernels has no compiler, and its cache does not exist.
+    compiler = {"flavour": toolchain.flavour(), "apache-tvm-ffi": toolchain.version("apache-tvm-ffi")}
+    monkeypatch.setattr(toolchain, "compiler", lambda: tuple((compiler | {"nvidia-cutlass-dsl": "absent"}).items()))
+    assert store.where(SPEC) == "kernel_dir"
+    assert store.entry(SPEC) == made
+    assert {p: p.stat().st_mtime_ns for p in there.rglob("*")} == before
+    assert not store.cache_dir().exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_flip, "is corrupt"),
+        (_record(sources="other"), "was made from other kernel sources"),
+        (_record(compiler={"flavour": "cu99"}), "was made for the cu99 runtime, here is cu1"),
+        (
+            _record(compiler={"flavour": toolchain.flavour(), "apache-tvm-ffi": "9.1.0"}),
+            "apache-tvm-ffi 9.1.0, here is",
+        ),
+    ],
+)
+def test_without_jit_the_missing_kernel_is_named_and_why_others_do_not_do(
+    compiles, monkeypatch, tmp_path, damage, says
+):
+    damage(dict(store.fill([SPEC], tmp_path / "there"))[SPEC])
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "there"))
+    monkeypatch.setenv("DUALKV_JIT", "0")
+    with pytest.raises(RuntimeError, match="DUALKV_JIT=0 forbids") as caught:
+        store.load(SPEC)
+    assert f"kernel {SPEC} is not compiled" in str(caught.value)
+    assert says in str(caught.value)
+    assert len(compiles) == 1
+
+
+def test_settings_that_make_no_sense(compiles, monkeypatch, tmp_path):
+    monkeypatch.setenv("DUALKV_JIT", "no")
+    with pytest.raises(RuntimeError, match=r"DUALKV_JIT is 'no', expected 0 \(never compile\) or 1"):
+        store.entry(SPEC)
+    monkeypatch.delenv("DUALKV_JIT")
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "absent"))
+    with pytest.raises(RuntimeError, match="expected an existing folder"):
+        store.entry(SPEC)
+
+
+def test_cache_of_another_user_or_open_to_others_is_refused(compiles, monkeypatch):
+    store.entry(SPEC)
+    store.cache_dir().chmod(0o770)
+    with pytest.raises(RuntimeError, match="can be written by others"):
+        store.load(SPEC)
+    store.cache_dir().chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(RuntimeError, match="this process runs as 12345"):
+        store.load(SPEC)
+
+
+def test_cache_that_cannot_be_written(compiles, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RuntimeError, match="cannot be written .*; set DUALKV_CACHE_DIR"):
+        store.entry(SPEC)
+
+
+def test_default_cache(monkeypatch):
+    monkeypatch.delenv("DUALKV_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(store.cache_dir()) == "/somewhere/dualkv"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(store.cache_dir()) == "/home/someone/.cache/dualkv"
