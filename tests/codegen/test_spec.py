@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -36,13 +37,13 @@ def test_symbol_tells_tiles_apart():
     assert other.symbol != SPEC.symbol
 
 
-@pytest.mark.parametrize("heads_per_kv", [*range(1, 17), 20, 24, 28, 32, 37, 48, 64, 128])
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_every_head_dim_and_ratio_is_served_by_the_table(head_dim, heads_per_kv):
-    spec = forward_spec("fp16", head_dim, heads_per_kv)
-    assert spec in table()
-    assert spec.head_dim >= head_dim
-    assert heads_per_kv % spec.packed_heads == 0
+def test_every_head_dim_and_ratio_is_served_by_the_table():
+    known = set(table())
+    for head_dim, heads_per_kv in itertools.product(range(8, 257, 8), [*range(1, 17), 20, 24, 28, 32, 37, 48, 64, 128]):
+        spec = forward_spec("fp16", head_dim, heads_per_kv)
+        assert spec in known
+        assert spec.head_dim >= head_dim
+        assert heads_per_kv % spec.packed_heads == 0
 
 
 @pytest.mark.parametrize(

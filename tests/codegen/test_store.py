@@ -1,4 +1,4 @@
-"""The store: what is a hit, what is a miss, who may be trusted. The compile is a stand-in that writes two small files."""
+"""The store: what is a hit, what is a miss, who may be trusted. The compile is a stand-in that writes two files."""
 
 from __future__ import annotations
 
@@ -178,9 +178,7 @@ def test_kernel_dir_is_found_first_and_never_touched(compiles, monkeypatch, tmp_
         ),
     ],
 )
-def test_without_jit_the_missing_kernel_is_named_and_why_others_do_not_do(
-    compiles, monkeypatch, tmp_path, damage, says
-):
+def test_without_jit_the_missing_kernel_is_named_with_reasons(compiles, monkeypatch, tmp_path, damage, says):
     damage(dict(store.fill([SPEC], tmp_path / "there"))[SPEC])
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "there"))
     monkeypatch.setenv("DUALKV_JIT", "0")
@@ -215,7 +213,7 @@ def test_cache_of_another_user_or_open_to_others_is_refused(compiles, monkeypatc
 def test_cache_that_cannot_be_written(compiles, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(RuntimeError, match="cannot be written .*; set DUALKV_CACHE_DIR"):
+    with pytest.raises(RuntimeError, match=r"cannot be written .*; set DUALKV_CACHE_DIR"):
         store.entry(SPEC)
 
 
