@@ -1,0 +1,73 @@
+"""wgmma on 64-row tiles: issuing products, and where their elements live in registers.
+
+An accumulator of one warp group (64 x n, fp32) is a linear list: element e = 4*chunk + 2*r + i holds row
+16*warp + lane//4 + 8*r, column 8*chunk + 2*(lane%4) + i. The A operand from registers has the same order, so a
+probability tile becomes an operand by rounding pairs of neighbours.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+_CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
+
+
+def row_elements(acc: cute.Tensor, r: int) -> list[int]:
+    """Indices of a thread's row r (0 or 1): 8 rows apart, every column it holds."""
+    return [4 * chunk + 2 * r + i for chunk in range(cute.size(acc) // 4) for i in range(2)]
+
+
+def column(element: int) -> int:
+    """Column of an element, less the thread's own 2 * (lane % 4)."""
+    return element // 4 * 8 + element % 2
+
+
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool) -> None:
+    """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)  # a fresh one: its accumulate flag is mutable
+    for k in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, not (zero and k == 0))
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+def reduce_tree(op: Callable[[Any, Any], Any], values: Sequence[Any], chains: int = 4) -> Any:
+    """op over all values, in a few independent chains."""
+    part = list(values[:chains])
+    for j in range(chains, len(values)):
+        part[j % chains] = op(part[j % chains], values[j])
+    while len(part) > 1:
+        part = [op(part[j], part[j + 1]) if j + 1 < len(part) else part[j] for j in range(0, len(part), 2)]
+    return part[0]
+
+
+@dsl_user_op
+def _round_pair(instruction: str, lo: Float32, hi: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    operands = [Float32(hi).ir_value(loc=loc, ip=ip), Float32(lo).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            operands,
+            f"{instruction} $0, $1, $2;",
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+def round_to(acc: cute.Tensor, frag: cute.Tensor) -> None:
+    """fp32 accumulator -> 16-bit fragment of the same order, to nearest, two a register."""
+    pairs = cute.recast_tensor(frag, Int32)
+    for j in range(cute.size(pairs)):
+        pairs[j] = _round_pair(_CONVERT[frag.element_type], acc[2 * j], acc[2 * j + 1])

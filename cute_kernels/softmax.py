@@ -1,0 +1,54 @@
+"""Online softmax of score tiles held as wgmma accumulators (accumulator.py says which element is where)."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.accumulator import reduce_tree, row_elements
+
+FIRST_MAX = -1.0e30  # finite, so that exp2(-inf - FIRST_MAX) = 0: a row may be empty in any block
+RESCALE_AT = 8.0  # log2 of what a row's maximum may outgrow its reference by
+
+
+def online_softmax(
+    acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, o_scale: cute.Tensor, scale_log2: Float32
+) -> None:
+    """acc_S becomes exp2((s - reference) * scale_log2); row_sum is this thread's part; O must be multiplied by o_scale.
+
+    The reference `row_max` moves only when the maximum has outgrown it by 2^RESCALE_AT, so that O is rarely rescaled.
+    Any reference gives the same result, 16-bit and fp32 numbers being floating point (fp16 probabilities stay below
+    2^RESCALE_AT, far from overflow).
+    """
+    for r in range(2):
+        elements = row_elements(acc_S, r)
+        new_max = cute.arch.fmax(row_max[r], reduce_tree(cute.arch.fmax, [acc_S[e] for e in elements]))
+        new_max = cute.arch.warp_reduction_max(new_max, threads_in_group=4)  # four threads hold a row
+        grown = (new_max - row_max[r]) * scale_log2 > RESCALE_AT
+        new_max = cutlass.select_(grown, new_max, row_max[r])
+        o_scale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
+        row_max[r] = new_max
+        reference = new_max * scale_log2
+        for e in elements:
+            acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2 - reference, fastmath=True)
+        row_sum[r] = row_sum[r] * o_scale[r] + reduce_tree(operator.add, [acc_S[e] for e in elements])
+
+
+@cute.jit
+def rescale(acc_O: cute.Tensor, o_scale: cute.Tensor) -> None:
+    """O *= o_scale, where any row of the warp moved its reference."""
+    if cute.arch.vote_any_sync((o_scale[0] != 1.0) | (o_scale[1] != 1.0)):
+        for r in cutlass.range_constexpr(2):
+            for e in row_elements(acc_O, r):
+                acc_O[e] = acc_O[e] * o_scale[r]
+
+
+def normalize(acc_O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale: Float32) -> None:
+    """O /= row sum; lse[r] = natural log of the row's sum of exp(scale * s)."""
+    for r in range(2):
+        total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+        lse[r] = row_max[r] * scale + cute.math.log(total, fastmath=True)
+        inverse = cute.arch.rcp_approx(total)
+        for e in row_elements(acc_O, r):
+            acc_O[e] = acc_O[e] * inverse
