@@ -1,0 +1,221 @@
+"""Log-probabilities and entropies of response tokens, without ever holding the logits of all rows.
+
+Only rows that predict a response token meet the head, each once: in the gather style a prompt's last row predicts the
+first token of every response of its group, and its logits serve all of them. Rows go through the head in chunks, and
+the backward makes the logits of each chunk again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from dualkv.packing import PackedBatch
+
+# Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
+Chunk = tuple[int, int, int, int]
+
+
+def response_logprobs(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    batch: PackedBatch,
+    temperature: float = 1.0,
+    *,
+    chunk_size: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each response token, and entropy of the distribution it was drawn from.
+
+    With `z = hidden @ lm_head_weight.T / temperature` at the row that predicts a token: `log_softmax(z)[token]` and
+    `-sum(softmax(z) * log_softmax(z))`. Both are differentiable with respect to `hidden` and `lm_head_weight`.
+
+    The head's matrix products run in the dtype of the inputs (under autocast in its dtype), as a model's own head does;
+    everything behind them is fp32, and so is the sum of the head's gradient over chunks. No sum depends on the order
+    in which threads finish. At most `chunk_size` rows of V logits exist at a time, in forward and in backward.
+
+    Args:
+        hidden: [1, T, C] or [T, C] last hidden states of the packed tokens; bf16, fp16, fp32 or fp64.
+        lm_head_weight: [V, C] the head without bias; dtype and device of `hidden`.
+        batch: what :func:`dualkv.pack` returned, on the device of `hidden`.
+        temperature: above 0; divides the logits.
+        chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
+
+    Returns:
+        logp: [M] fp32 (fp64 for fp64 inputs), responses in packed order; `batch.unpack` makes rows of it.
+        entropy: [M] the same, in nats.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not match, a temperature that is not above 0 and finite, response
+            tokens outside the vocabulary. Tokens on a GPU are checked there, without waiting for it: the failure is a
+            device-side assertion.
+        TypeError: tensors that are not floating point.
+    """
+    states = _checked(hidden, lm_head_weight, batch, temperature, chunk_size)
+    device = states.device.type
+    # The casts autocast would make, where autograd sees them; fp64 stays, as autocast leaves it.
+    if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        states, lm_head_weight = states.to(dtype), lm_head_weight.to(dtype)
+    if states.dtype != lm_head_weight.dtype:
+        raise ValueError(f"hidden is {states.dtype}, lm_head_weight {lm_head_weight.dtype}, expected one dtype")
+
+    # Tokens in the order of the rows that predict them; the rows, each once; the place among them of each token's row.
+    chunks, num_rows = _chunks(batch, chunk_size)
+    predicting, token = batch.predict_rows.sort(stable=True)
+    row = torch.zeros_like(predicting)
+    torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
+    rows = predicting.new_empty(num_rows).scatter_(0, row, predicting)
+    targets = batch.targets.index_select(0, token)
+    return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, float(temperature))
+
+
+def _checked(
+    hidden: torch.Tensor, lm_head_weight: torch.Tensor, batch: PackedBatch, temperature: float, chunk_size: int
+) -> torch.Tensor:
+    """hidden as [T, C], once everything is as it should be."""
+    for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            found = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            raise TypeError(f"{name} must be a floating point tensor, got {found}")
+        if tensor.device != batch.device:
+            raise ValueError(f"{name} is on {tensor.device}, batch on {batch.device}, expected one device (batch.to)")
+    if lm_head_weight.dim() != 2:
+        raise ValueError(f"lm_head_weight must have two dimensions [V, C], got shape {tuple(lm_head_weight.shape)}")
+    vocabulary, width = lm_head_weight.shape
+    total = batch.layout.num_tokens
+    if hidden.shape not in ((1, total, width), (total, width)):
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, expected [1, {total}, {width}] or [{total}, {width}] "
+            "(packed tokens, columns of lm_head_weight)"
+        )
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature is {temperature}, expected a finite number above 0")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected 1 row or more")
+    targets = batch.targets
+    inside = (targets >= 0) & (targets < vocabulary)
+    if targets.device.type == "cpu":
+        if not inside.all():
+            wrong = int(targets[~inside][0])
+            raise ValueError(f"response token {wrong} is outside the vocabulary, lm_head_weight has {vocabulary} rows")
+    else:
+        torch._assert_async(inside.all(), "a response token is outside the vocabulary of lm_head_weight")
+    return hidden.reshape(total, width)
+
+
+def _chunks(batch: PackedBatch, chunk_size: int) -> tuple[list[Chunk], int]:
+    """Chunks of the predicting rows with the tokens they predict, and the number of rows; from host numbers only.
+
+    Rows ascend, each once. In the gather style the first one of a group, its prompt's last row, predicts a token for
+    every response that has any; every other row predicts one.
+    """
+    lens = batch._packed_lens
+    group = np.unique(batch._parent, return_inverse=True)[1]
+    tokens = np.bincount(group, lens).astype(np.int64)
+    more = np.maximum(np.bincount(group, lens > 0).astype(np.int64) - 1, 0)  # tokens beyond one a row
+    if batch.label_style == "roll":
+        more[:] = 0
+    first = np.cumsum(tokens - more) - (tokens - more)
+    num_rows = int((tokens - more).sum())
+    row_ends = np.append(np.arange(0, num_rows, chunk_size), num_rows)
+    token_ends = row_ends + np.append(0, np.cumsum(more))[np.searchsorted(first, row_ends, side="left")]
+    ends = np.stack([row_ends[:-1], row_ends[1:], token_ends[:-1], token_ends[1:]], 1)
+    return [(u0, u1, t0, t1) for u0, u1, t0, t1 in ends.tolist()], num_rows
+
+
+def _logits(states: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """states [u, C], weight [V, C] -> [u, V] at least fp32."""
+    logits = states @ weight.T
+    return (logits if logits.dtype == torch.float64 else logits.float()).div_(temperature)
+
+
+def _add_at(into: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """into [K] += values [n] at index [n], where indices repeat, always summed in the same order."""
+    if into.device.type == "cpu":
+        into.index_add_(0, index, values)  # in sequence
+    else:
+        into.index_put_((index,), values, accumulate=True)  # sorts; index_add_ would use atomics
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """U predicting rows, M tokens in the order of their rows.
+
+    rows [U]: of hidden. token [M]: place of each token in the results. row [M]: place of its row among the U.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # [T, C]
+        weight: torch.Tensor,  # [V, C]
+        rows: torch.Tensor,
+        token: torch.Tensor,
+        row: torch.Tensor,
+        targets: torch.Tensor,  # [M]
+        chunks: list[Chunk],
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logp, token_entropy = hidden.new_empty(2, len(token), dtype=dtype).unbind()
+        lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
+        with torch.autocast(hidden.device.type, enabled=False):
+            for u0, u1, t0, t1 in chunks:
+                z = _logits(hidden.index_select(0, rows[u0:u1]), weight, temperature)
+                top = z.amax(1)
+                e = z.sub_(top[:, None]).exp()
+                total = e.sum(1)
+                log_total = total.log()
+                lse[u0:u1] = top + log_total
+                entropy[u0:u1] = log_total - e.mul_(z).sum(1) / total
+                local = row[t0:t1] - u0
+                logp[token[t0:t1]] = z[local, targets[t0:t1]] - log_total[local]
+                token_entropy[token[t0:t1]] = entropy[u0:u1][local]
+                del z, e  # before the next chunk makes its own
+        ctx.save_for_backward(hidden, weight, rows, token, row, targets, lse, entropy)
+        ctx.set_materialize_grads(False)
+        ctx.chunks, ctx.temperature = chunks, temperature
+        return logp, token_entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, rows, token, row, targets, lse, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        # Gradients of tokens in the order of their rows, and their sum over the tokens of a row.
+        sums = []
+        for g in (g_logp, g_entropy):
+            summed = torch.zeros_like(lse)
+            if g is not None:
+                _add_at(summed, row, g.index_select(0, token))
+            sums.append(summed[:, None])
+        row_logp, row_entropy = sums
+
+        d_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for u0, u1, t0, t1 in ctx.chunks:
+                at = slice(u0, u1)
+                states = hidden.index_select(0, rows[at])
+                z = _logits(states, weight, ctx.temperature).sub_(lse[at, None])  # log-probabilities
+                p = z.exp()
+                # d entropy / dz_v = -p_v (log p_v + entropy);  d logp[t] / dz_v = [v = t] - p_v
+                d = z.add_(entropy[at, None]).mul_(-row_entropy[at]).sub_(row_logp[at]).mul_(p)
+                if g_logp is not None:
+                    flat = (row[t0:t1] - u0) * d.shape[1] + targets[t0:t1]
+                    _add_at(d.view(-1), flat, g_logp.index_select(0, token[t0:t1]))
+                d = d.div_(ctx.temperature).to(hidden.dtype)
+                if d_hidden is not None:
+                    d_hidden.index_copy_(0, rows[at], d @ weight)
+                if d_weight is not None:
+                    if d.dtype == d_weight.dtype:
+                        d_weight.addmm_(d.T, states)
+                    else:
+                        d_weight.add_(d.T @ states)
+                del z, p, d
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None, None, None, None

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from dualkv.logprobs import response_logprobs
+from dualkv.packing import PackedBatch, pack
+
+WIDTH, VOCABULARY = 6, 11
+STYLES = ["gather", "roll"]
+
+
+@st.composite
+def batches(draw):
+    tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=5)
+    prompts = draw(st.lists(tokens.filter(bool), min_size=1, max_size=3))
+    responses = [draw(st.lists(tokens, min_size=1, max_size=4)) for _ in prompts]
+    return pack(prompts, responses, labels=draw(st.sampled_from(STYLES)))
+
+
+def some_batch(style="gather") -> PackedBatch:
+    """Two groups, an empty response, two responses that start with the same token."""
+    return pack([[1, 2, 3], [4]], [[[5, 6, 7], [], [5], [8, 9]], [[10, 0]]], labels=style)
+
+
+def inputs(batch, dtype=torch.float64, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(1, batch.layout.num_tokens, WIDTH, generator=rng, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=rng, dtype=torch.float64)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+
+
+def dense(hidden, weight, batch, temperature=1.0):
+    """The same from whole logits of every unpacked sequence, a list of rows each."""
+    logps, entropies = [], []
+    for states, ids, r in zip(
+        batch.unpack_sequences(hidden), batch.unpack_sequences(batch.input_ids), batch.response_lens, strict=True
+    ):
+        logp = torch.log_softmax(states @ weight.T / temperature, -1)[len(ids) - r - 1 : -1]
+        logps.append(logp.gather(1, ids[len(ids) - r :, None])[:, 0])
+        entropies.append(-(logp.exp() * logp).sum(1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def ours(hidden, weight, batch, temperature=1.0, **options):
+    """In the order of `dense`."""
+    return tuple(torch.cat(batch.unpack(v)) for v in response_logprobs(hidden, weight, batch, temperature, **options))
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.integers(1, 7), st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 100))
+def test_values_and_gradients_are_those_of_whole_logits(batch, chunk_size, temperature, seed):
+    hidden, weight = inputs(batch, seed=seed)
+    got = ours(hidden, weight, batch, temperature, chunk_size=chunk_size)
+    want = dense(hidden, weight, batch, temperature)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
+    scale = [torch.randn_like(w) for w in want]
+    for used in ((0,), (1,), (0, 1)):
+        grads = [
+            torch.autograd.grad(sum((v[i] * scale[i]).sum() for i in used), (hidden, weight), retain_graph=True)
+            for v in (got, want)
+        ]
+        for g, w in zip(*grads, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradcheck(style):
+    batch = some_batch(style)
+    assert torch.autograd.gradcheck(
+        lambda h, w: response_logprobs(h, w, batch, 0.7, chunk_size=3), inputs(batch), fast_mode=False
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_dtypes(dtype, tolerance):
+    batch = some_batch()
+    hidden, weight = inputs(batch, dtype)
+    logp, entropy = response_logprobs(hidden, weight, batch, chunk_size=4)
+    assert logp.dtype == entropy.dtype == torch.float32
+    (2 * logp + entropy).sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    want = response_logprobs(*exact, batch)
+    (2 * want[0] + want[1]).sum().backward()
+    for g, w in ((logp, want[0]), (entropy, want[1]), (hidden.grad, exact[0].grad), (weight.grad, exact[1].grad)):
+        torch.testing.assert_close(g.double(), w, rtol=tolerance, atol=tolerance * w.abs().max().item())
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.numel, self.products = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        self.products += func is torch.ops.aten.mm.default
+        return out
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_logits_never_exist_whole(style):
+    vocabulary, chunk_size = 500, 8
+    batch = pack([[1] * 20], [[[2] * 40] * 10], labels=style)
+    hidden = torch.randn(batch.layout.num_tokens, WIDTH, requires_grad=True)
+    weight = torch.randn(vocabulary, WIDTH, requires_grad=True)
+    with LargestTensor() as forward:
+        logp, entropy = response_logprobs(hidden, weight, batch, chunk_size=chunk_size)
+    with LargestTensor() as backward:
+        (logp.sum() + entropy.sum()).backward()
+    # The head's gradient and packed hidden states are smaller than a chunk here.
+    assert forward.numel == backward.numel == chunk_size * vocabulary
+    # The gather style computes a prompt's last row once: 40 + 9 * 39 rows, not 10 * 40.
+    rows = 400 if style == "roll" else 391
+    assert forward.products == -(-rows // chunk_size)
+
+
+def test_only_rows_that_predict_touch_the_head():
+    batch = some_batch()
+    hidden, weight = inputs(batch)
+    with torch.no_grad():
+        poisoned = hidden.clone()
+        silent = torch.ones(batch.layout.num_tokens, dtype=torch.bool)
+        silent[batch.predict_rows] = False
+        poisoned[0, silent] = torch.nan
+    poisoned.requires_grad_()
+    want = response_logprobs(hidden, weight, batch)
+    got = response_logprobs(poisoned, weight, batch)
+    assert torch.equal(got[0], want[0])
+    (got[0] + got[1]).sum().backward()
+    assert weight.grad.isfinite().all()
+    assert (poisoned.grad[0, silent] == 0).all()
+
+
+@pytest.mark.parametrize("needs", ["hidden", "weight", "neither"])
+def test_only_gradients_that_are_required_are_made(needs):
+    batch = some_batch()
+    hidden, weight = inputs(batch)
+    hidden.requires_grad_(needs == "hidden")
+    weight.requires_grad_(needs == "weight")
+    logp, _ = response_logprobs(hidden, weight, batch)
+    assert logp.requires_grad == (needs != "neither")
+    if needs == "neither":
+        return
+    with LargestTensor() as backward:
+        logp.sum().backward()
+    assert backward.products == (2 if needs == "hidden" else 1)  # logits again, and one gradient (addmm for the head)
+    assert (hidden.grad is not None) == (needs == "hidden")
+    assert (weight.grad is not None) == (needs == "weight")
+
+
+def test_no_response_tokens_at_all():
+    batch = pack([[1, 2]], [[[], []]])
+    hidden, weight = inputs(batch, torch.float32)
+    logp, entropy = response_logprobs(hidden, weight, batch)
+    assert logp.shape == entropy.shape == (0,)
+    (logp.sum() + entropy.sum()).backward()
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()
+
+
+def test_autocast_runs_the_head_in_its_dtype_and_its_backward_alike():
+    batch = some_batch()
+    hidden, weight = inputs(batch, torch.float32)
+    low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    want = response_logprobs(*low, batch)
+    (want[0] + want[1]).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = response_logprobs(hidden, weight, batch)
+        assert got[0].dtype == torch.float32
+        (got[0] + got[1]).sum().backward()
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(hidden.grad, low[0].grad.float())
+    assert torch.equal(weight.grad, low[1].grad.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert response_logprobs(hidden.double(), weight.double(), batch)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    batch = some_batch()
+    grads = []
+    for wrap in (lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=reentrant)):
+        hidden, weight = inputs(batch)
+        logp, entropy = wrap(lambda h, w: response_logprobs(h.tanh(), w, batch, chunk_size=2), hidden, weight)
+        (logp + entropy).sum().backward()
+        grads.append((hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_two_runs_are_bitwise_equal():
+    batch = pack([[1] * 4], [[[2, 3]] * 300])
+    runs = []
+    for _ in range(2):
+        hidden, weight = inputs(batch, torch.float32)
+        logp, entropy = response_logprobs(hidden, weight, batch)
+        (logp * torch.linspace(-1, 1, len(logp)) + entropy).sum().backward()
+        runs.append((logp, entropy, hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def bad(**changes):
+    batch = some_batch()
+    hidden, weight = inputs(batch, torch.float32)
+    arguments = {"hidden": hidden, "lm_head_weight": weight, "batch": batch, **changes}
+    response_logprobs(**arguments)
+
+
+BAD = {
+    "temperature 0": ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
+    "temperature nan": ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+    "temperature inf": ({"temperature": float("inf")}, ValueError, "temperature is inf"),
+    "chunk size": ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
+    "tokens": ({"hidden": torch.zeros(3, WIDTH)}, ValueError, r"hidden has shape \(3, 6\), expected \[1, 12, 6\]"),
+    "width": ({"lm_head_weight": torch.zeros(VOCABULARY, 5)}, ValueError, r"expected \[1, 12, 5\]"),
+    "head rank": ({"lm_head_weight": torch.zeros(5)}, ValueError, "lm_head_weight must have two dimensions"),
+    "dtypes": ({"lm_head_weight": torch.zeros(VOCABULARY, WIDTH).half()}, ValueError, "float32, lm_head_weight .*16"),
+    "integers": ({"hidden": torch.zeros(12, WIDTH, dtype=torch.int64)}, TypeError, "hidden must be a floating point"),
+    "list": ({"lm_head_weight": [1.0]}, TypeError, "lm_head_weight must be a floating point tensor, got a list"),
+    "device": ({"hidden": torch.zeros(12, WIDTH, device="meta")}, ValueError, "hidden is on meta, batch on cpu"),
+    "vocabulary": (
+        {"lm_head_weight": torch.zeros(10, WIDTH)},
+        ValueError,
+        "response token 10 is outside .* has 10 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_sentence(name):
+    changes, error, match = BAD[name]
+    with pytest.raises(error, match=match) as caught:
+        bad(**changes)
+    assert "\n" not in str(caught.value)
