@@ -1,7 +1,7 @@
-"""What the compiled kernels look like, recorded: `python -m codegen.manifest tests/codegen/manifest.json` rewrites it.
+"""What the compiled kernels look like, recorded, so that a change shows on a machine without a GPU.
 
-A change of registers, spills, shared memory, or of how many wgmma and TMA instructions a kernel holds shows here, on a
-machine without a GPU, before anybody measures it.
+`python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
+with `--check` it compares instead. The CPU tests compare a part of them, see tests/codegen/test_manifest.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +44,25 @@ def instructions(cubin: Path) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
+def problems(described: dict[str, Any]) -> list[str]:
+    """What no kernel may have, and what each must."""
+    code = described["instructions"]
+    found = [f"{name} is {described[name]}, expected 0" for name in RESOURCES[1:4] if described[name]]
+    found += [f"ptxas runs wgmma one by one ({code})" for code in described["wgmma_warnings"]]
+    found += [f"{code[name]} {name} instructions use local memory" for name in ("STL", "LDL") if name in code]
+    for kind in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        if not any(name.startswith(kind) for name in code):
+            found.append(f"no {kind} instruction")
+    return found
+
+
+def differences(recorded: dict[str, Any] | None, described: dict[str, Any]) -> list[str]:
+    """Field by field: recorded, then what a kernel is now."""
+    if recorded is None:
+        return ["not in the manifest"]
+    return [f"{name}: recorded {recorded[name]}, now {now}" for name, now in described.items() if recorded[name] != now]
+
+
 def _nvdisasm() -> str:
     """nvdisasm on PATH, or the one of PyPI's nvidia-cuda-nvdisasm."""
     candidates = [shutil.which("nvdisasm"), *(f"{p}/nvidia/{toolchain.flavour()}/bin/nvdisasm" for p in sys.path if p)]
@@ -54,24 +72,33 @@ def _nvdisasm() -> str:
     raise RuntimeError("nvdisasm is neither on PATH nor installed: pip install nvidia-cuda-nvdisasm")
 
 
-def versions(folder: Path) -> dict[str, str]:
-    """The compiler that made the entries of `folder`."""
-    records = [json.loads(path.read_text()) for path in folder.glob("*/kernel.json")]
-    return {**records[0]["compiler"], "ptxas": records[0]["ptxas"]}
+def versions(entry: Path) -> dict[str, str]:
+    """The compiler that made an entry."""
+    record = json.loads((entry / "kernel.json").read_text())
+    return {**record["compiler"], "ptxas": record["ptxas"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every specialization and record registers, memory and code.")
-    parser.add_argument("path", type=Path, help="the manifest to write")
+    parser.add_argument("path", type=Path, help="the manifest")
+    parser.add_argument("--check", action="store_true", help="compare with the manifest instead of writing it")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="compiles at a time")
+    parser.add_argument("--folder", type=Path, default=Path("build/kernels"), help="where compiled kernels are kept")
     arguments = parser.parse_args()
-    specs, kernels = table(), {}
-    with tempfile.TemporaryDirectory() as folder:
-        for text, described in describe(specs, Path(folder), arguments.jobs):
-            kernels[text] = described
-            print(f"{len(kernels)}/{len(specs)} {text}", flush=True)
-        manifest = {"versions": versions(Path(folder)), "kernels": kernels}
-    arguments.path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    recorded = json.loads(arguments.path.read_text())["kernels"] if arguments.check else {}
+    specs, kernels, wrong = table(), {}, 0
+    for text, described in describe(specs, arguments.folder, arguments.jobs):
+        kernels[text] = described
+        found = problems(described) + (differences(recorded.get(text), described) if arguments.check else [])
+        wrong += bool(found)
+        print(
+            f"{len(kernels)}/{len(specs)} {text}{''.join(f'{chr(10)}    {problem}' for problem in found)}", flush=True
+        )
+    if not arguments.check:
+        manifest = {"versions": versions(store.add(specs[0], arguments.folder)), "kernels": kernels}
+        arguments.path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    if wrong:
+        sys.exit(f"{wrong} of {len(specs)} kernels have problems, listed above")
 
 
 if __name__ == "__main__":
