@@ -91,9 +91,7 @@ def main() -> None:
         kernels[text] = described
         found = problems(described) + (differences(recorded.get(text), described) if arguments.check else [])
         wrong += bool(found)
-        print(
-            f"{len(kernels)}/{len(specs)} {text}{''.join(f'{chr(10)}    {problem}' for problem in found)}", flush=True
-        )
+        print("\n    ".join([f"{len(kernels)}/{len(specs)} {text}", *found]), flush=True)
     if not arguments.check:
         manifest = {"versions": versions(store.add(specs[0], arguments.folder)), "kernels": kernels}
         arguments.path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")

@@ -91,7 +91,7 @@ def test_a_failing_worker_is_quoted(monkeypatch, tmp_path):
     broken.mkdir()
     (broken / "__init__.py").write_text("raise SyntaxError('half an edit')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(RuntimeError, match="compiling fwd bf16 head_dim=64 .* failed: (?s:.*)half an edit"):
+    with pytest.raises(RuntimeError, match=r"compiling fwd bf16 head_dim=64 .* failed: (?s:.*)half an edit"):
         compile.compile_kernel(SPEC, tmp_path)
 
 

@@ -1,9 +1,9 @@
 """The kernels' machine code against its record: registers, spills, shared memory, wgmma, TMA and register budgets.
 
 A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other boxes
-and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left over,
-16: the most), every number of packed heads at one head dim, and both dtypes. `make check-kernels` compares all of them.
-After a change that is meant, `make manifest` records it.
+and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left
+over, 16: the most), every number of packed heads at one head dim, and both dtypes. `make check-kernels` compares all of
+them. After a change that is meant, `make manifest` records it.
 """
 
 from __future__ import annotations
