@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dualkv import composition, reference
+from dualkv import composition, hopper, reference
 from dualkv.layout import Segments, segments_of
 
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
@@ -34,7 +34,12 @@ _lib.define(
 
 
 # ---------------------------------------------------------------- checks: one sentence each, before anything runs
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_tensors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor
+) -> None:
+    for name, x in (("offsets", offsets), ("parent", parent)):
+        if x.device.type != "cpu":
+            raise ValueError(f"{name} is on {x.device}, expected a CPU tensor (Layout keeps it on the host)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             expected = "[T, H, D]" if name == "q" else "[T, Hk, D]"
@@ -67,7 +72,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor
 ) -> Segments:
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, offsets, parent)
     segments = segments_of(offsets, parent)
     if segments.total != q.shape[0]:
         raise ValueError(f"q has {q.shape[0]} tokens, the layout {segments.total}")
@@ -95,14 +100,13 @@ def _say_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _composed(q: torch.Tensor) -> bool:
+def _composed(q: torch.Tensor, no_kernel: str) -> bool:
     """Whether PyTorch's FlashAttention serves this CUDA call, else the reference does. Says once which, and why."""
-    name = torch.cuda.get_device_name(q.device)
     reason = composition.unsupported(q)
     if reason:
-        _say_once(f"dualkv: no kernel for {reason} on {name}; running the chunked PyTorch reference, which is slow")
+        _say_once(f"dualkv: no kernel for {no_kernel}; running the chunked PyTorch reference, which is slow")
     else:
-        _say_once(f"dualkv: no kernel for {name}; running a composition of PyTorch's FlashAttention calls")
+        _say_once(f"dualkv: no kernel for {no_kernel}; running a composition of PyTorch's FlashAttention calls")
     return reason is None
 
 
@@ -127,7 +131,12 @@ def _fwd_cuda(
     softmax_scale: float, deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     segments = _checked(q, k, v, offsets, parent)
-    if segments.total and _composed(q):
+    if segments.total == 0:
+        return reference.forward(q, k, v, segments, softmax_scale)
+    no_kernel = hopper.unsupported(q, segments)
+    if no_kernel is None:
+        return hopper.forward(q, k, v, segments, softmax_scale)
+    if _composed(q, no_kernel):
         return composition.forward(q, k, v, segments, softmax_scale)
     return reference.forward(q, k, v, segments, softmax_scale)
 
@@ -138,7 +147,7 @@ def _bwd_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     segments = _checked(q, k, v, offsets, parent)
     _check_backward(dout, q, out, lse)
-    if segments.total and _composed(q):
+    if segments.total and _composed(q, hopper.unsupported(q, segments) or "the backward"):
         return composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
     return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
 
@@ -155,7 +164,7 @@ def _fwd_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, offsets, parent)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 

@@ -183,7 +183,7 @@ def test_one_graph_serves_every_layout():
         return dualkv.attention(q * 2, k, v, layout).relu()
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (3, 4, 5, 9):  # no n for which the number of offsets equals another size: sizes alike are taken for one
+    for n in (4, 5, 7, 9):  # no n for which the number of offsets equals another size: sizes alike are taken for one
         layout = Layout.from_lengths([n, 4], [[3] * n, [1]])
         eager, fast = qkv(layout, seed=n), qkv(layout, seed=n)
         expected, got = step(*eager, layout), compiled(*fast, layout)
