@@ -38,7 +38,6 @@ FEATURES = {
     "dropout": "attention dropout",
     "position_bias": "a position bias",
     "head_mask": "a head mask",
-    "is_cross_attention": "cross-attention",
     "output_attentions": "attention weights as an output",
     "cu_seq_lens_q": "sequence lengths next to the layout",
     "cu_seq_lens_k": "sequence lengths next to the layout",
@@ -59,7 +58,8 @@ NEUTRAL = {
     "debug_io",
 }
 
-MASK_SHAPE = (1, 1, 1, 1)
+# The mask of a call with a layout: no model makes one of this shape, and nothing can be computed with it.
+NO_MASK = (1, 1, 0, 0)
 
 
 # ---------------------------------------------------------------- which modules of a model are concerned
@@ -81,13 +81,6 @@ def _route(cls: type[nn.Module]) -> Route | None:
     return _ROUTES[cls]
 
 
-def _causal_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Causal attention modules that go through the registry, with their names."""
-    for name, module in model.named_modules():
-        if getattr(module, "is_causal", False) and _route(type(module)) is not None:
-            yield name, module
-
-
 def _parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules around `name`, innermost first, `model` last."""
     while name:
@@ -95,15 +88,28 @@ def _parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, model.get_submodule(name)
 
 
+def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedModel]]:
+    """Attention modules that go through the registry, each with its name and its decoder.
+
+    The decoder is the innermost pretrained model around them, the one that makes the masks. Those without a causal
+    layer (the vision tower of a multimodal model) are left out.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if _route(type(module)) is not None:
+            owners = (parent for _, parent in _parents(model, name) if isinstance(parent, PreTrainedModel))
+            if (owner := next(owners, None)) is not None:
+                found.append((name, module, owner))
+    causal = {id(owner) for _, module, owner in found if _is_causal(module)}
+    return [layer for layer in found if id(layer[2]) in causal]
+
+
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
-    """The innermost pretrained model around each causal attention layer: it makes the masks."""
-    found: dict[int, PreTrainedModel] = {}
-    for name, _ in _causal_layers(model):
-        for _, parent in _parents(model, name):
-            if isinstance(parent, PreTrainedModel):
-                found[id(parent)] = parent
-                break
-    return list(found.values())
+    return list({id(owner): owner for _, _, owner in _decoder_layers(model)}.values())
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", False))
 
 
 def _base(config: Any) -> str | None:
@@ -124,7 +130,11 @@ def _refuse(layer: str, name: str, value: Any) -> None:
 
 def _refuse_model(model: nn.Module) -> None:
     """Raises for a model in which packed responses would see each other, or whose attention we cannot take over."""
-    layers = dict(_causal_layers(model))
+    layers = _decoder_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
+        )
     for decoder in _decoders(model):
         config, name = decoder.config, type(decoder).__name__
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
@@ -138,21 +148,20 @@ def _refuse_model(model: nn.Module) -> None:
             raise ValueError(f"{name} is configured with output_attentions=True, dualkv.attention makes no weights")
         if config._attn_implementation is None:
             raise ValueError(f"{name} has no attention implementation set, call set_attn_implementation first")
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
-        )
-    for name, module in layers.items():
+    for name, module, _ in layers:
+        layer = f"{name} ({type(module).__name__})"
+        if not _is_causal(module):
+            raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
         for attribute in FEATURES:
-            _refuse(f"{name} ({type(module).__name__})", attribute, getattr(module, attribute, None))
+            _refuse(layer, attribute, getattr(module, attribute, None))
         # All layers of the stack, not only those that we found: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
         if stack is None:
             continue
-        for index, layer in model.get_submodule(stack).named_children():
-            if not any(other.startswith(f"{stack}.{index}.") for other in layers):
+        for index, other in model.get_submodule(stack).named_children():
+            if not any(known.startswith(f"{stack}.{index}.") for known, _, _ in layers):
                 raise ValueError(
-                    f"{stack}.{index} ({type(layer).__name__}) has no causal attention that goes through transformers'"
+                    f"{stack}.{index} ({type(other).__name__}) has no causal attention that goes through transformers'"
                     " attention registry"
                 )
 
@@ -223,8 +232,7 @@ def _enter_decoder(
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
-    # Never read: a prepared 4D mask makes transformers skip its own. NaN, so that whatever did read it would show.
-    mask = torch.full(MASK_SHAPE, float("nan"), device=tokens.device)
+    mask = torch.empty(NO_MASK, device=tokens.device)  # transformers makes no mask where it gets one in four dimensions
     position_ids = _position_ids(tokens.detach(), kwargs.get("position_ids"), layout.offsets, layout.parent)
     return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
 
@@ -259,6 +267,10 @@ class _UnderOwnName:
         return getattr(self._module, name)
 
 
+def _layer(module: nn.Module) -> str:
+    return f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+
+
 def _packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -272,13 +284,13 @@ def _packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
-    layer = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    layer = _layer(module)
     for name, value_of in kwargs.items():
         if name not in NEUTRAL:
             _refuse(layer, name, value_of)
-    if is_causal is False or not getattr(module, "is_causal", False):
+    if is_causal is False or not _is_causal(module):
         raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
-    if not isinstance(attention_mask, torch.Tensor) or tuple(attention_mask.shape) != MASK_SHAPE:
+    if attention_mask is None or attention_mask.shape != NO_MASK:
         raise ValueError(
             f"{layer} got a layout but not by a call of its enabled model, or the model makes its own attention mask or"
             " position bias: neither is computed by dualkv.attention"
@@ -305,6 +317,11 @@ def _register(base: str, deterministic: bool) -> str:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:
             return _packed_attention(module, query, key, value, attention_mask, dualkv, deterministic, **kwargs)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == NO_MASK:
+            raise ValueError(
+                f"{_layer(module)} is not handed the layout that the model was called with: {type(module).__name__}'s"
+                " callers do not pass keyword arguments on"
+            )
         route = _route(type(module))
         assert route is not None, f"{type(module).__name__} was called without going through the registry"
         interface, eager = route
@@ -319,9 +336,9 @@ def _register(base: str, deterministic: bool) -> str:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configs that name the implementation of the causal attention layers, each once."""
-    modules = [*(module for _, module in _causal_layers(model)), *_decoders(model)]
-    return list({id(module.config): module.config for module in modules}.values())
+    """The configs that name the implementation of decoders and their layers, each once."""
+    configs = (config for _, module, owner in _decoder_layers(model) for config in (module.config, owner.config))
+    return list({id(config): config for config in configs}.values())
 
 
 def enable(model: Model, *, deterministic: bool = False) -> Model:
@@ -349,7 +366,7 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
 
     Raises:
         ValueError: a model with layers whose attention does not go through transformers' registry, that have a sliding
-            window, softcapping, sinks, cross-attention or a recurrent state, or that are not causal.
+            window, softcapping, sinks or a recurrent state, or that are not causal.
             A call with a layout raises it for what only shows there: attention dropout in training, masks, caches,
             another token count or other positions than the layout's.
     """
