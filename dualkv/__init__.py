@@ -2,6 +2,18 @@
 
 from dualkv.attention import attention
 from dualkv.layout import Layout
+from dualkv.logprobs import response_logprobs
+from dualkv.microbatch import MicroBatch, plan_micro_batches
+from dualkv.packing import PackedBatch, pack, pack_padded
 
 __version__ = "0.1.0"
-__all__ = ["Layout", "attention"]
+__all__ = [
+    "Layout",
+    "MicroBatch",
+    "PackedBatch",
+    "attention",
+    "pack",
+    "pack_padded",
+    "plan_micro_batches",
+    "response_logprobs",
+]
