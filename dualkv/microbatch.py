@@ -108,6 +108,7 @@ def plan_micro_batches(
     while len(pieces) < count:
         _split_cheapest(pieces, shared, private)
 
+    # Spread evenly where that keeps the budget (as it does where pieces were split just now, one a micro-batch).
     costs = np.array([p.tokens for p in pieces])
     even = _spread(costs, count)
     if max(costs[b].sum() for b in even) <= budget:
