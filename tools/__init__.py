@@ -1,0 +1,1 @@
+"""For people who tune kernels and build images: benchmarks, precompiling, profiling."""
