@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # looks for parts of it ("flash" decides how masks and caches are made).
 PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
 
-# Attributes of attention modules and keyword arguments of attention functions that ask for more than softmax(q k^T) v.
+# Arguments of attention functions and attributes of attention modules that ask for more than softmax(q k^T) v.
 FEATURES = {
     "sliding_window": "a sliding window",
     "softcap": "logit softcapping",
@@ -42,6 +42,8 @@ FEATURES = {
     "cu_seq_lens_q": "sequence lengths next to the layout",
     "cu_seq_lens_k": "sequence lengths next to the layout",
 }
+
+ATTRIBUTES = ("sliding_window", "softcap", "attn_logit_softcapping", "sinks")
 
 # Keyword arguments that pass through a model to every layer and change nothing about attention.
 NEUTRAL = {
@@ -152,7 +154,7 @@ def _refuse_model(model: nn.Module) -> None:
         layer = f"{name} ({type(module).__name__})"
         if not _is_causal(module):
             raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
-        for attribute in FEATURES:
+        for attribute in ATTRIBUTES:
             _refuse(layer, attribute, getattr(module, attribute, None))
         # All layers of the stack, not only those that we found: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
@@ -350,7 +352,8 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
 
     input_ids is [1, T], all groups in one packed row (or inputs_embeds [1, T, C]); position_ids [1, T] must be the
     layout's and are the layout's when left out. On a GPU wrong ones end in a device-side assertion. Labels cannot be
-    shifted by the model. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared
+    shifted by the model. Rotary embeddings that depend on the longest sequence of a batch see the longest one packed.
+    Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared
     prompt once; the replicated sequences count it once a response.
 
     Works on wrapped models (DDP, FSDP, PEFT, `torch.compile`), before or after the wrapping. Calling it again is

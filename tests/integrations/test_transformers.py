@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "granite": ("Granite", {"attention_multiplier": 0.2}),  # softmax scale of its own
 }
 # Ragged groups: an empty response, prompts of one token, a group of one, a group without responses, a shared part of 0.
 LAYOUT = dualkv.Layout.from_lengths([7, 1, 5, 3, 0], [[4, 0, 9], [2, 6], [3], [], [3, 2]])
