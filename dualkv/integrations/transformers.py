@@ -50,7 +50,6 @@ NEUTRAL = {
     "position_ids",
     "use_cache",
     "cache_position",
-    "past_key_values",
     "num_items_in_batch",
     "shift_labels",
     "return_dict",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,104 +25,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from dualkv.integrations import transformers as integration  # noqa: E402
 from dualkv.integrations.transformers import disable, enable  # noqa: E402
-
-VOCAB = 96
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,  # large: attention must matter
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-ARCHITECTURES = {
-    "qwen3": ("Qwen3", {}),
-    "qwen3_moe": ("Qwen3Moe", EXPERTS),
-    "qwen2": ("Qwen2", {}),
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "granite": ("Granite", {"attention_multiplier": 0.2}),  # softmax scale of its own
-}
-# Ragged groups: an empty response, prompts of one token, a group of one, a group without responses, a shared part of 0.
-LAYOUT = dualkv.Layout.from_lengths([7, 1, 5, 3, 0], [[4, 0, 9], [2, 6], [3], [], [3, 2]])
-
-
-def make_model(
-    name: str = "qwen3", dtype: torch.dtype = torch.float32, attention: str = "sdpa", **settings: Any
-) -> Any:
-    """A tiny model with random weights: equal arguments, equal weights."""
-    family, extra = ARCHITECTURES[name]
-    torch.manual_seed(0)
-    config = getattr(tf, f"{family}Config")(**{**SIZES, **extra, **settings}, attn_implementation=attention)
-    model = getattr(tf, f"{family}ForCausalLM")(config).to(dtype)
-    if dtype == torch.float64 and name == "qwen3_moe":
-        model.set_experts_implementation("eager")  # grouped_mm takes no fp64
-    return model
-
-
-def token_ids(layout: dualkv.Layout, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def paths(layout: dualkv.Layout) -> list[tuple[list[int], int]]:
-    """The packed rows of every replicated sequence that has a token, and how many of them are its prompt."""
-    offsets, parent = layout.offsets.tolist(), layout.parent.tolist()
-    segments = [list(range(*ends)) for ends in itertools.pairwise(offsets)]
-    found = [(segments[p] + segments[s], len(segments[p])) for s, p in enumerate(parent) if p >= 0]
-    found += [(segments[s], len(segments[s])) for s, p in enumerate(parent) if p < 0 and s not in parent]
-    return [(rows, shared) for rows, shared in found if rows]
-
-
-class Losses:
-    """A weighted sum of response log-probs; each token has its own weight."""
-
-    def __init__(self, layout: dualkv.Layout, ids: torch.Tensor, dtype: torch.dtype) -> None:
-        self.layout, self.ids = layout, ids
-        self.weight = torch.randn(layout.num_tokens, generator=torch.Generator().manual_seed(9)).to(dtype)
-
-    def logprobs(self, logits: torch.Tensor, predicts: list[int], rows: list[int]) -> torch.Tensor:
-        return logits[0, predicts].log_softmax(-1).gather(-1, self.ids[0, rows, None])[:, 0]
-
-    def packed(self, model: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs in path order, loss."""
-        return self.of_packed(model(input_ids=self.ids, dualkv=self.layout, **kwargs))
-
-    def of_packed(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        predicts, rows = [], []
-        for path, shared in paths(self.layout):
-            at = range(max(shared, 1), len(path))
-            predicts += [path[i - 1] for i in at]
-            rows += [path[i] for i in at]
-        logp = self.logprobs(out.logits, predicts, rows)
-        return logp, (logp * self.weight[rows]).sum()
-
-    def replicated(self, model: Any) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Hidden states of each path, log-probs and loss, each sequence run by itself."""
-        hidden, logps, loss = [], [], torch.zeros((), dtype=self.weight.dtype)
-        for path, shared in paths(self.layout):
-            out = model(input_ids=self.ids[:, path], output_hidden_states=True, use_cache=False)
-            at = range(max(shared, 1), len(path))
-            logp = self.logprobs(out.logits, [i - 1 for i in at], [path[i] for i in at])
-            hidden.append(out.hidden_states[-1][0])
-            logps.append(logp)
-            loss = loss + (logp * self.weight[[path[i] for i in at]]).sum()
-        return hidden, torch.cat(logps), loss
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
-def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    error = (got - expected).norm().item()
-    assert error <= tolerance * expected.norm().item(), f"{name}: {error} against a norm of {expected.norm().item()}"
+from tests.integrations.tiny import (  # noqa: E402
+    ARCHITECTURES,
+    LAYOUT,
+    VOCAB,
+    Losses,
+    assert_close,
+    gradients,
+    hooks,
+    make_model,
+    paths,
+    token_ids,
+)
 
 
 @contextmanager
@@ -393,10 +306,6 @@ def test_an_implementation_of_the_user_sees_its_own_name(request: pytest.Fixture
 
 
 # ---------------------------------------------------------------- enable, disable, copies, wrappers
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_pre_hooks) + len(m._forward_pre_hooks_with_kwargs) for m in model.modules())
-
-
 def test_enable_and_disable_twice() -> None:
     model = make_model()
     assert disable(model) is model
@@ -488,168 +397,3 @@ def test_data_parallel_wrappers_pass_the_layout_on(wrap: str) -> None:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         assert_close(parameter, whole, expected[parameter], 1e-5)
     enable(model)  # again, after the wrapping
-
-
-# ---------------------------------------------------------------- what is refused
-def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
-    config = getattr(tf, f"{family}Config")(**{**SIZES, **settings})
-    return getattr(tf, f"{family}{head}")(config)
-
-
-REFUSED_MODELS = {
-    "sliding layers": (lambda: tiny("Gemma2"), r"layer 0 of Gemma2Model is sliding_attention"),
-    "softcapping": (
-        lambda: tiny("Gemma2", layer_types=["full_attention"] * 2),
-        r"model\.layers\.0\.self_attn \(Gemma2Attention\) uses logit softcapping \(attn_logit_softcapping=50\.0\)",
-    ),
-    "sinks": (
-        lambda: tiny("GptOss", layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1),
-        r"model\.layers\.0\.self_attn \(GptOssAttention\) uses attention sinks \(sinks of shape \(6,\)\)",
-    ),
-    "linear attention": (
-        lambda: tiny("Qwen3Next", layer_types=["linear_attention", "full_attention"], **EXPERTS),
-        r"layer 0 of Qwen3NextModel is linear_attention",
-    ),
-    "recurrent state": (
-        lambda: tiny("Qwen3Next", layer_types=["full_attention"] * 2, **EXPERTS),
-        r"Qwen3NextModel carries a recurrent state",
-    ),
-    "convolutions": (
-        lambda: tiny("Lfm2", layer_types=["full_attention", "conv"]),
-        r"layer 1 of Lfm2Model is conv, dualkv\.attention computes full_attention only",
-    ),
-    "no registry": (lambda: tiny("Bloom", n_head=4, hidden_size=48), r"BloomForCausalLM has no causal attention layer"),
-    "not causal": (lambda: tiny("Bert", "Model"), r"BertModel has no causal attention layer"),
-    "encoder-decoder": (
-        lambda: tiny("Bart", "ForConditionalGeneration", d_model=48, encoder_layers=1, decoder_layers=1),
-        r"BartDecoder is an encoder-decoder model",
-    ),
-    "cross-attention": (
-        lambda: tiny("GPT2", "LMHeadModel", n_embd=48, n_head=6, add_cross_attention=True),
-        r"transformer\.h\.0\.crossattention \(GPT2Attention\) is not causal self-attention",
-    ),
-    "no model": (lambda: nn.Linear(2, 2), r"Linear has no causal attention layer"),
-    "attention weights": (
-        lambda: make_model(attention="eager", output_attentions=True),
-        r"Qwen3Model is configured with output_attentions=True",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_MODELS)
-def test_models_that_cannot_be_packed_are_refused(case: str) -> None:
-    build, message = REFUSED_MODELS[case]
-    model = build()
-    with pytest.raises(ValueError, match=message):
-        enable(model)
-    assert hooks(model) == 0
-
-
-def test_a_layer_of_another_kind_is_refused() -> None:
-    model = make_model()
-
-    class Mixer(nn.Module):
-        pass
-
-    model.model.layers[1].self_attn = Mixer()
-    with pytest.raises(ValueError, match=r"model\.layers\.1 \(Qwen3DecoderLayer\) has no causal attention that goes"):
-        enable(model)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sliding_window": 3}, r"layer 0 \(MistralAttention\) uses a sliding window \(sliding_window=3\)"),
-        ({"attention_dropout": 0.1}, r"layer 0 \(MistralAttention\) uses attention dropout \(dropout=0\.1\)"),
-    ],
-)
-def test_features_that_show_in_a_call_are_refused(settings: dict[str, Any], message: str) -> None:
-    model = enable(make_model("mistral", **settings).train())
-    with pytest.raises(ValueError, match=message):
-        model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
-
-
-def test_a_model_that_drops_keyword_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = enable(make_model())
-    layer, forward = model.model.layers[1], model.model.layers[1].self_attn.forward
-    monkeypatch.setattr(layer.self_attn, "forward", lambda *, dualkv, **kwargs: forward(**kwargs))
-    with pytest.raises(ValueError, match=r"layer 1 \(Qwen3Attention\) is not handed the layout"):
-        model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
-
-
-def test_dropout_is_no_matter_in_evaluation() -> None:
-    model = enable(make_model("mistral", attention_dropout=0.1).eval())
-    expected = enable(make_model("mistral"))(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
-    assert torch.equal(model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
-
-
-IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"input_ids": IDS.expand(2, -1)}, r"input_ids has shape \(2, 45\), expected \[1, T\]"),
-        ({"input_ids": IDS[:, 1:]}, "given 44 tokens, the layout has 45"),
-        ({"input_ids": None}, "neither input_ids nor inputs_embeds|exactly one of input_ids or inputs_embeds"),
-        ({"attention_mask": torch.ones_like(IDS)}, "attention_mask came together with dualkv"),
-        ({"use_cache": True}, "past_key_values or use_cache came together with dualkv"),
-        ({"past_key_values": tf.DynamicCache()}, "past_key_values or use_cache came together with dualkv"),
-        ({"position_ids": torch.arange(45)[None]}, r"position_ids\[0, 11\] is 11, the layout's is 7"),
-        (
-            {"position_ids": POSITIONS.expand(3, 1, -1)},
-            r"position_ids has shape \(3, 1, 45\) on cpu, expected \(1, 45\)",
-        ),
-        ({"labels": IDS}, "labels came together with dualkv and would be shifted by one row"),
-        ({"output_attentions": True}, r"layer 0 \(Qwen3Attention\) uses attention weights as an output"),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 45])},
-            r"layer 0 \(Qwen3Attention\) uses sequence lengths next to",
-        ),
-        ({"head_mask": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses a head mask \(head_mask of shape \(6,\)\)"),
-        ({"softcap": 30.0}, r"layer 0 \(Qwen3Attention\) uses logit softcapping \(softcap=30\.0\)"),
-        ({"s_aux": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses attention sinks"),
-        ({"position_bias": torch.ones(1, 6, 45, 45)}, r"layer 0 \(Qwen3Attention\) uses a position bias"),
-        ({"temperatures": 2.0}, r"layer 0 \(Qwen3Attention\) uses the argument temperatures=2\.0"),
-        ({"is_causal": False}, r"layer 0 \(Qwen3Attention\) is not causal self-attention"),
-    ],
-)
-def test_calls_that_are_not_computed_are_refused(arguments: dict[str, Any], message: str) -> None:
-    model = enable(make_model())
-    with pytest.raises(ValueError, match=message):
-        model(**{"input_ids": IDS, "dualkv": LAYOUT, **arguments})
-
-
-def test_dualkv_that_is_no_layout() -> None:
-    with pytest.raises(TypeError, match=r"dualkv is a dict, expected a dualkv\.Layout"):
-        enable(make_model())(input_ids=IDS, dualkv={})
-
-
-def test_positional_arguments_with_a_layout() -> None:
-    model = enable(make_model()).model
-    with pytest.raises(ValueError, match="Qwen3Model got 3 positional arguments, expected only input_ids"):
-        model(IDS, None, POSITIONS, dualkv=LAYOUT)
-
-
-def test_an_implementation_set_later_is_noticed() -> None:
-    model = enable(make_model())
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="was set to 'eager' after dualkv was enabled: enable the model again"):
-        model(input_ids=IDS, dualkv=LAYOUT)
-    enable(model)(input_ids=IDS, dualkv=LAYOUT)
-    assert disable(model).config._attn_implementation == "eager"
-
-
-def test_a_model_that_shares_the_config_but_was_not_enabled() -> None:
-    model = enable(make_model())
-    other = tf.Qwen3ForCausalLM(model.config)
-    with pytest.raises(ValueError, match="got a layout but not by a call of its enabled model"):
-        other(input_ids=IDS, dualkv=LAYOUT)
-
-
-def test_a_model_that_adds_to_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    modeling = tf.models.qwen3.modeling_qwen3
-    make = modeling.create_causal_mask
-    monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: torch.cat([make(**kwargs)] * 6, 1))
-    with pytest.raises(ValueError, match="or the model makes its own attention mask or position bias"):
-        enable(make_model())(input_ids=IDS, dualkv=LAYOUT)

@@ -1,0 +1,178 @@
+"""What `dualkv.integrations.transformers` does not compute is refused in one sentence, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+tf = pytest.importorskip("transformers")
+
+from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from tests.integrations.tiny import EXPERTS, LAYOUT, SIZES, hooks, make_model, token_ids  # noqa: E402
+
+
+def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
+    config = getattr(tf, f"{family}Config")(**{**SIZES, **settings})
+    return getattr(tf, f"{family}{head}")(config)
+
+
+REFUSED_MODELS = {
+    "sliding layers": (lambda: tiny("Gemma2"), r"layer 0 of Gemma2Model is sliding_attention"),
+    "softcapping": (
+        lambda: tiny("Gemma2", layer_types=["full_attention"] * 2),
+        r"model\.layers\.0\.self_attn \(Gemma2Attention\) uses logit softcapping \(attn_logit_softcapping=50\.0\)",
+    ),
+    "sinks": (
+        lambda: tiny("GptOss", layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1),
+        r"model\.layers\.0\.self_attn \(GptOssAttention\) uses attention sinks \(sinks of shape \(6,\)\)",
+    ),
+    "linear attention": (
+        lambda: tiny("Qwen3Next", layer_types=["linear_attention", "full_attention"], **EXPERTS),
+        r"layer 0 of Qwen3NextModel is linear_attention",
+    ),
+    "recurrent state": (
+        lambda: tiny("Qwen3Next", layer_types=["full_attention"] * 2, **EXPERTS),
+        r"Qwen3NextModel carries a recurrent state",
+    ),
+    "convolutions": (
+        lambda: tiny("Lfm2", layer_types=["full_attention", "conv"]),
+        r"layer 1 of Lfm2Model is conv, dualkv\.attention computes full_attention only",
+    ),
+    "no registry": (lambda: tiny("Bloom", n_head=4, hidden_size=48), r"BloomForCausalLM has no causal attention layer"),
+    "not causal": (lambda: tiny("Bert", "Model"), r"BertModel has no causal attention layer"),
+    "encoder-decoder": (
+        lambda: tiny("Bart", "ForConditionalGeneration", d_model=48, encoder_layers=1, decoder_layers=1),
+        r"BartDecoder is an encoder-decoder model",
+    ),
+    "cross-attention": (
+        lambda: tiny("GPT2", "LMHeadModel", n_embd=48, n_head=6, add_cross_attention=True),
+        r"transformer\.h\.0\.crossattention \(GPT2Attention\) is not causal self-attention",
+    ),
+    "no model": (lambda: nn.Linear(2, 2), r"Linear has no causal attention layer"),
+    "attention weights": (
+        lambda: make_model(attention="eager", output_attentions=True),
+        r"Qwen3Model is configured with output_attentions=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+def test_models_that_cannot_be_packed_are_refused(case: str) -> None:
+    build, message = REFUSED_MODELS[case]
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        enable(model)
+    assert hooks(model) == 0
+
+
+def test_a_layer_of_another_kind_is_refused() -> None:
+    model = make_model()
+
+    class Mixer(nn.Module):
+        pass
+
+    model.model.layers[1].self_attn = Mixer()
+    with pytest.raises(ValueError, match=r"model\.layers\.1 \(Qwen3DecoderLayer\) has no causal attention that goes"):
+        enable(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sliding_window": 3}, r"layer 0 \(MistralAttention\) uses a sliding window \(sliding_window=3\)"),
+        ({"attention_dropout": 0.1}, r"layer 0 \(MistralAttention\) uses attention dropout \(dropout=0\.1\)"),
+    ],
+)
+def test_features_that_show_in_a_call_are_refused(settings: dict[str, Any], message: str) -> None:
+    model = enable(make_model("mistral", **settings).train())
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+
+
+def test_a_model_that_drops_keyword_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable(make_model())
+    layer, forward = model.model.layers[1], model.model.layers[1].self_attn.forward
+    monkeypatch.setattr(layer.self_attn, "forward", lambda *, dualkv, **kwargs: forward(**kwargs))
+    with pytest.raises(ValueError, match=r"layer 1 \(Qwen3Attention\) is not handed the layout"):
+        model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+
+
+def test_dropout_is_no_matter_in_evaluation() -> None:
+    model = enable(make_model("mistral", attention_dropout=0.1).eval())
+    expected = enable(make_model("mistral"))(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
+    assert torch.equal(model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
+
+
+IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": IDS.expand(2, -1)}, r"input_ids has shape \(2, 45\), expected \[1, T\]"),
+        ({"input_ids": IDS[:, 1:]}, "given 44 tokens, the layout has 45"),
+        ({"input_ids": None}, "neither input_ids nor inputs_embeds|exactly one of input_ids or inputs_embeds"),
+        ({"attention_mask": torch.ones_like(IDS)}, "attention_mask came together with dualkv"),
+        ({"use_cache": True}, "past_key_values or use_cache came together with dualkv"),
+        ({"past_key_values": tf.DynamicCache()}, "past_key_values or use_cache came together with dualkv"),
+        ({"position_ids": torch.arange(45)[None]}, r"position_ids\[0, 11\] is 11, the layout's is 7"),
+        (
+            {"position_ids": POSITIONS.expand(3, 1, -1)},
+            r"position_ids has shape \(3, 1, 45\) on cpu, expected \(1, 45\)",
+        ),
+        ({"labels": IDS}, "labels came together with dualkv and would be shifted by one row"),
+        ({"output_attentions": True}, r"layer 0 \(Qwen3Attention\) uses attention weights as an output"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 45])},
+            r"layer 0 \(Qwen3Attention\) uses sequence lengths next to",
+        ),
+        ({"head_mask": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses a head mask \(head_mask of shape \(6,\)\)"),
+        ({"softcap": 30.0}, r"layer 0 \(Qwen3Attention\) uses logit softcapping \(softcap=30\.0\)"),
+        ({"s_aux": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses attention sinks"),
+        ({"position_bias": torch.ones(1, 6, 45, 45)}, r"layer 0 \(Qwen3Attention\) uses a position bias"),
+        ({"temperatures": 2.0}, r"layer 0 \(Qwen3Attention\) uses the argument temperatures=2\.0"),
+        ({"is_causal": False}, r"layer 0 \(Qwen3Attention\) is not causal self-attention"),
+    ],
+)
+def test_calls_that_are_not_computed_are_refused(arguments: dict[str, Any], message: str) -> None:
+    model = enable(make_model())
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": IDS, "dualkv": LAYOUT, **arguments})
+
+
+def test_dualkv_that_is_no_layout() -> None:
+    with pytest.raises(TypeError, match=r"dualkv is a dict, expected a dualkv\.Layout"):
+        enable(make_model())(input_ids=IDS, dualkv={})
+
+
+def test_positional_arguments_with_a_layout() -> None:
+    model = enable(make_model()).model
+    with pytest.raises(ValueError, match="Qwen3Model got 3 positional arguments, expected only input_ids"):
+        model(IDS, None, POSITIONS, dualkv=LAYOUT)
+
+
+def test_an_implementation_set_later_is_noticed() -> None:
+    model = enable(make_model())
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="was set to 'eager' after dualkv was enabled: enable the model again"):
+        model(input_ids=IDS, dualkv=LAYOUT)
+    enable(model)(input_ids=IDS, dualkv=LAYOUT)
+    assert disable(model).config._attn_implementation == "eager"
+
+
+def test_a_model_that_shares_the_config_but_was_not_enabled() -> None:
+    model = enable(make_model())
+    other = tf.Qwen3ForCausalLM(model.config)
+    with pytest.raises(ValueError, match="got a layout but not by a call of its enabled model"):
+        other(input_ids=IDS, dualkv=LAYOUT)
+
+
+def test_a_model_that_adds_to_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling = tf.models.qwen3.modeling_qwen3
+    make = modeling.create_causal_mask
+    monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: torch.cat([make(**kwargs)] * 6, 1))
+    with pytest.raises(ValueError, match="or the model makes its own attention mask or position bias"):
+        enable(make_model())(input_ids=IDS, dualkv=LAYOUT)
