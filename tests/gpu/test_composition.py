@@ -11,7 +11,10 @@ import dualkv
 from dualkv import Layout, composition, ops, reference
 from tests import oracle
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LAYOUTS = {
     "ragged": Layout.from_lengths([130, 1, 77], [[64, 0, 129, 1], [5], [3, 3, 200]]),

@@ -1,0 +1,93 @@
+"""Packing, log-probs and the transformers integration on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dualkv
+from dualkv.integrations.transformers import enable
+from tests.integrations.tiny import LAYOUT, Losses, gradients, make_model, token_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB, WIDTH = 5000, 64
+
+
+def rollouts(device: str):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(n: int) -> torch.Tensor:
+        return torch.randint(0, VOCAB, (n,), generator=generator).to(device)
+
+    prompts = [draw(40), draw(1), draw(9)]
+    which = [0, 1, 0, 2, 2, 0, 1]
+    return [prompts[i] for i in which], [draw(n) for n in (5, 0, 31, 8, 1, 200, 17)]
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_packing_is_that_of_the_cpu(labels):
+    here, there = (dualkv.pack(*rollouts(device), labels=labels) for device in ("cpu", "cuda"))
+    assert there.device.type == there.layout.device.type == "cuda"
+    assert here.layout == there.layout
+    for name in ("input_ids", "position_ids", "predict_rows", "targets"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu()), name
+    if labels == "roll":
+        assert torch.equal(here.labels, there.labels.cpu())
+    values = torch.randn(here.num_response_tokens, 2)
+    assert torch.equal(here.unpack(values, "padded"), there.unpack(values.cuda(), "padded").cpu())
+    for form in ("list", "nested"):
+        rows = zip(here.unpack(values, form), there.unpack(values.cuda(), form), strict=True)
+        assert all(torch.equal(a, b.cpu()) for a, b in rows)
+    pairs = zip(here.unpack_sequences(here.input_ids), there.unpack_sequences(there.input_ids), strict=True)
+    assert all(torch.equal(a, b.cpu()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_logprobs_are_those_of_the_cpu_and_repeat_bitwise(labels):
+    batch = dualkv.pack(*rollouts("cpu"), labels=labels)
+    hidden = torch.randn(1, batch.layout.num_tokens, WIDTH, dtype=torch.float64)
+    head = torch.randn(VOCAB, WIDTH, dtype=torch.float64) / 8
+
+    def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, head)]
+        results = dualkv.response_logprobs(*leaves, batch.to(device), temperature=0.7, chunk_size=50)
+        g = torch.linspace(-1, 1, len(results[0]), dtype=torch.float64).to(device, results[0].dtype)
+        grads = torch.autograd.grad(results, leaves, (g, g.flip(0)))
+        return [x.detach() for x in (*results, *grads)]
+
+    expected, *runs = run("cpu", torch.float64), *(run("cuda", torch.float32) for _ in range(5))
+    for got, want in zip(runs[0], expected, strict=True):
+        assert (got.cpu() - want).norm() <= 1e-5 * want.norm()
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+def test_a_token_outside_the_vocabulary_is_found_on_the_cpu():
+    batch = dualkv.pack(*rollouts("cpu"))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        dualkv.response_logprobs(torch.zeros(batch.layout.num_tokens, 8), torch.zeros(10, 8), batch)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, None)])
+def test_a_model_packed_is_the_model_replicated(dtype, bound):
+    """bf16 has no bound of its own: its error against fp64 may be twice the replicated way's."""
+    layout = LAYOUT.to("cuda")
+
+    def run(dtype: torch.dtype, way: str) -> dict[str, torch.Tensor]:
+        model = enable(make_model("qwen3", torch.float64)).to("cuda", dtype)
+        losses = Losses(layout, token_ids(layout).cuda(), dtype)
+        losses.weight = losses.weight.cuda()
+        logp, loss = losses.packed(model) if way == "packed" else losses.replicated(model)[1:]
+        loss.backward()
+        return {"log-probs": logp.detach().double(), **{n: g.double() for n, g in gradients(model).items()}}
+
+    truth, packed = run(torch.float64, "replicated"), run(dtype, "packed")
+    noise = run(dtype, "replicated") if bound is None else {}
+    for name, want in truth.items():
+        error = (packed[name] - want).norm() / want.norm()
+        allowed = 2 * (noise[name] - want).norm() / want.norm() + 1e-5 if bound is None else bound
+        assert error <= allowed, (name, error.item(), float(allowed))
