@@ -50,7 +50,7 @@ class ForwardPlan:
     """
 
     def __init__(self, segments: Segments, device: torch.device, tokens: int, tile_n: int) -> None:
-        stream = torch.cuda.Stream(device)
+        stream = _upload_stream(device)
         self.work = _upload(plan.forward_work(segments, tokens, tile_n), stream)
         self.segment_begin = segments.made(
             ("segment_begin", device), lambda: _upload(plan.segment_begin(segments), stream)
@@ -63,6 +63,12 @@ class ForwardPlan:
             self.work.record_stream(stream)
             self.segment_begin.record_stream(stream)
             self._used_on.add(stream.cuda_stream)
+
+
+@cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: the allocator keeps memory apart by stream, so plans can use what dropped ones leave."""
+    return torch.cuda.Stream(device)
 
 
 def _upload(array: npt.NDArray[Any], stream: torch.cuda.Stream) -> torch.Tensor:
