@@ -72,7 +72,7 @@ def test_a_token_outside_the_vocabulary_is_found_on_the_cpu():
         dualkv.response_logprobs(torch.zeros(batch.layout.num_tokens, 8), torch.zeros(10, 8), batch)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, None)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
 def test_a_model_packed_is_the_model_replicated(dtype, bound):
     """bf16 has no bound of its own: its error against fp64 may be twice the replicated way's."""
     layout = LAYOUT.to("cuda")
