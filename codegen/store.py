@@ -186,6 +186,8 @@ def _make(spec: KernelSpec, folder: Path) -> None:
         "sources": toolchain.source_digest(),
         **compile.compile_kernel(spec, folder),
     }
+    if toolchain.read_source_digest() != record["sources"]:
+        raise RuntimeError(f"the kernel sources changed under this process while it compiled {spec}: start it again")
     for name in ("so", "cubin"):
         record[f"{name}_sha256"] = hashlib.sha256((folder / f"kernel.{name}").read_bytes()).hexdigest()
     (folder / "kernel.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

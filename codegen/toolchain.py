@@ -101,6 +101,11 @@ def compiler() -> tuple[tuple[str, str], ...]:
 
 @cache
 def source_digest() -> str:
+    """:func:`read_source_digest` when this process first asked."""
+    return read_source_digest()
+
+
+def read_source_digest() -> str:
     """sha256 over the kernel sources: every file of `cute_kernels` and the module that compiles them."""
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import threading
 import time
 
@@ -67,10 +68,10 @@ def test_source_digest_covers_every_kernel_file_and_its_name(tmp_path, monkeypat
     (tmp_path / "cute_kernels").mkdir()
     (tmp_path / "cute_kernels" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "cute_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "cute_kernels", raising=False)
 
     def digest():
-        return toolchain.source_digest.__wrapped__()
+        return toolchain.read_source_digest()
 
     seen = {digest()}
     file = tmp_path / "cute_kernels" / "a.py"
@@ -137,6 +138,14 @@ def test_a_failed_compile_leaves_no_entry(compiles, monkeypatch):
     assert [p.name for p in store.cache_dir().iterdir() if p.is_dir()] == []
     store.entry(SPEC)
     assert compiles == [SPEC]
+
+
+def test_sources_edited_under_a_running_process_are_not_stored(compiles, monkeypatch):
+    toolchain.source_digest()
+    monkeypatch.setattr(toolchain, "read_source_digest", lambda: "edited since")
+    with pytest.raises(RuntimeError, match="the kernel sources changed under this process"):
+        store.entry(SPEC)
+    assert store.where(SPEC) is None
 
 
 def test_many_askers_one_compile(compiles):
