@@ -55,8 +55,8 @@ class KernelSpec:
         if type(self.tile) is not tile:
             raise TypeError(f"tile is a {type(self.tile).__name__}, expected a {tile.__name__} for {self.operation}")
         for name, value in asdict(self.tile).items():
-            if type(value) not in (int, bool) or (type(value) is int and value < 1):
-                raise ValueError(f"tile.{name} is {value!r}, expected an integer of 1 or more")
+            if type(value) not in (int, bool) or value < 0:
+                raise ValueError(f"tile.{name} is {value!r}, expected an integer of 0 or more")
 
     @property
     def symbol(self) -> str:

@@ -57,7 +57,7 @@ def test_every_head_dim_and_ratio_is_served_by_the_table():
         ({"packed_heads": True}, TypeError, r"packed_heads is True \(bool\)"),
         ({"arch": "sm_100a"}, ValueError, "arch is 'sm_100a', expected sm_90a"),
         ({"tile": {"tile_n": 128}}, TypeError, "tile is a dict, expected a ForwardTile for fwd"),
-        ({"tile": ForwardTile(tile_n=0)}, ValueError, "tile.tile_n is 0, expected an integer of 1 or more"),
+        ({"tile": ForwardTile(tile_n=-1)}, ValueError, "tile.tile_n is -1, expected an integer of 0 or more"),
         ({"tile": ForwardTile(tile_n=128, stages=2.0)}, ValueError, "tile.stages is 2.0"),
     ],
 )
