@@ -64,3 +64,37 @@ def forward_tile(head_dim: int, heads_per_kv: int) -> ForwardTile:
     """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes) and a GQA ratio."""
     del heads_per_kv  # no measured difference between ratios so far
     return FORWARD_TILES[kernel_head_dim(head_dim)]
+
+
+# ---------------------------------------------------------------- backward
+@dataclass(frozen=True)
+class BackwardTile:
+    """Tile of :class:`cute_kernels.bwd_frame.BackwardFrame`.
+
+    Attributes:
+        tile_m: packed rows a query block.
+        tile_n: keys a CTA.
+        stages: Q blocks (and dO blocks) in flight.
+        cluster: CTAs with neighbouring keys that share Q and dO by multicast.
+        late: reductions of dQ (of `tile_m / 8` a thread) that wait until the next scores are being computed.
+    """
+
+    tile_m: int
+    tile_n: int = 128
+    stages: int = 2
+    cluster: int = 2
+    late: int = 4
+
+
+BACKWARD_TILES = {
+    64: BackwardTile(tile_m=128),
+    96: BackwardTile(tile_m=96),
+    128: BackwardTile(tile_m=80),
+    192: BackwardTile(tile_m=64, tile_n=96),
+    256: BackwardTile(tile_m=64, tile_n=64),
+}
+
+
+def backward_tile(head_dim: int) -> BackwardTile:
+    """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
+    return BACKWARD_TILES[kernel_head_dim(head_dim)]

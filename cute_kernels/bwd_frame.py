@@ -1,0 +1,479 @@
+"""Attention backward on Hopper over packed groups: what every head dim shares (signature, set-up, loads).
+
+A CTA owns a block of keys of one KV head and walks over its query heads and their blocks of query rows:
+    S = Q K^T        P = exp2(scale_log2 * S - lse2)        dV += P^T dO
+    dP = dO V^T      dS = P * (dP - dpsum)                  dK += dS^T Q        dQ += dS K  (in global memory, fp32)
+dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
+order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
+`bwd_narrow` and `bwd_wide` say how the products are laid out.
+"""
+
+import math
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.utils import LayoutEnum, SmemAllocator
+
+from cute_kernels import bwd_items as items
+
+SMEM_BYTES = 227 * 1024  # a CTA's shared memory
+
+
+@dsl_user_op
+def add_to_global(
+    ptr: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Four fp32 added to global memory at a 16-byte aligned address, nothing returned."""
+    operands = [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
+    llvm.inline_asm(
+        None,
+        operands,
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def transpose_8x8(pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """An 8 x 8 matrix of 16-bit elements over a warp, lane l with row l // 4 and columns 2 * (l % 4) + {0, 1}."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Int32(pair).ir_value(loc=loc, ip=ip)],
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+class BackwardFrame:
+    """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
+
+    Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
+    any head dim D <= head_dim that is a multiple of 8 (the copy engine reads columns past D as zeros).
+
+    Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
+        q, dout: [T, H, D] fp16 or bf16. T >= 1.
+        k, v: [T, Hk, D], dtype of q.
+        stats: [H, nm * 2 * tile_m] fp32 from the preprocess, nm = ceil(T / tile_m).
+        dk, dv: [T, Hk, D], dtype of q. Rows of items with a slab are left alone, all others written.
+        dq_acc: [H * nm * tile_m * head_dim] fp32, zeros from the preprocess: unscaled dQ in the order of registers.
+        slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV in the order of registers.
+        work: [n, 8] int32, the items of `dualkv.plan_backward`, longest first (fields: bwd_items.py).
+        visible_end: [T] int32.
+        softmax_scale: fp32.
+        stream: taken from the environment (torch's current stream), not passed.
+    q, k, v, dout: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements); dk, dv:
+    last dimension contiguous, even strides.
+
+    Args:
+        dtype: cutlass.BFloat16 or cutlass.Float16.
+        head_dim: native head dim.
+        tile_m, tile_n, stages, cluster, late: see codegen.tiles.BackwardTile.
+
+    Raises:
+        ValueError: a configuration that does not fit, in one sentence.
+    """
+
+    HEAD_DIMS: tuple[int, ...]
+    NATURAL_STATS: bool  # statistics in row order, or interleaved for column-wise reading (see bwd_preprocess)
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        *,
+        tile_m: int,
+        tile_n: int = 128,
+        stages: int = 2,
+        cluster: int = 2,
+        late: int = 4,
+    ) -> None:
+        if dtype not in (cutlass.BFloat16, cutlass.Float16):
+            raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
+        if head_dim not in self.HEAD_DIMS:
+            raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
+        if cluster not in (1, 2):
+            raise ValueError(f"cluster is {cluster}, expected 1 or 2")
+        self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
+        self.stages, self.cluster, self.late = stages, cluster, late
+        self.warp_groups = 3 if head_dim == 192 else 2  # that compute
+        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[self.warp_groups]
+        # mbarriers: one for K, V and dS, one a stage for Q and dO
+        self.FULL_K, self.FULL_V, self.DS = 0, 1, 2
+        self.FULL_Q, self.EMPTY_Q, self.FULL_DO, self.EMPTY_DO, self.num_bars = [3 + j * stages for j in range(5)]
+        self.check_tile()
+        if self.smem_bytes() > SMEM_BYTES:
+            raise ValueError(
+                f"head_dim {head_dim}, {tile_m} x {tile_n} and {stages} stages need {self.smem_bytes()} bytes of "
+                f"shared memory, a CTA has {SMEM_BYTES}"
+            )
+
+    # What the head dims do differently
+    def check_tile(self) -> None:
+        """Raise ValueError for a tile that the products cannot take."""
+        raise NotImplementedError
+
+    @property
+    def k_columns(self) -> int:
+        """Columns of K in shared memory: head_dim, or more for the product that makes dQ."""
+        return self.head_dim
+
+    @property
+    def buffers(self) -> int:
+        """tile_m x tile_n tiles of P and dS in shared memory."""
+        raise NotImplementedError
+
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
+        """The products S and dP; dV and dK; dQ."""
+        raise NotImplementedError
+
+    def smem_bytes(self) -> int:
+        """K and V, Q and dO stages, P and dS, statistics, mbarriers, alignment."""
+        keys = self.tile_n * (self.k_columns + self.head_dim)
+        rows = 2 * self.stages * self.tile_m * self.head_dim
+        probs = self.buffers * self.tile_m * self.tile_n
+        return 2 * (keys + rows + probs) + 8 * self.tile_m * self.stages + 8 * self.num_bars + 1024
+
+    def slab_floats(self) -> int:
+        """Floats of an item's partial dK and dV: [cluster, 2, tile_n * head_dim]."""
+        return self.cluster * 2 * self.tile_n * self.head_dim
+
+    def fake_arguments(self) -> tuple[object, ...]:
+        """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
+        rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
+
+        def packed(num_heads: cute.SymInt, unit: int) -> cute.Tensor:
+            strides = (cute.sym_int64(divisibility=unit), cute.sym_int64(divisibility=unit), 1)
+            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=2 * unit)
+
+        def flat() -> cute.Tensor:
+            return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
+
+        q, dout, k, v = packed(heads, 8), packed(heads, 8), packed(kv_heads, 8), packed(kv_heads, 8)
+        dk, dv = packed(kv_heads, 2), packed(kv_heads, 2)
+        width = cute.sym_int32(divisibility=2 * self.tile_m)
+        stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
+        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=16)
+        visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return q, k, v, dout, stats, dk, dv, flat(), flat(), work, visible_end, Float32(0.0), stream
+
+    # ---------------------------------------------------------------- host side
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (T, H, D)
+        k: cute.Tensor,  # (T, Hk, D)
+        v: cute.Tensor,  # (T, Hk, D)
+        dout: cute.Tensor,  # (T, H, D)
+        stats: cute.Tensor,  # (H, nm * 2 * M)
+        dk: cute.Tensor,  # (T, Hk, D)
+        dv: cute.Tensor,  # (T, Hk, D)
+        dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
+        slabs: cute.Tensor,  # (n_slabs * slab_floats)
+        work: cute.Tensor,  # (n, 8)
+        visible_end: cute.Tensor,  # (T)
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ) -> None:
+        D, M, N = self.head_dim, self.tile_m, self.tile_n
+        atom = self.row_atom(D)
+        sK_layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, self.k_columns), (0, 1))
+        sV_layout = cute.tile_to_shape(atom, (N, D), (0, 1))
+        sQ_layout = cute.tile_to_shape(atom, (M, D, self.stages), (0, 1, 2))  # dO the same
+        sdS_layout = cute.tile_to_shape(self.row_atom(N), (M, N, self.buffers), (0, 1, 2))  # keys contiguous
+
+        def by_head(x: cute.Tensor) -> cute.Tensor:  # (T, H, D) -> (T, D, H)
+            return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
+
+        def pairs(x: cute.Tensor) -> cute.Tensor:  # (T, H, D) -> 32-bit pairs of elements (T, H, D / 2)
+            shape, stride = (x.shape[0], x.shape[1], x.shape[2] // 2), (x.stride[0] // 2, x.stride[1] // 2, 1)
+            return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Int32), cute.make_layout(shape, stride=stride))
+
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_q = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        q_smem = cute.select(sQ_layout, mode=[0, 1])
+        tma_Q, gQ = cpasync.make_tiled_tma_atom(load_q, by_head(q), q_smem, (M, D), self.cluster)
+        tma_dO, gdO = cpasync.make_tiled_tma_atom(load_q, by_head(dout), q_smem, (M, D), self.cluster)
+        tma_K, gK = cpasync.make_tiled_tma_atom(load, by_head(k), sK_layout, (N, self.k_columns))
+        tma_V, gV = cpasync.make_tiled_tma_atom(load, by_head(v), sV_layout, (N, D))
+        mma_S, mma_dKV, mma_dQ = self.tiled_mmas()
+        self.kernel(
+            tma_Q,
+            gQ,
+            tma_dO,
+            gdO,
+            tma_K,
+            gK,
+            tma_V,
+            gV,
+            stats,
+            pairs(dk),
+            pairs(dv),
+            dq_acc,
+            slabs,
+            work,
+            visible_end,
+            softmax_scale,
+            q.shape[1] // k.shape[1],
+            sK_layout,
+            sV_layout,
+            sQ_layout,
+            sdS_layout,
+            mma_S,
+            mma_dKV,
+            mma_dQ,
+        ).launch(
+            grid=[work.shape[0] * self.cluster, 1, 1],
+            block=[128 * (1 + self.warp_groups), 1, 1],
+            cluster=[self.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def row_atom(self, columns: int, at_least: int = 0) -> cute.ComposedLayout:
+        """The widest swizzle for rows of `columns` elements (and of `at_least`, where a view is that narrow)."""
+        swizzle = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, math.gcd(columns, at_least))
+        return warpgroup.make_smem_layout_atom(swizzle, self.dtype)
+
+    # ---------------------------------------------------------------- kernel: set-up and roles
+    @cute.kernel
+    def kernel(
+        self,
+        tma_Q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_dO: cute.CopyAtom,
+        gdO: cute.Tensor,
+        tma_K: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_V: cute.CopyAtom,
+        gV: cute.Tensor,
+        stats: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq_acc: cute.Tensor,
+        slabs: cute.Tensor,
+        work: cute.Tensor,
+        visible_end: cute.Tensor,
+        scale: Float32,
+        heads_per_kv: Int32,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sQ_layout: cute.ComposedLayout,
+        sdS_layout: cute.ComposedLayout,
+        mma_S: cute.TiledMma,
+        mma_dKV: cute.TiledMma,
+        mma_dQ: cute.TiledMma,
+    ) -> None:
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = SmemAllocator()
+        sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (N, k_columns)
+        sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)  # (N, D)
+        sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (M, D, stages)
+        sdO = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (M, D, stages)
+        sdS = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)  # (M, N, buffers)
+        sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
+        bars = smem.allocate_array(cutlass.Int64, self.num_bars)
+        if warp_idx == 0:
+            for atom in (tma_Q, tma_dO, tma_K, tma_V):
+                cpasync.prefetch_descriptor(atom)
+            self.init_barriers(bars)
+        cute.arch.mbarrier_init_fence()
+        self.sync_cluster()
+        item = self.item(work)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.regs_load)
+            if warp_idx == 0:
+                self.load(
+                    tma_Q, gQ, tma_dO, gdO, tma_K, gK, tma_V, gV, stats, sK, sV, sQ, sdO, sStat, bars, item,
+                    heads_per_kv,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(self.regs_mma)
+            self.mma(
+                mma_S,
+                mma_dKV,
+                mma_dQ,
+                dk,
+                dv,
+                dq_acc,
+                slabs,
+                visible_end,
+                stats.shape[1] // (2 * self.tile_m),
+                scale,
+                heads_per_kv,
+                sK,
+                sV,
+                sQ,
+                sdO,
+                sdS,
+                sStat,
+                bars,
+                item,
+                warp_idx - 4,
+            )
+        if const_expr(self.cluster > 1):
+            self.sync_cluster()  # no CTA leaves while its peer may still write into it
+
+    def init_barriers(self, bars: cute.Pointer) -> None:
+        users = 4 * self.warp_groups * self.cluster  # MMA warps that read a stage
+        with cute.arch.elect_one():
+            for first, count, arrivals in (
+                (self.FULL_K, 1, 1),
+                (self.FULL_V, 1, 1),
+                (self.DS, 1, 4 * self.warp_groups),
+                (self.FULL_Q, self.stages, 1),
+                (self.EMPTY_Q, self.stages, users),
+                (self.FULL_DO, self.stages, 1),
+                (self.EMPTY_DO, self.stages, users),
+            ):
+                for j in range(count):
+                    cute.arch.mbarrier_init(bars + first + j, arrivals)
+
+    def sync_cluster(self) -> None:
+        if self.cluster == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def rank(self) -> Int32:
+        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
+        """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab."""
+        field = [work[cute.arch.block_idx()[0] // self.cluster, f] for f in range(items.NUM_FIELDS)]
+        rank = self.rank()
+        n0 = field[items.KEY] + rank * self.tile_n
+        clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
+        blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
+        return (
+            field[items.KV_HEAD], n0, field[items.KEY_END], *blocks, n0 + self.tile_n - 1, clean_end, field[items.SLAB]
+        )  # fmt: skip
+
+    def ring(self, it: Int32) -> tuple[Int32, Int32]:
+        """Block counter -> (stage, phase)"""
+        return it % self.stages, (it // self.stages) & 1
+
+    # ---------------------------------------------------------------- producer warp
+    @cute.jit
+    def load(
+        self,
+        tma_Q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_dO: cute.CopyAtom,
+        gdO: cute.Tensor,
+        tma_K: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_V: cute.CopyAtom,
+        gV: cute.Tensor,
+        stats: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sQ: cute.Tensor,
+        sdO: cute.Tensor,
+        sStat: cute.Tensor,
+        bars: cute.Pointer,
+        item: Any,
+        heads_per_kv: Int32,
+    ) -> None:
+        kv_head, n0, _, mb0, mb1 = item[:5]
+        M = self.tile_m
+        self.load_keys(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
+        self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        it = Int32(0)
+        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
+                mb = mb1 - 1 - j  # from the far end, where all key blocks of a prompt meet: their dQ meets in L2
+                stage, phase = self.ring(it)
+                full_q, full_do = bars + self.FULL_Q, bars + self.FULL_DO
+                self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, 8 * M)
+                row = cute.local_tile(stats[h, None], (2 * M,), (mb,))  # lse2 and dpsum, with Q
+                with cute.arch.elect_one():
+                    cute.copy(bulk, row, sStat[None, stage], mbar_ptr=full_q + stage)
+                self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, stage, phase, full_do, bars + self.EMPTY_DO, 0)
+                it += 1
+
+    def load_keys(
+        self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, n0: Int32, bar: cute.Pointer, columns: int
+    ) -> None:
+        """tile_n rows of K or V of one head."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_n * columns * 2)
+        tile = cute.local_tile(cute.domain_offset((n0, 0), g), (self.tile_n, columns), (0, 0))
+        ts, tg = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(tma, tg, ts, tma_bar_ptr=bar)
+
+    def load_rows(
+        self,
+        tma: cute.CopyAtom,
+        g: cute.Tensor,
+        s: cute.Tensor,
+        mb: Int32,
+        stage: Int32,
+        phase: Int32,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        extra: int,  # bytes that come on the same barrier
+    ) -> None:
+        """Block mb of Q or dO of one head -> stage; each CTA of the cluster brings its part to all."""
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_m * self.head_dim * 2 + extra)
+        tile = cute.local_tile(g, (self.tile_m, self.head_dim), (mb, 0))
+        ts, tg = cpasync.tma_partition(
+            tma, self.rank(), cute.make_layout(self.cluster), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
+        cute.copy(tma, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
+
+    # ---------------------------------------------------------------- MMA warp groups: shared parts
+    @cute.jit
+    def release(self, bar: cute.Pointer) -> None:
+        """This warp is done with a stage: tell the producer of every CTA that writes into it."""
+        if const_expr(self.cluster == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bar)
+        else:
+            if cute.arch.lane_idx() < self.cluster:
+                cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())  # second argument: CTA of the cluster
+
+    @cute.jit
+    def next_block(self, mb: Int32, h: Int32, mb0: Int32, mb1: Int32) -> tuple[Int32, Int32]:
+        mb -= 1
+        if mb < mb0:
+            mb = mb1 - 1
+            h += 1
+        return mb, h
+
+    def dq_slot(self, dq_acc: cute.Pointer, h: Int32, num_blocks: Int32, mb: Int32) -> cute.Pointer:
+        """Where the dQ of a query block of a head is added up."""
+        return dq_acc + (Int64(h) * num_blocks + mb) * (self.tile_m * self.head_dim)
+
+    def transposed(self, s: cute.Tensor) -> cute.Tensor:
+        """The transposed view of a shared memory tile, or of a ring of tiles."""
+        modes = [1, 0, 2] if cute.rank(s) == 3 else [1, 0]
+        return cute.make_tensor(s.iterator, cute.select(s.layout, mode=modes))

@@ -1,0 +1,343 @@
+"""Attention backward for head dims up to 128: two MMA warp groups, and P and dS feed dV and dK from registers.
+
+Transposed products, so that rows are keys (S^T = K Q^T) or columns of the head dim (dQ^T = K^T dS^T). For S, dP, dV and
+dK each warp group has 64 of the 128 keys. dQ needs all keys: dS passes through shared memory, and each warp group has
+64 columns of the head dim, or (head dim 64) half of the query rows.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from cute_kernels.accumulator import column, gemm, round_to
+from cute_kernels.bwd_frame import BackwardFrame, add_to_global
+
+
+def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """Elements [first, first + count) of a register tensor in linear order."""
+    return cute.make_tensor(x.iterator + first, cute.make_layout(count))
+
+
+@dataclass
+class State:
+    """What a warp group's loop over query blocks works on."""
+
+    mma_S: cute.TiledMma
+    mma_dKV: cute.TiledMma
+    mma_dQ: cute.TiledMma
+    frags: dict[str, cute.Tensor]  # operands in shared memory
+    acc_dP: cute.Tensor  # dP^T of the current block
+    tP: cute.Tensor  # P^T of the current block, operand of dV
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    stat: cute.Tensor  # (4, M/16, lse2 or dpsum, stage)
+    copy_dS: cute.TiledCopy
+    dS_dst: cute.Tensor
+    tid: Int32
+    dq_dst: cute.Pointer  # this thread's place in block 0
+    dq_wanted: cutlass.Boolean  # this thread holds columns of the head dim
+    dq_stride: int  # floats from chunk to chunk
+    num_blocks: Int32  # query blocks a head
+    scale_log2: Float32
+    bars: cute.Pointer
+    masks: tuple[Any, ...]
+
+
+class NarrowBackward(BackwardFrame):
+    __doc__ = BackwardFrame.__doc__
+
+    HEAD_DIMS = (64, 96, 128)
+    NATURAL_STATS = False
+
+    def check_tile(self) -> None:
+        if self.tile_n != 128:
+            raise ValueError(f"tile_n is {self.tile_n}, expected 128: 64 keys a warp group")
+        unit = 32 if self.split_rows else 16
+        if self.tile_m % unit or not unit <= self.tile_m <= 256:
+            raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of {unit} up to 256")
+        if not 0 <= self.late <= self.dq_chunks:
+            raise ValueError(f"late is {self.late}, expected 0 to {self.dq_chunks}")
+
+    @property
+    def split_rows(self) -> bool:
+        """dQ: each warp group has half of the rows, not 64 of the columns."""
+        return self.head_dim == 64
+
+    @property
+    def k_columns(self) -> int:
+        return -(-self.head_dim // 128) * 128 if not self.split_rows else 64
+
+    @property
+    def buffers(self) -> int:
+        return 3  # dS alone
+
+    @property
+    def dq_rows(self) -> int:
+        """Rows of dQ (columns of the product) a warp group."""
+        return self.tile_m // 2 if self.split_rows else self.tile_m
+
+    @property
+    def dq_chunks(self) -> int:
+        """Reductions (of four floats) a thread for one query block."""
+        return self.dq_rows // 8
+
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
+        K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        dtype, shape = self.dtype, (1, 1, 1)
+        mma_S = hopper.make_trivial_tiled_mma(dtype, dtype, K_major, K_major, Float32, shape, (64, self.tile_m))
+        mma_dKV = hopper.make_trivial_tiled_mma(
+            dtype, dtype, K_major, MN_major, Float32, shape, (64, self.head_dim), warpgroup.OperandSource.RMEM
+        )
+        mma_dQ = hopper.make_trivial_tiled_mma(dtype, dtype, MN_major, K_major, Float32, shape, (64, self.dq_rows))
+        return mma_S, mma_dKV, mma_dQ
+
+    # ---------------------------------------------------------------- MMA warp groups
+    @cute.jit
+    def mma(
+        self,
+        mma_S: cute.TiledMma,
+        mma_dKV: cute.TiledMma,
+        mma_dQ: cute.TiledMma,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq_acc: cute.Tensor,
+        slabs: cute.Tensor,
+        visible_end: cute.Tensor,
+        num_blocks: Int32,
+        scale: Float32,
+        heads_per_kv: Int32,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sQ: cute.Tensor,
+        sdO: cute.Tensor,
+        sdS: cute.Tensor,
+        sStat: cute.Tensor,
+        bars: cute.Pointer,
+        item: Any,
+        warp_id: Int32,
+    ) -> None:
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab = item
+        D, M, N = self.head_dim, self.tile_m, self.tile_n
+        wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
+        sK_D = sK  # K's first D columns
+        if const_expr(self.k_columns != D):
+            layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, D), (0, 1))
+            sK_D = cute.make_tensor(sK.iterator, layout.outer)
+        dq_half = (0, 0) if const_expr(self.split_rows) else (wg, 0)
+        sdS_rows = cute.local_tile(sdS, (self.dq_rows, N), (wg if const_expr(self.split_rows) else 0, 0, None))
+        thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
+        frags = {  # (MMA, 1, D/16, stages) and the like
+            "K": mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK_D, (64, D), (wg, 0)))),
+            "V": mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sV, (64, D), (wg, 0)))),
+            "Q": mma_S.make_fragment_B(thr_S.partition_B(sQ)),
+            "dO": mma_S.make_fragment_B(thr_S.partition_B(sdO)),
+            "Qt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sQ))),
+            "dOt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sdO))),
+            "Kt": mma_dQ.make_fragment_A(thr_dQ.partition_A(cute.local_tile(self.transposed(sK), (64, N), dq_half))),
+            "dS": mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS_rows)),
+        }
+        acc_dK, acc_dV = [cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32) for _ in range(2)]
+        acc_dK.fill(0.0)
+        acc_dV.fill(0.0)
+        # The preprocess has interleaved the statistics: what a thread needs of 16 query rows is 4 floats together.
+        stat_layout = cute.make_layout((4, 4, M // 16, 2, self.stages), stride=(1, 4, 16, M, 2 * M))
+        stat = cute.make_tensor(sStat.iterator, stat_layout)[None, lane % 4, None, None, None]
+        copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_S)
+        dS_dst = copy_dS.get_slice(tid).partition_D(cute.local_tile(self.transposed(sdS), (64, M), (wg, 0, None)))
+        # dQ in global memory: [chunk of 8 rows][thread][4]; of head dim 96 the last 64 threads hold no columns.
+        dq_threads = 256 if const_expr(self.split_rows) else 2 * D
+        key, key_visible = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
+        for r in cutlass.range_constexpr(2):  # this thread's rows of S^T, less its first column
+            n = n0 + wg * 64 + warp_id % 4 * 16 + lane // 4 + 8 * r
+            key[r] = n - lane % 4 * 2
+            key_visible[r] = (visible_end[n] if n < key_end else 0) - lane % 4 * 2
+
+        # Carried from block to block: dP^T in fp32, P^T as the operand of dV.
+        acc_dP = cute.make_rmem_tensor(mma_S.partition_shape_C((64, M)), Float32)  # M/2 registers
+        tP = cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, M)), self.dtype)  # M/4 registers
+        state = State(
+            mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
+            dq_acc.iterator + (wg * 128 + tid) * 4, wg * 128 + tid < dq_threads, 4 * dq_threads, num_blocks,
+            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
+        )  # fmt: skip
+        cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
+        cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
+        total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
+        acc_S, acc_new = self.scores(state, Int32(0))
+        self.probabilities(state, acc_S, acc_new, Int32(0), mb)
+        if total == 1:
+            self.step(state, Int32(0), (h, mb), mb, True, True)
+        else:
+            next_mb, next_h = self.next_block(mb, h, mb0, mb1)
+            self.step(state, Int32(0), (h, mb), next_mb, True, False)
+            for it in cutlass.range(1, total - 1, 1, unroll=1):
+                previous = (h, mb)
+                mb, h = next_mb, next_h
+                next_mb, next_h = self.next_block(mb, h, mb0, mb1)
+                self.step(state, it, previous, next_mb, False, False)
+            self.step(state, total - 1, (h, mb), next_mb, False, True)
+            mb, h = next_mb, next_h
+        cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
+        acc_dQ = self.issue_dq(state, total - 1)
+        warpgroup.wait_group(0)
+        self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
+        for e in cutlass.range_constexpr(cute.size(acc_dK)):
+            acc_dK[e] = acc_dK[e] * scale
+        row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
+        if slab < 0:
+            self.store(acc_dK, dk, kv_head, n0 + row, key_end)
+            self.store(acc_dV, dv, kv_head, n0 + row, key_end)
+        else:
+            first = Int64(slab) * self.slab_floats() + self.rank() * (2 * N * D)
+            self.store_slab(acc_dK, slabs.iterator + first, row)
+            self.store_slab(acc_dV, slabs.iterator + (first + N * D), row)
+
+    def scores(self, state: State, it: Int32, between: Callable[[], None] | None = None) -> tuple[Any, Any]:
+        """Issue S^T and dP^T of block `it`; `between` is work to do before the second."""
+        stage, phase = self.ring(it)
+        acc_S, acc_new = [cute.make_rmem_tensor(state.acc_dP.shape, Float32) for _ in range(2)]
+        cute.arch.mbarrier_wait(state.bars + self.FULL_Q + stage, phase)
+        gemm(state.mma_S, acc_S, state.frags["K"], state.frags["Q"][None, None, None, stage], True)
+        if between is not None:
+            between()
+        cute.arch.mbarrier_wait(state.bars + self.FULL_DO + stage, phase)
+        gemm(state.mma_S, acc_new, state.frags["V"], state.frags["dO"][None, None, None, stage], True)
+        return acc_S, acc_new
+
+    def probabilities(self, state: State, acc_S: cute.Tensor, acc_new: cute.Tensor, it: Int32, mb: Int32) -> None:
+        """S^T and dP^T of block `it` are in flight: P^T while dP^T runs. Leaves nothing in flight."""
+        warpgroup.wait_group(1)
+        self.mask(acc_S, mb * self.tile_m, *state.masks)
+        for c in range(self.tile_m // 16):  # 16 query rows at a time
+            lse2 = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(state.stat[None, c, 0, it % self.stages], lse2)
+            for e in range(8 * c, 8 * c + 8):
+                acc_S[e] = cute.math.exp2(acc_S[e] * state.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2], fastmath=True)
+            round_to(part(acc_S, 8 * c, 8), part(state.tP, 8 * c, 8))
+        warpgroup.wait_group(0)
+        for e in range(self.tile_m // 2):
+            state.acc_dP[e] = acc_new[e]
+
+    def score_gradients(self, state: State, stage: Int32) -> cute.Tensor:
+        """dS^T = P^T * (dP^T - dpsum) as the operand of dK. P^T rounded serves: no register holds it in fp32."""
+        tdS = cute.make_rmem_tensor(state.tP.shape, self.dtype)
+        for c in range(self.tile_m // 16):
+            dpsum = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(state.stat[None, c, 1, stage], dpsum)
+            prob, ds = part(state.tP, 8 * c, 8), cute.make_rmem_tensor(8, Float32)
+            for e in range(8):
+                ds[e] = Float32(prob[e]) * (state.acc_dP[8 * c + e] - dpsum[e // 4 * 2 + e % 2])
+            round_to(ds, part(tdS, 8 * c, 8))
+        return tdS
+
+    def step(self, state: State, it: Int32, previous: Any, next_mb: Int32, first: bool, last: bool) -> None:
+        """Block `it`, whose P and dP are ready: its dV and dK, the previous block's dQ, the next block's P and dP.
+
+        dQ lags by one block so that neither warp group waits for the other's dS. Nothing is in flight at either end,
+        and few accumulators are at a time: else the compiler makes every product wait.
+        """
+        s, stage = state, it % self.stages
+        gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
+        tdS = self.score_gradients(s, stage)  # while dV runs
+        warpgroup.wait_group(0)
+        # dS^T to shared memory. Three buffers: the peer has arrived for block it - 1, so it is done with dQ of it - 3.
+        if not first:
+            cute.arch.mbarrier_wait(s.bars + self.DS, (it - 1) & 1)
+        source = cute.make_tensor(tdS.iterator, cute.make_layout(s.acc_dP.shape))
+        cute.copy(s.copy_dS, s.copy_dS.get_slice(s.tid).retile(source), s.dS_dst[None, None, None, it % self.buffers])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(s.bars + self.DS)
+        acc_dQ = None if first else self.issue_dq(s, it - 1)
+        gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
+        # Add dQ up: most of it while dK runs, the last `late` reductions while the next S does.
+        early = self.dq_chunks - (0 if last else self.late)
+        if not first:
+            warpgroup.wait_group(1)
+            self.add_dq(s, acc_dQ, previous, 0, early)
+        warpgroup.wait_group(0)
+        self.release(s.bars + self.EMPTY_DO + stage)
+        self.release(s.bars + self.EMPTY_Q + stage)
+        if not last:
+            rest = None if first else lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)
+            acc_S, acc_new = self.scores(s, it + 1, rest)
+            self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
+
+    def issue_dq(self, state: State, it: Int32) -> cute.Tensor:
+        """Issue dQ^T of block `it`."""
+        acc_dQ = cute.make_rmem_tensor(state.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
+        dS = state.frags["dS"][None, None, None, it % self.buffers]
+        gemm(state.mma_dQ, acc_dQ, state.frags["Kt"], dS, True)
+        return acc_dQ
+
+    def add_dq(self, state: State, acc_dQ: cute.Tensor, block: Any, begin: int, end: int) -> None:
+        """Add chunks [begin, end) of dQ^T to block (head, query block) in global memory."""
+        dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1])
+        if self.head_dim == 96:
+            self.add_some(acc_dQ, dst, state.dq_stride, state.dq_wanted, begin, end)
+        else:
+            self.add_all(acc_dQ, dst, state.dq_stride, begin, end)
+
+    def add_all(self, acc_dQ: cute.Tensor, dst: cute.Pointer, stride: int, begin: int, end: int) -> None:
+        for c in range(begin, end):
+            add_to_global(dst + c * stride, *[acc_dQ[4 * c + j] for j in range(4)])
+
+    @cute.jit
+    def add_some(
+        self,
+        acc_dQ: cute.Tensor,
+        dst: cute.Pointer,
+        stride: cutlass.Constexpr,
+        wanted: cutlass.Boolean,
+        begin: cutlass.Constexpr,
+        end: cutlass.Constexpr,
+    ) -> None:
+        if wanted:
+            self.add_all(acc_dQ, dst, stride, begin, end)
+
+    @cute.jit
+    def mask(
+        self,
+        acc_S: cute.Tensor,
+        m0: Int32,
+        key: cute.Tensor,
+        key_visible: cute.Tensor,
+        clean_begin: Int32,
+        clean_end: Int32,
+    ) -> None:
+        """S^T of query rows [m0, m0 + tile_m): keep key <= q < key_visible. Most blocks skip it."""
+        if m0 < clean_begin or m0 + self.tile_m > clean_end:
+            for e in cutlass.range_constexpr(self.tile_m // 2):
+                r = e // 2 % 2
+                seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
+                acc_S[e] = acc_S[e] if seen else -Float32.inf
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
+        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
+        rounded = cute.make_rmem_tensor(cute.size(acc), self.dtype)
+        round_to(acc, rounded)
+        pairs, lane = cute.recast_tensor(rounded, Int32), cute.arch.lane_idx()
+        for r in cutlass.range_constexpr(2):
+            if n + 8 * r < key_end:
+                for c in cutlass.range_constexpr(self.head_dim // 8):
+                    if 4 * c + lane % 4 < out.shape[2]:
+                        out[n + 8 * r, kv_head, 4 * c + lane % 4] = pairs[2 * c + r]
+
+    @cute.jit
+    def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
+        """acc (64 keys x D) of one warp group -> slab [tile_n, D] fp32: this thread's keys are row and row + 8."""
+        dst = cute.make_tensor(
+            slab + row * self.head_dim + cute.arch.lane_idx() % 4 * 2,
+            cute.make_layout((2, 2, self.head_dim // 8), stride=(1, 8 * self.head_dim, 8)),
+        )
+        for e in cutlass.range_constexpr(cute.size(acc)):
+            dst[e % 2, e // 2 % 2, e // 4] = acc[e]

@@ -1,0 +1,113 @@
+"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query block, and a zeroed dQ."""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.utils import SmemAllocator
+
+THREADS = 256
+VECTOR = 8  # elements of a 128-bit load
+
+
+class BackwardPreprocess:
+    """lse * log2(e) and dpsum of each query row, laid out for the main kernel; dq_acc set to zero.
+
+    Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
+
+    Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
+        out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
+        lse: [H, T] fp32, natural log, contiguous along T.
+        stats: [H, nm * 2 * tile_m] fp32, nm = ceil(T / tile_m): lse2 and dpsum of a block's rows. Rows past T get +inf
+            and 0, so that their probabilities are 0. Every element is written.
+        dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written.
+        stream: taken from the environment (torch's current stream), not passed.
+
+    Args:
+        dtype: cutlass.BFloat16 or cutlass.Float16.
+        head_dim: native head dim of the main kernel.
+        tile_m: query rows a block, a multiple of 16.
+        natural: whether statistics are in row order (wide head dims). Else 16 rows are interleaved such that the 4
+            floats of columns 2b, 2b+1, 8+2b, 8+2b+1 of an accumulator lie together, for lane % 4 == b.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, natural: bool) -> None:
+        if tile_m % 16 or tile_m > THREADS:
+            raise ValueError(f"tile_m is {tile_m}, expected a multiple of 16 up to {THREADS}")
+        self.dtype, self.head_dim, self.tile_m, self.natural = dtype, head_dim, tile_m, natural
+        self.lanes = 1 << (head_dim // VECTOR - 1).bit_length()  # threads a row, at most a warp
+
+    def fake_arguments(self) -> tuple[object, ...]:
+        """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
+        rows, heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)
+
+        def packed() -> cute.Tensor:
+            strides = (cute.sym_int64(divisibility=VECTOR), cute.sym_int64(divisibility=VECTOR), 1)
+            return make_fake_tensor(self.dtype, (rows, heads, dim), strides, assumed_align=16)
+
+        lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
+        width = cute.sym_int32(divisibility=2 * self.tile_m)
+        stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
+        dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
+        return packed(), packed(), lse, stats, dq_acc, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,  # (T, H, D)
+        dout: cute.Tensor,  # (T, H, D)
+        lse: cute.Tensor,  # (H, T)
+        stats: cute.Tensor,  # (H, nm * 2 * M)
+        dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
+        stream: cuda.CUstream,
+    ) -> None:
+        num_blocks = stats.shape[1] // (2 * self.tile_m)
+        self.kernel(out, dout, lse, stats, dq_acc, num_blocks).launch(
+            grid=[num_blocks * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        stats: cute.Tensor,
+        dq_acc: cute.Tensor,
+        num_blocks: Int32,
+    ) -> None:
+        M, lanes, tid = self.tile_m, self.lanes, cute.arch.thread_idx()[0]
+        num_rows, num_heads, dim = out.shape
+        h, mb = cute.arch.block_idx()[0] % num_heads, cute.arch.block_idx()[0] // num_heads
+        sum_of_row = SmemAllocator().allocate_tensor(Float32, cute.make_layout(M), 16)
+        lane, rows_a_pass = tid % lanes, THREADS // lanes
+        for p in cutlass.range_constexpr(-(-M // rows_a_pass)):
+            m = tid // lanes + p * rows_a_pass
+            t, total = mb * M + m, Float32(0.0)
+            if m < M and t < num_rows and lane * VECTOR < dim:
+                o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
+                cute.autovec_copy(cute.local_tile(out[t, h, None], (VECTOR,), (lane,)), o)
+                cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (lane,)), do)
+                for e in cutlass.range_constexpr(VECTOR):
+                    total += Float32(o[e]) * Float32(do[e])
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if lane == 0 and m < M:
+                sum_of_row[m] = total
+        zero = cute.make_rmem_tensor(4, Float32)
+        zero.fill(0.0)
+        block = dq_acc.iterator + (Int64(h) * num_blocks + mb) * (M * self.head_dim)
+        quads = cute.make_tensor(block.align(16), cute.make_layout((4, M * self.head_dim // 4)))
+        for i in cutlass.range(tid, M * self.head_dim // 4, THREADS, unroll=4):
+            cute.autovec_copy(zero, quads[None, i])
+        cute.arch.sync_threads()
+        if tid < M:
+            t, m = mb * M + tid, tid
+            place = m if cutlass.const_expr(self.natural) else m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
+            lse2 = Float32.inf
+            if t < num_rows:
+                lse2 = lse[h, t] * math.log2(math.e)
+            stats[h, mb * 2 * M + place] = lse2
+            stats[h, mb * 2 * M + M + place] = sum_of_row[m]

@@ -1,0 +1,140 @@
+"""The backward's work plan: which keys a cluster owns and which query blocks it walks. On the host, numpy only.
+
+`cute_kernels/bwd_items.py` says what the fields of a work item mean. Layouts of any depth can be planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from codegen.tiles import BackwardTile
+from cute_kernels import bwd_items as items
+from dualkv.layout import IntArray, Segments
+
+Table = npt.NDArray[np.int32]
+
+SHARES = 3  # no item longer than a cluster's share of all work divided by this ...
+SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
+SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
+
+
+@dataclass(frozen=True)
+class BackwardWork:
+    """
+    Attributes:
+        items: [n, items.NUM_FIELDS] int32, in the order in which they should start: longest first, those that read the
+            same queries together.
+        sums: [m, items.NUM_SUM_FIELDS] int32: which slabs make the dK and dV of split items.
+        num_slabs: partial sums that the items write.
+    """
+
+    items: Table
+    sums: Table
+    num_slabs: int
+
+
+def backward_work(segments: Segments, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int) -> BackwardWork:
+    """Work items of all KV heads.
+
+    A group's keys are cut from its first row on, whatever its segments, so short responses share a key block. An item
+    whose loop is too long a part of the whole is split along its queries; the pieces write slabs.
+
+    Args:
+        segments: the layout.
+        tile: tile configuration of the kernel.
+        heads, kv_heads: H, a multiple of Hk.
+        num_sms: multiprocessors of the device.
+    """
+    present = segments.lengths > 0
+    begin, end = segments.offsets[:-1][present], segments.subtree_end[present]  # of segments with rows
+    roots = np.flatnonzero(segments.parent == -1)
+    group_begin, group_end = segments.offsets[roots], segments.subtree_end[roots]
+    step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
+
+    count = -(-(group_end - group_begin) // step)  # items of each group
+    within = _positions(count)
+    key = np.repeat(group_begin, count) + within * step
+    key_end = np.minimum(key + step, np.repeat(group_end, count))
+    block_begin = key // tile.tile_m
+    blocks = -(-_over_keys(np.maximum, begin, end, key, key_end) // tile.tile_m) - block_begin
+    clean_end = [np.zeros_like(key)] * 2
+    for rank in range(tile.cluster):
+        n0 = key + rank * tile.tile_n
+        full = n0 + tile.tile_n <= key_end
+        safe = np.where(full, n0, key)
+        clean_end[rank] = np.where(
+            full, _over_keys(np.minimum, begin, end, safe, safe + full * (tile.tile_n - 1) + 1), 0
+        )
+
+    # Items whose first keys lie in one segment read the same queries.
+    run = np.searchsorted(begin, key, side="right") - 1
+    slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
+    pieces = _pieces(
+        blocks, per_kv, int((blocks * per_kv).sum()) * kv_heads // (SHARES * (num_sms // tile.cluster)), slab_budget
+    )
+    item, piece = np.repeat(np.arange(len(key)), pieces), _positions(pieces)
+    piece_begin = block_begin[item] + blocks[item] * piece // pieces[item]
+    piece_end = block_begin[item] + blocks[item] * (piece + 1) // pieces[item]
+    split = pieces > 1
+    first_slab = np.cumsum(np.where(split, pieces, 0)) - pieces
+    num_slabs = int(pieces[split].sum())
+
+    base = np.empty((len(item), items.NUM_FIELDS), np.int32)
+    base[:, items.KEY], base[:, items.KEY_END] = key[item], key_end[item]
+    base[:, items.BLOCK_BEGIN], base[:, items.BLOCK_END] = piece_begin, piece_end
+    base[:, items.CLEAN_END], base[:, items.CLEAN_END + 1] = clean_end[0][item], clean_end[1][item]
+    base[:, items.SLAB] = np.where(split[item], first_slab[item] + piece, -1)
+    work = _by_kv_head(base, run[item], piece, piece_end - piece_begin, kv_heads, num_slabs)
+
+    sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
+    sums[:, :, items.SUM_KV_HEAD] = np.arange(kv_heads)[:, None]
+    sums[:, :, items.SUM_KEY], sums[:, :, items.SUM_KEY_END] = key[split], key_end[split]
+    sums[:, :, items.SUM_FIRST] = first_slab[split] + np.arange(kv_heads)[:, None] * num_slabs
+    sums[:, :, items.SUM_COUNT] = pieces[split]
+    return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_slabs * kv_heads)
+
+
+def _pieces(blocks: IntArray, per_kv: int, limit: int, budget: int) -> IntArray:
+    """Into how many pieces each item is cut: none longer than `limit` steps, as far as `budget` slabs allow."""
+    limit = max(limit, SHORTEST_PIECE)
+    while True:
+        pieces = np.minimum(-(-blocks * per_kv // limit), blocks)
+        if pieces[pieces > 1].sum() <= budget:
+            return pieces
+        limit += limit // 4
+
+
+def _by_kv_head(base: Table, run: IntArray, piece: IntArray, length: IntArray, kv_heads: int, num_slabs: int) -> Table:
+    """`base` for every KV head: runs by their longest item, and within a run KV head by KV head, piece by piece."""
+    if len(base) == 0:
+        return base
+    longest = np.zeros(run.max() + 1, np.int64)
+    np.maximum.at(longest, run, length)
+    order = np.lexsort((base[:, items.KEY], piece, run, -longest[run]))
+    base, run = base[order], run[order]
+    starts = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
+    counts = np.diff(np.append(starts, len(run)))
+    place = np.repeat(kv_heads * starts, counts) + _positions(counts)
+    work = np.empty((kv_heads * len(base), items.NUM_FIELDS), np.int32)
+    for kv_head in range(kv_heads):
+        base[:, items.KV_HEAD] = kv_head
+        work[place] = base
+        place += np.repeat(counts, counts)
+        base[:, items.SLAB] += np.where(base[:, items.SLAB] < 0, 0, num_slabs)
+    return work
+
+
+def _positions(counts: IntArray) -> IntArray:
+    """0, 1, ..., counts[i] - 1 for each i, one after another."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _over_keys(op: Any, begin: IntArray, end: IntArray, key: IntArray, key_end: IntArray) -> IntArray:
+    """op (a ufunc) over visible_end of the keys [key[i], key_end[i]), given `begin` and visible_end of segments."""
+    bounds = np.stack([np.searchsorted(begin, key, side="right") - 1, np.searchsorted(begin, key_end, side="left")], 1)
+    result: IntArray = op.reduceat(np.append(end, 0), bounds.reshape(-1))[::2]
+    return result

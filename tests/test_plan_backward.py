@@ -1,0 +1,171 @@
+"""The backward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
+from cute_kernels import bwd_items as items
+from dualkv import Layout
+from dualkv.layout import segments_of
+from dualkv.plan_backward import backward_work
+from tests.strategies import trees
+
+TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=80, cluster=1)}, key=repr)
+
+
+def of(layout):
+    return segments_of(layout.offsets, layout.parent)
+
+
+def segments(prompts, responses):
+    return of(Layout.from_lengths(prompts, responses))
+
+
+def walk(seg, tile, plan, kv_heads):
+    """What the kernels would do: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV."""
+    total, M, N = seg.total, tile.tile_m, tile.tile_n
+    pairs = np.zeros((kv_heads, total + M, total + 2 * N), int)
+    stores = np.zeros((kv_heads, total), int)
+    slabs = {}
+    visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
+    for item in plan.items.astype(int):
+        kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
+        assert item[items.BLOCK_BEGIN] < item[items.BLOCK_END]
+        assert item[items.KEY] < key_end <= item[items.KEY] + tile.cluster * N
+        if item[items.SLAB] < 0:
+            stores[kv_head, item[items.KEY] : key_end] += 1
+        else:
+            assert item[items.SLAB] not in slabs
+            slabs[item[items.SLAB]] = kv_head, item[items.KEY], key_end
+        for rank in range(tile.cluster):
+            n0 = item[items.KEY] + rank * N
+            n = np.arange(n0, n0 + N)[None]
+            key_visible = np.where(n < key_end, visible_end[n], 0)
+            for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
+                q = np.arange(mb * M, mb * M + M)[:, None]
+                masked = mb * M < n0 + N - 1 or mb * M + M > item[items.CLEAN_END + rank]
+                pairs[kv_head, q, n] += (n <= q) & (q < key_visible) if masked else np.ones((M, N), int)
+    for entry in plan.sums.astype(int):
+        parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
+        where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
+        assert len(parts) > 1
+        assert all(slabs.pop(slab) == where for slab in parts)
+        stores[where[0], where[1] : where[2]] += 1
+    assert not slabs, "slabs that nothing adds up"
+    return pairs, stores
+
+
+def check(seg, tile, plan, heads, kv_heads):
+    assert plan.items.dtype == plan.sums.dtype == np.int32
+    assert plan.num_slabs == plan.sums[:, items.SUM_COUNT].sum()
+    slab_floats = 2 * tile.cluster * tile.tile_n
+    assert plan.num_slabs * slab_floats <= seg.total * heads / 4, "slabs take at most a quarter of dQ"
+    pairs, stores = walk(seg, tile, plan, kv_heads)
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (stores == 1).all()
+    for of_head in pairs:
+        assert (of_head[: seg.total, : seg.total] == rule).all()
+        assert not of_head[seg.total :].any()
+        assert not of_head[:, seg.total :].any()
+
+
+lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))
+groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
+ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
+
+
+@settings(max_examples=1500, deadline=None)
+@given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
+@example([(129, [])], TILES[0], 1, 1, 132)
+@example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)
+@example([(1, [1] * 300)], TILES[0], 4, 1, 132)
+@example([(500, [200, 100])], TILES[-1], 40, 1, 132)
+def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_sms):
+    groups = list(groups)
+    while sum(p + sum(rs) for p, rs in groups) > 1000:
+        groups.pop()
+    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(length=lengths), st.sampled_from(TILES))
+def test_deeper_trees(tree, tile):
+    seg = of(Layout.from_segments(*tree))
+    if seg.total <= 1500:
+        check(seg, tile, backward_work(seg, tile, 2, 1, 132), 2, 1)
+
+
+def test_an_unmasked_block_with_an_invisible_key_is_noticed():
+    seg, tile = segments([300], [[130, 200]]), TILES[0]
+    plan = backward_work(seg, tile, 4, 1, 132)
+    check(seg, tile, plan, 4, 1)
+    plan.items[:, items.CLEAN_END] += tile.tile_m
+    with pytest.raises(AssertionError):
+        check(seg, tile, plan, 4, 1)
+
+
+def test_a_long_context_is_split_where_it_would_dominate():
+    tile = backward_tile(128)
+    seg = segments([8192], [[2048] * 32])
+    assert backward_work(seg, tile, 32, 8, 132).num_slabs == 0
+    for kv_heads in (1, 2):
+        plan = backward_work(seg, tile, 4 * kv_heads, kv_heads, 132)
+        steps = 4 * (plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN])
+        assert 0 < plan.num_slabs * 2 * 256 <= seg.total * kv_heads
+        load = np.zeros(132 // 2)
+        for length in steps + 4:  # in order, each to the first free cluster
+            load[load.argmin()] += length
+        assert load.mean() / load.max() > 0.93
+
+
+def test_short_responses_share_key_blocks():
+    plan = backward_work(segments([256], [[8] * 64]), backward_tile(128), 4, 1, 132)
+    assert plan.num_slabs == 0
+    assert len(plan.items) == 3, "768 keys in pairs of 128"
+
+
+def test_items_of_a_head_stay_together_and_long_ones_come_first():
+    plan = backward_work(segments([4096, 600], [[512] * 8, [100] * 4]), backward_tile(128), 8, 2, 132)
+    steps = plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]
+    head = plan.items[:, items.KV_HEAD]
+    assert (plan.items[: 2 * 16, items.KEY] < 4096).all()
+    assert (np.diff(head[: 2 * 16]) != 0).sum() == 1
+    assert steps[-1] <= 7
+
+
+def test_empty_layouts():
+    for seg in (segments([], []), segments([0], [[]]), segments([0, 0], [[0, 0], []])):
+        plan = backward_work(seg, TILES[0], 4, 2, 132)
+        assert plan.items.shape == (0, items.NUM_FIELDS)
+        assert plan.sums.shape == (0, items.NUM_SUM_FIELDS)
+
+
+def test_rows_up_to_int32():
+    plan = backward_work(segments([2**31 - 2], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
+    assert plan.items[:, items.KEY : items.SLAB].min() >= 0
+    assert plan.items[:, items.KEY_END].max() == 2**31 - 1
+
+
+def test_every_head_dim_has_a_tile():
+    assert {backward_tile(d) for d in range(8, 257, 8)} == set(BACKWARD_TILES.values())
+    assert set(BACKWARD_TILES) == set(HEAD_DIMS)
+
+
+def test_a_plan_is_quick():
+    """5 ms is the promise for 64 groups of 32 responses; the best of a few, as other work shares the machine."""
+    rng = np.random.default_rng(0)
+    seg = segments([1024] * 64, rng.integers(64, 2048, (64, 32)))
+    backward_work(seg, backward_tile(128), 32, 8, 132)  # derived arrays of the layout are made once
+
+    def milliseconds():
+        start = time.perf_counter()
+        backward_work(seg, backward_tile(128), 32, 8, 132)
+        return (time.perf_counter() - start) * 1e3
+
+    assert min(milliseconds() for _ in range(10)) < 5
