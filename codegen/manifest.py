@@ -78,6 +78,13 @@ def versions(entry: Path) -> dict[str, str]:
     return {**record["compiler"], "ptxas": record["ptxas"]}
 
 
+def _text(manifest: dict[str, Any]) -> str:
+    """JSON with one line a kernel, so that a diff shows which changed."""
+    kernels = [f"  {json.dumps(name)}: {json.dumps(k, sort_keys=True)}" for name, k in manifest["kernels"].items()]
+    versions = json.dumps(manifest["versions"], sort_keys=True)
+    return '{\n "versions": ' + versions + ',\n "kernels": {\n' + ",\n".join(kernels) + "\n }\n}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every specialization and record registers, memory and code.")
     parser.add_argument("path", type=Path, help="the manifest")
@@ -94,7 +101,7 @@ def main() -> None:
         print("\n    ".join([f"{len(kernels)}/{len(specs)} {text}", *found]), flush=True)
     if not arguments.check:
         manifest = {"versions": versions(store.add(specs[0], arguments.folder)), "kernels": kernels}
-        arguments.path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        arguments.path.write_text(_text(manifest))
     if wrong:
         sys.exit(f"{wrong} of {len(specs)} kernels have problems, listed above")
 
