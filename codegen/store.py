@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -32,6 +33,7 @@ from typing import Any
 from codegen import compile, toolchain
 from codegen.spec import KernelSpec, canonical_json
 
+_log = logging.getLogger("dualkv.codegen")
 SCHEMA = 1
 Kernel = Callable[..., Any]
 
@@ -178,6 +180,7 @@ def add(spec: KernelSpec, folder: Path) -> Path:
 
 
 def _make(spec: KernelSpec, folder: Path) -> None:
+    _log.info("compiling %s into %s, once", spec, folder.parent)
     record = {
         "schema": SCHEMA,
         "spec": spec.to_dict(),
