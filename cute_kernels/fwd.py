@@ -6,6 +6,7 @@ multicasts it. Softmax does not care about order: blocks that need the mask come
 """
 
 import math
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,11 +21,63 @@ from cute_kernels import items
 from cute_kernels.accumulator import column, gemm, round_to, row_elements
 from cute_kernels.mask import mask
 from cute_kernels.softmax import FIRST_MAX, normalize, online_softmax, rescale
-from cute_kernels.work import Schedule, Tile
+from cute_kernels.work import Tile, first_and_step
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 WG_ROWS = 64  # query rows of a warp group
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
+
+
+class Atoms(NamedTuple):
+    """Copies by the copy engine (TMA)."""
+
+    Q: cute.CopyAtom
+    K: cute.CopyAtom
+    V: cute.CopyAtom
+    O: cute.CopyAtom
+
+
+class Global(NamedTuple):
+    """Tensors in global memory; Q to O as coordinates for the copy engine."""
+
+    Q: cute.Tensor  # ((packed_heads, T), D, head groups)
+    K: cute.Tensor  # (T, D, Hk)
+    V: cute.Tensor  # (T, D, Hk)
+    O: cute.Tensor  # ((packed_heads, T), D, head groups)
+    pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
+    lse: cute.Tensor  # (H, T)
+    work: cute.Tensor  # (n, 8)
+    segment_begin: cute.Tensor  # (T)
+
+
+class Shared(NamedTuple):
+    """Tensors and barriers in shared memory."""
+
+    Q: cute.Tensor  # (64, D, warp groups)
+    K: cute.Tensor  # (N, D, stages)
+    V: cute.Tensor  # (N, D, stages)
+    O: cute.Tensor  # (64, D, warp groups)
+    bars: cute.Pointer
+
+
+class Operands(NamedTuple):
+    """A warp group's operands of S = Q K^T and O += P V: registers (R a thread), or descriptors of shared memory."""
+
+    tSrQ: cute.Tensor  # (MMA, 1, D/16), D/4 R or shared memory
+    tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
+    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
+    tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
+    acc_O: cute.Tensor  # (64, D), D/2 R
+
+
+class Rows(NamedTuple):
+    """What a thread keeps of its two query rows."""
+
+    token: cute.Tensor  # (2) packed row
+    begin: cute.Tensor  # (2) where its segment begins
+    max: cute.Tensor  # (2) reference of the online softmax
+    sum: cute.Tensor  # (2) this thread's part
+    scale: cute.Tensor  # (2) of O, as the reference moves
 
 
 class ForwardKernel:
@@ -130,61 +183,27 @@ class ForwardKernel:
         num_sms: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        dtype, D, N = self.dtype, self.head_dim, self.tile_n
-        swizzle = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, D)
-        atom = warpgroup.make_smem_layout_atom(swizzle, dtype)
-        sQ_layout = cute.tile_to_shape(atom, (WG_ROWS, D, self.warp_groups), (0, 1, 2))  # O the same
-        sK_layout = cute.tile_to_shape(atom, (N, D, self.stages), (0, 1, 2))  # V the same
-        # The rows in use of a 64-row tile, as the copy engine sees them: chunks of a swizzle's width, rows within.
-        width = cute.size(atom, mode=[1])
-        rows_layout = cute.make_layout((self.rows_wg, (width, D // width)), stride=(width, (1, WG_ROWS * width)))
-        q_box = ((self.packed_heads, self.tokens_wg), D)
-        q_smem = cute.make_composed_layout(sQ_layout.inner, 0, rows_layout)
-        kv_smem = cute.select(sK_layout, mode=[0, 1])
-
-        q_source = warpgroup.OperandSource.RMEM if const_expr(self.q_in_registers) else warpgroup.OperandSource.SMEM
-        K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        mma_qk = hopper.make_trivial_tiled_mma(
-            dtype, dtype, K_major, K_major, Float32, (1, 1, 1), (WG_ROWS, N), q_source
-        )
-        mma_pv = hopper.make_trivial_tiled_mma(
-            dtype, dtype, K_major, MN_major, Float32, (1, 1, 1), (WG_ROWS, D), warpgroup.OperandSource.RMEM
-        )
+        q_smem = cute.make_composed_layout(self.q_layout().inner, 0, self.rows_layout())
+        q_box = ((self.packed_heads, self.tokens_wg), self.head_dim)
+        kv_smem, kv_box = cute.select(self.kv_layout(), mode=[0, 1]), (self.tile_n, self.head_dim)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
         tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(q), q_smem, q_box)
         tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(out), q_smem, q_box)
-        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(k), kv_smem, (N, D), self.cluster)
-        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(v), kv_smem, (N, D), self.cluster)
-        pairs = cute.make_tensor(  # out as 32-bit pairs of elements, for tiles that end within a box
-            cute.recast_ptr(out.iterator, dtype=Int32),
-            cute.make_layout(out.shape, stride=(out.stride[0] // 2, out.stride[1] // 2, 1)),
+        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(k), kv_smem, kv_box, self.cluster)
+        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(v), kv_smem, kv_box, self.cluster)
+        pairs_layout = cute.make_layout(
+            (q.shape[0], q.shape[1], q.shape[2] // 2), stride=(out.stride[0] // 2, out.stride[1] // 2, 1)
         )
-
-        num_head_groups = q.shape[1] // self.packed_heads
-        groups_per_kv = num_head_groups // k.shape[1]
-        num_clusters = cutlass.min(work.shape[0] * num_head_groups, num_sms // self.cluster)
+        pairs = cute.make_tensor(cute.recast_ptr(out.iterator, dtype=Int32), pairs_layout)
+        head_groups = q.shape[1] // self.packed_heads
+        num_clusters = cutlass.min(work.shape[0] * head_groups, num_sms // self.cluster)
         self.kernel(
-            tma_Q,
-            gQ,
-            tma_K,
-            gK,
-            tma_V,
-            gV,
-            tma_O,
-            gO,
-            pairs,
-            lse,
-            work,
-            segment_begin,
+            Atoms(tma_Q, tma_K, tma_V, tma_O),
+            Global(gQ, gK, gV, gO, pairs, lse, work, segment_begin),
             softmax_scale,
-            num_head_groups,
-            groups_per_kv,
-            sQ_layout,
-            rows_layout,
-            sK_layout,
-            mma_qk,
-            mma_pv,
+            head_groups,
+            head_groups // k.shape[1],
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
             block=[128 * (1 + self.warp_groups), 1, 1],
@@ -202,82 +221,69 @@ class ForwardKernel:
         """(T, Hk, D) -> (T, D, Hk)"""
         return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
 
+    # ---------------------------------------------------------------- layouts and products
+    def smem_atom(self) -> cute.ComposedLayout:
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.head_dim)
+        return warpgroup.make_smem_layout_atom(kind, self.dtype)
+
+    def q_layout(self) -> cute.ComposedLayout:
+        """(64, D, warp groups), of Q and O in shared memory."""
+        return cute.tile_to_shape(self.smem_atom(), (WG_ROWS, self.head_dim, self.warp_groups), (0, 1, 2))
+
+    def kv_layout(self) -> cute.ComposedLayout:
+        """(N, D, stages), of K and V in shared memory."""
+        return cute.tile_to_shape(self.smem_atom(), (self.tile_n, self.head_dim, self.stages), (0, 1, 2))
+
+    def rows_layout(self) -> cute.Layout:
+        """The rows in use of a 64-row tile as the copy engine sees them: chunks of a swizzle's width, rows within."""
+        width = cute.size(self.smem_atom(), mode=[1])
+        return cute.make_layout((self.rows_wg, (width, self.head_dim // width)), stride=(width, (1, WG_ROWS * width)))
+
+    def mma_qk(self) -> cute.TiledMma:
+        """S (64, N) = Q (64, D) K^T"""
+        K_major = warpgroup.OperandMajorMode.K
+        source = warpgroup.OperandSource.RMEM if self.q_in_registers else warpgroup.OperandSource.SMEM
+        shape = (WG_ROWS, self.tile_n)
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
+        )
+
+    def mma_pv(self) -> cute.TiledMma:
+        """O (64, D) += P (64, N) V"""
+        P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim)
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
+        )
+
     # ---------------------------------------------------------------- kernel: set-up and roles
     @cute.kernel
-    def kernel(
-        self,
-        tma_Q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_K: cute.CopyAtom,
-        gK: cute.Tensor,
-        tma_V: cute.CopyAtom,
-        gV: cute.Tensor,
-        tma_O: cute.CopyAtom,
-        gO: cute.Tensor,
-        pairs: cute.Tensor,
-        lse: cute.Tensor,
-        work: cute.Tensor,
-        segment_begin: cute.Tensor,
-        scale: Float32,
-        num_head_groups: Int32,
-        groups_per_kv: Int32,
-        sQ_layout: cute.ComposedLayout,
-        rows_layout: cute.Layout,
-        sK_layout: cute.ComposedLayout,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-    ) -> None:
+    def kernel(self, atoms: Atoms, g: Global, scale: Float32, head_groups: Int32, groups_per_kv: Int32) -> None:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (64, D, warp groups)
-        sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (N, D, stages)
-        sV = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (N, D, stages)
+        allocator = SmemAllocator()
+        q_layout, kv_layout = self.q_layout(), self.kv_layout()
+        sQ = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
+        sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
+        sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
         sO = sQ  # O takes Q's place unless Q leaves it early
         if const_expr(self.q_in_registers):
-            sO = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)
-        bars = smem.allocate_array(cutlass.Int64, self.num_bars)
+            sO = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
+        s = Shared(sQ, sK, sV, sO, allocator.allocate_array(cutlass.Int64, self.num_bars))
         if warp_idx == 0:
-            for atom in (tma_Q, tma_K, tma_V, tma_O):
+            for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-            self.init_barriers(bars)
+            self.init_barriers(s.bars)
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp_idx == 0:
-                self.load(
-                    tma_Q, gQ, tma_K, gK, tma_V, gV, work, num_head_groups, groups_per_kv, sQ, rows_layout, sK, sV, bars
-                )
+                self.load(atoms, g, s, head_groups, groups_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            self.mma(
-                mma_qk,
-                mma_pv,
-                tma_O,
-                gO,
-                pairs,
-                lse,
-                work,
-                segment_begin,
-                scale,
-                num_head_groups,
-                sQ,
-                rows_layout,
-                sK,
-                sV,
-                sO,
-                bars,
-                warp_idx - 4,
-            )
+            self.mma(atoms, g, s, scale, head_groups, warp_idx - 4)
         if const_expr(self.cluster > 1):
             self.sync_cluster()  # no CTA leaves while its peers may still write into it
-
-    def sync_cluster(self) -> None:
-        if self.cluster == 1:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def init_barriers(self, bars: cute.Pointer) -> None:
@@ -295,12 +301,16 @@ class ForwardKernel:
                 for j in cutlass.range_constexpr(count):
                     cute.arch.mbarrier_init(bars + first + j, arrivals)
 
-    def rank(self) -> Int32:
-        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    def sync_cluster(self) -> None:
+        if self.cluster == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
-    def tile_and_heads(self, item: Int32, work: cute.Tensor, num_head_groups: Int32) -> tuple[Int32, Int32]:
-        """The item's tile and head group: all heads of a tile follow one another, so the longest come first."""
-        return item // num_head_groups, item % num_head_groups
+    def rank(self) -> Int32:
+        """This CTA's place in its cluster."""
+        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     def ring(self, it: Int32) -> tuple[Int32, Int32]:
         """Block counter -> (stage, phase)."""
@@ -310,218 +320,145 @@ class ForwardKernel:
         """Packed row of a warp group's first token."""
         return tile.row + (self.rank() * self.warp_groups + wg) * self.tokens_wg
 
-    def box(self, g: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
+    def box(self, x: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
         """The ((packed_heads, tokens_wg), D) box of q or out that starts at `token`."""
         tile = ((self.packed_heads, self.tokens_wg), self.head_dim)
-        return cute.local_tile(cute.domain_offset(((0, token), 0), g[None, None, head_group]), tile, ((0, 0), 0))
+        return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, head_group]), tile, ((0, 0), 0))
 
-    def rows_in_use(self, s: cute.Tensor, rows_layout: cute.Layout, wg: Int32) -> cute.Tensor:
-        """A warp group's tile of sQ or sO as the copy engine sees it."""
-        return cute.make_tensor(s[None, None, wg].iterator, rows_layout)
+    def partition(self, atom: cute.CopyAtom, shared: cute.Tensor, box: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """(shared, global) sides of a copy of one warp group's Q or O; `shared` is its (64, D) tile."""
+        in_use = cute.make_tensor(shared.iterator, self.rows_layout())
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(in_use, 0, 2), cute.group_modes(box, 0, 2)
+        )
 
     # ---------------------------------------------------------------- producer warp
     @cute.jit
-    def load(
-        self,
-        tma_Q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_K: cute.CopyAtom,
-        gK: cute.Tensor,
-        tma_V: cute.CopyAtom,
-        gV: cute.Tensor,
-        work: cute.Tensor,
-        num_head_groups: Int32,
-        groups_per_kv: Int32,
-        sQ: cute.Tensor,
-        rows_layout: cute.Layout,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        bars: cute.Pointer,
-    ) -> None:
-        schedule = Schedule.make(work.shape[0] * num_head_groups, self.cluster)
-        bars_K, bars_V = (bars + self.FULL_K, bars + self.EMPTY_K), (bars + self.FULL_V, bars + self.EMPTY_V)
+    def load(self, atoms: Atoms, g: Global, s: Shared, head_groups: Int32, groups_per_kv: Int32) -> None:
+        num_tiles = g.work.shape[0]
         it, q_phase = Int32(0), Int32(1)  # it: key blocks sent so far
-        for r in cutlass.range(0, schedule.rounds(), 1, unroll=1):
-            index, head_group = self.tile_and_heads(schedule.item(r), work, num_head_groups)
-            tile = Tile.load(work, index, self.tile_n)
+        first, step = first_and_step(self.cluster)
+        for item in cutlass.range(first, num_tiles * head_groups, step, unroll=1):
+            tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
             kv_head = head_group // groups_per_kv
-            gK_head, gV_head = gK[None, None, kv_head], gV[None, None, kv_head]
+            K = (atoms.K, g.K[None, None, kv_head], s.K, s.bars + self.FULL_K, s.bars + self.EMPTY_K)
+            V = (atoms.V, g.V[None, None, kv_head], s.V, s.bars + self.FULL_V, s.bars + self.EMPTY_V)
             previous = tile.key_row(Int32(0))
-            self.load_block(tma_K, gK_head, sK, previous, it, *bars_K)
+            self.load_block(*K, previous, it)
             for wg in cutlass.range_constexpr(self.warp_groups):
-                full = bars + self.FULL_Q + wg
-                cute.arch.mbarrier_wait(bars + self.EMPTY_Q + wg, q_phase)
+                full = s.bars + self.FULL_Q + wg
+                cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + wg, q_phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows_wg * self.head_dim * 2)
-                s, g = cpasync.tma_partition(
-                    tma_Q,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(self.rows_in_use(sQ, rows_layout, wg), 0, 2),
-                    cute.group_modes(self.box(gQ, head_group, self.first_token(tile, wg)), 0, 2),
-                )
-                cute.copy(tma_Q, g, s, tma_bar_ptr=full)
+                box = self.box(g.Q, head_group, self.first_token(tile, wg))
+                tQs, tQg = self.partition(atoms.Q, s.Q[None, None, wg], box)
+                cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
             q_phase ^= 1
             for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K runs one block ahead of V, as it is used
                 row = tile.key_row(i)
-                self.load_block(tma_K, gK_head, sK, row, it + 1, *bars_K)
-                self.load_block(tma_V, gV_head, sV, previous, it, *bars_V)
+                self.load_block(*K, row, it + 1)
+                self.load_block(*V, previous, it)
                 previous = row
                 it += 1
-            self.load_block(tma_V, gV_head, sV, previous, it, *bars_V)
+            self.load_block(*V, previous, it)
             it += 1
 
     def load_block(
         self,
-        tma: cute.CopyAtom,
-        g: cute.Tensor,
-        s: cute.Tensor,
-        row: Int32,
-        it: Int32,
+        atom: cute.CopyAtom,
+        x: cute.Tensor,  # (T, D)
+        shared: cute.Tensor,  # (N, D, stages)
         full: cute.Pointer,
         empty: cute.Pointer,
+        row: Int32,
+        it: Int32,
     ) -> None:
         """Rows [row, row + N) of one head -> stage; each CTA of the cluster brings its part to all."""
         stage, phase = self.ring(it)
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_n * self.head_dim * 2)
-        block = cute.local_tile(cute.domain_offset((row, 0), g), (self.tile_n, self.head_dim), (0, 0))
+        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, self.head_dim), (0, 0))
+        ctas = cute.make_layout(self.cluster)
         ts, tg = cpasync.tma_partition(
-            tma, self.rank(), cute.make_layout(self.cluster), cute.group_modes(s, 0, 2), cute.group_modes(block, 0, 2)
+            atom, self.rank(), ctas, cute.group_modes(shared, 0, 2), cute.group_modes(block, 0, 2)
         )
         multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        cute.copy(tma, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
+        cute.copy(atom, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
-    def mma(
-        self,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        tma_O: cute.CopyAtom,
-        gO: cute.Tensor,
-        pairs: cute.Tensor,
-        lse: cute.Tensor,
-        work: cute.Tensor,
-        segment_begin: cute.Tensor,
-        scale: Float32,
-        num_head_groups: Int32,
-        sQ: cute.Tensor,
-        rows_layout: cute.Layout,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sO: cute.Tensor,
-        bars: cute.Pointer,
-        warp_id: Int32,
-    ) -> None:
-        dtype, D, N = self.dtype, self.head_dim, self.tile_n
-        wg = warp_id // 4
-        lane, tid = cute.arch.lane_idx(), cute.arch.thread_idx()[0] % 128
+    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
+        num_tiles, bars = g.work.shape[0], s.bars
+        wg, lane, tid = warp_id // 4, cute.arch.lane_idx(), cute.arch.thread_idx()[0] % 128
         scale_log2 = scale * math.log2(math.e)
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (D, N, stages)
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, D/16, stages)
-        tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, 1, N/16, stages)
-        tSrQ = (
-            mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, wg]
-            if const_expr(not self.q_in_registers)
-            else cute.make_rmem_tensor(mma_qk.partition_shape_A((WG_ROWS, D)), dtype)
-        )  # D/4 registers
-        tOrP = cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, N)), dtype)  # N/4 registers
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, D)), Float32)  # D/2 registers
-        row_max, row_sum, o_scale = [cute.make_rmem_tensor(2, Float32) for _ in range(3)]
-        q_row, begin = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
-        tile_row = warp_id % 4 * 16 + lane // 4  # of this warp group's 64: this thread has tile_row and tile_row + 8
-        copy_Q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype), mma_qk)
-        copy_O = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma_pv)
-        thr_Q, thr_O = copy_Q.get_slice(tid), copy_O.get_slice(tid)
-        schedule = Schedule.make(work.shape[0] * num_head_groups, self.cluster)
+        mma_qk = self.mma_qk()
+        x = self.operands(s, wg)
+        rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Int32, Float32, Float32, Float32)])
+        tile_row = warp_id % 4 * 16 + lane // 4  # of this warp group's 64: the thread has tile_row and tile_row + 8
+        copy_Q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
+        thr_Q = copy_Q.get_slice(tid)
         it, q_phase = Int32(0), Int32(0)
-        for r in cutlass.range(0, schedule.rounds(), 1, unroll=1):
-            index, head_group = self.tile_and_heads(schedule.item(r), work, num_head_groups)
-            tile = Tile.load(work, index, N)
+        first, step = first_and_step(self.cluster)
+        for item in cutlass.range(first, num_tiles * head_groups, step, unroll=1):
+            tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
             token = self.first_token(tile, wg)
             for j in cutlass.range_constexpr(2):
-                q_row[j] = token + (tile_row + 8 * j) // self.packed_heads
-                begin[j] = segment_begin[cutlass.min(q_row[j], tile.row_end - 1)]
-            for x, initial in ((acc_O, 0.0), (row_max, FIRST_MAX), (row_sum, 0.0)):
-                x.fill(initial)
+                rows.token[j] = token + (tile_row + 8 * j) // self.packed_heads
+                rows.begin[j] = g.segment_begin[cutlass.min(rows.token[j], tile.row_end - 1)]
+            for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
+                state.fill(initial)
 
             # first block: S = Q K^T, softmax
             cute.arch.mbarrier_wait(bars + self.FULL_Q + wg, q_phase)
             q_phase ^= 1
             if const_expr(self.q_in_registers):
-                cute.copy(copy_Q, thr_Q.partition_S(sQ[None, None, wg]), thr_Q.retile(tSrQ))
+                cute.copy(copy_Q, thr_Q.partition_S(s.Q[None, None, wg]), thr_Q.retile(x.tSrQ))
             stage, phase = self.ring(it)
-            acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, N)), Float32)  # N/2 registers
+            acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
             cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
-            gemm(mma_qk, acc_S, tSrQ, tSrK[None, None, None, stage], True)
+            gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
             warpgroup.wait_group(0)
             self.release(bars + self.EMPTY_K + stage)
             if const_expr(self.q_in_registers):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
-            mask(acc_S, q_row, begin, *tile.mask_arguments(Int32(0)))
-            online_softmax(acc_S, row_max, row_sum, o_scale, scale_log2)
-            round_to(acc_S, tOrP)
+            mask(acc_S, rows.token, rows.begin, *tile.mask_arguments(Int32(0)))
+            online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
+            round_to(acc_S, x.tOrP)
 
             for i in cutlass.range(1, tile.masked, 1, unroll=1):
-                masking = (q_row, begin, *tile.mask_arguments(i))
-                self.mma_one_block(
-                    mma_qk,
-                    mma_pv,
-                    tSrQ,
-                    tSrK,
-                    tOrP,
-                    tOrV,
-                    acc_O,
-                    row_max,
-                    row_sum,
-                    o_scale,
-                    scale_log2,
-                    bars,
-                    it,
-                    masking,
-                )
+                self.mma_one_block(x, rows, scale_log2, bars, it, tile.mask_arguments(i))
                 it += 1
             for _ in cutlass.range(tile.masked, tile.blocks, 1, unroll=1):
-                self.mma_one_block(
-                    mma_qk, mma_pv, tSrQ, tSrK, tOrP, tOrV, acc_O, row_max, row_sum, o_scale, scale_log2, bars, it, None
-                )
+                self.mma_one_block(x, rows, scale_log2, bars, it, None)
                 it += 1
 
             # last block: O += P V
             stage, phase = self.ring(it)
             cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
-            gemm(mma_pv, acc_O, tOrP, tOrV[None, None, None, stage], False)
+            gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
             warpgroup.wait_group(0)
             self.release(bars + self.EMPTY_V + stage)
             it += 1
-            row_lse = o_scale
-            normalize(acc_O, row_max, row_sum, row_lse, scale)
-            for j in cutlass.range_constexpr(2):
-                in_use = tile_row + 8 * j < self.rows_wg
-                if in_use and lane % 4 == 0 and q_row[j] < tile.row_end:
-                    lse[head_group * self.packed_heads + (tile_row + 8 * j) % self.packed_heads, q_row[j]] = row_lse[j]
-            self.store(
-                acc_O,
-                tma_O,
-                self.box(gO, head_group, token),
-                self.rows_in_use(sO, rows_layout, wg),
-                sO[None, None, wg],
-                copy_O,
-                thr_O,
-                pairs,
-                head_group,
-                q_row,
-                tile_row,
-                tile.row_end,
-                token + self.tokens_wg <= tile.row_end,
-                bars,
-                warp_id,
-            )
+            self.epilogue(x.acc_O, rows, scale, atoms.O, g, s, head_group, token, tile.row_end, tile_row, warp_id)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until the copy engine has read it
+
+    def operands(self, s: Shared, wg: Int32) -> Operands:
+        mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
+        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        if self.q_in_registers:
+            tSrQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((WG_ROWS, self.head_dim)), self.dtype)
+        else:
+            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, wg]
+        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (D, N, stages)
+        return Operands(
+            tSrQ,
+            mma_qk.make_fragment_B(thr_qk.partition_B(s.K)),
+            cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype),
+            mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
+            cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim)), Float32),
+        )
 
     @cute.jit
     def release(self, bar: cute.Pointer) -> None:
@@ -536,85 +473,85 @@ class ForwardKernel:
     @cute.jit
     def mma_one_block(
         self,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        tSrQ: cute.Tensor,
-        tSrK: cute.Tensor,
-        tOrP: cute.Tensor,
-        tOrV: cute.Tensor,
-        acc_O: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        o_scale: cute.Tensor,
+        x: Operands,
+        rows: Rows,
         scale_log2: Float32,
         bars: cute.Pointer,
         it: Int32,
-        masking,
+        masking: Any,  # the last arguments of mask(), or None for an unmasked block
     ) -> None:
         """Both products in flight (S of this block, O += P V of the last one), then the softmax of S."""
         (v_stage, v_phase), (k_stage, k_phase) = self.ring(it), self.ring(it + 1)
-        acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
+        mma_qk = self.mma_qk()
+        acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
         cute.arch.mbarrier_wait(bars + self.FULL_K + k_stage, k_phase)
-        gemm(mma_qk, acc_S, tSrQ, tSrK[None, None, None, k_stage], True)
+        gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
         cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
-        gemm(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_stage], False)
+        gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
         self.release(bars + self.EMPTY_K + k_stage)
         if const_expr(masking is not None):
-            mask(acc_S, *masking)
-        online_softmax(acc_S, row_max, row_sum, o_scale, scale_log2)
+            mask(acc_S, rows.token, rows.begin, *masking)
+        online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
         warpgroup.wait_group(0)
         self.release(bars + self.EMPTY_V + v_stage)
-        round_to(acc_S, tOrP)
-        rescale(acc_O, o_scale)
+        round_to(acc_S, x.tOrP)
+        rescale(x.acc_O, rows.scale)
 
     @cute.jit
-    def store(
+    def epilogue(
         self,
         acc_O: cute.Tensor,
+        rows: Rows,
+        scale: Float32,
         tma_O: cute.CopyAtom,
-        gO: cute.Tensor,
-        sO_rows: cute.Tensor,
-        sO: cute.Tensor,
-        copy_O: cute.TiledCopy,
-        thr_O: cute.ThrCopy,
-        pairs: cute.Tensor,
+        g: Global,
+        s: Shared,
         head_group: Int32,
-        q_row: cute.Tensor,
+        token: Int32,  # the warp group's first
+        row_end: Int32,  # of the tile
         tile_row: Int32,
-        row_end: Int32,
-        whole: cutlass.Boolean,
-        bars: cute.Pointer,
         warp_id: Int32,
     ) -> None:
-        """O to `out`: a whole box by the copy engine; where the tile ends within it, rows below row_end by hand."""
-        wg = warp_id // 4
+        """lse, and O by the copy engine, or by hand where the tile ends within the warp group's box."""
+        wg, lane, row_lse = warp_id // 4, cute.arch.lane_idx(), rows.scale
+        normalize(acc_O, rows.max, rows.sum, row_lse, scale)
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
         if const_expr(self.q_in_registers):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous tile's O has left sO
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous tile's O has left shared memory
         cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # ... or all warps are done with Q
+        whole = token + self.tokens_wg <= row_end
         if whole:
-            cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(sO))
+            copy_O = cute.make_tiled_copy_C(
+                cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.mma_pv()
+            )
+            thr_O = copy_O.get_slice(cute.arch.thread_idx()[0] % 128)
+            cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(s.O[None, None, wg]))
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
             if warp_id % 4 == 0:
-                s, g = cpasync.tma_partition(
-                    tma_O, 0, cute.make_layout(1), cute.group_modes(sO_rows, 0, 2), cute.group_modes(gO, 0, 2)
-                )
-                cute.copy(tma_O, s, g)  # columns past D are dropped
+                tOs, tOg = self.partition(tma_O, s.O[None, None, wg], self.box(g.O, head_group, token))
+                cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()
-        else:
-            values = cute.recast_tensor(tOrO, Int32)
-            first = cute.arch.lane_idx() % 4
-            for j in cutlass.range_constexpr(2):
-                head = head_group * self.packed_heads + (tile_row + 8 * j) % self.packed_heads
-                if tile_row + 8 * j < self.rows_wg and q_row[j] < row_end:
+        values = cute.recast_tensor(tOrO, Int32)
+        for j in cutlass.range_constexpr(2):
+            head = head_group * self.packed_heads + (tile_row + 8 * j) % self.packed_heads
+            if tile_row + 8 * j < self.rows_wg and rows.token[j] < row_end:
+                if lane % 4 == 0:
+                    g.lse[head, rows.token[j]] = row_lse[j]
+                if not whole:
                     for e in row_elements(acc_O, j)[::2]:
-                        if first + column(e) // 2 < pairs.shape[2] // 2:
-                            pairs[q_row[j], head, first + column(e) // 2] = values[e // 2]
+                        pair = lane % 4 + column(e) // 2
+                        if pair < g.pairs.shape[2]:
+                            g.pairs[rows.token[j], head, pair] = values[e // 2]
         if const_expr(not self.q_in_registers):
-            if warp_id % 4 == 0:  # noqa: SIM102 (the outer one is decided when compiled)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
+            self.release_Q(s.bars + self.EMPTY_Q + wg, warp_id)
+
+    @cute.jit
+    def release_Q(self, bar: cute.Pointer, warp_id: Int32) -> None:
+        """The warp that stored O from Q's place lets the next tile's Q come."""
+        if warp_id % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bar)

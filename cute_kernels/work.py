@@ -10,30 +10,9 @@ from cutlass import Int32
 from cute_kernels import items
 
 
-@dataclass
-class Schedule:
-    """Static schedule of `num_work` = tiles x head groups over the clusters, longest first, back and forth.
-
-    Round r gives cluster c the c-th of the next items, odd rounds in reverse: sums differ by about one item.
-    """
-
-    cluster: Any  # this cluster
-    num_clusters: Any
-    num_work: Any
-
-    @classmethod
-    def make(cls, num_work: Int32, cluster_size: int) -> "Schedule":
-        return cls(cute.arch.block_idx()[0] // cluster_size, cute.arch.grid_dim()[0] // cluster_size, num_work)
-
-    def rounds(self) -> Int32:
-        whole, rest = self.num_work // self.num_clusters, self.num_work % self.num_clusters
-        return whole + Int32(self._place(whole) < rest)
-
-    def item(self, r: Int32) -> Int32:
-        return r * self.num_clusters + self._place(r)
-
-    def _place(self, r: Int32) -> Int32:
-        return cutlass.select_(r % 2 == 0, self.cluster, self.num_clusters - 1 - self.cluster)
+def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:
+    """This cluster's first work number and the step to its next: those of neighbours in the list run side by side."""
+    return cute.arch.block_idx()[0] // cluster_size, cute.arch.grid_dim()[0] // cluster_size
 
 
 @dataclass
