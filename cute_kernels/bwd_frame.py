@@ -9,6 +9,7 @@ order. The CTAs of a cluster own neighbouring key blocks; each loads a part of e
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -65,6 +66,49 @@ def transpose_8x8(pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     )
 
 
+@dsl_user_op
+def load_acquire(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+            "ld.acquire.gpu.global.s32 $0, [$1];",
+            "=r,l",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    llvm.inline_asm(
+        None,
+        [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)],
+        "st.release.gpu.global.s32 [$0], $1;",
+        "l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dataclass
+class Turn:
+    """A warp's place in the order in which dQ is summed."""
+
+    lock: cute.Pointer  # of this warp and block 0
+    num_blocks: Int32  # query blocks a head
+    place: Int32  # CTAs that come before at blocks below `end` ...
+    end: Int32
+    before: Int32  # ... and from it on
+
+
 class BackwardFrame:
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
@@ -78,7 +122,8 @@ class BackwardFrame:
         dk, dv: [T, Hk, D], dtype of q. Rows of items with a slab are left alone, all others written.
         dq_acc: [H * nm * tile_m * head_dim] fp32, zeros from the preprocess: unscaled dQ in the order of registers.
         slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV in the order of registers.
-        work: [n, 8] int32, the items of `dualkv.plan_backward`, longest first (fields: bwd_items.py).
+        locks: [H * nm * lock_count()] int32, zeros from the preprocess; read if deterministic, else may be empty.
+        work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
         visible_end: [T] int32.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
@@ -89,6 +134,8 @@ class BackwardFrame:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim.
         tile_m, tile_n, stages, cluster, late: see codegen.tiles.BackwardTile.
+        deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
+            it, and costs time. dK and dV are bitwise equal in any case.
 
     Raises:
         ValueError: a configuration that does not fit, in one sentence.
@@ -107,6 +154,7 @@ class BackwardFrame:
         stages: int = 2,
         cluster: int = 2,
         late: int = 4,
+        deterministic: bool = False,
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
@@ -115,7 +163,7 @@ class BackwardFrame:
         if cluster not in (1, 2):
             raise ValueError(f"cluster is {cluster}, expected 1 or 2")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
-        self.stages, self.cluster, self.late = stages, cluster, late
+        self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
         self.warp_groups = 3 if head_dim == 192 else 2  # that compute
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[self.warp_groups]
         # mbarriers: one for K, V and dS, one a stage for Q and dO
@@ -158,6 +206,10 @@ class BackwardFrame:
         """Floats of an item's partial dK and dV: [cluster, 2, tile_n * head_dim]."""
         return self.cluster * 2 * self.tile_n * self.head_dim
 
+    def lock_count(self) -> int:
+        """Locks a query block and head: every MMA warp adds to a part of its own."""
+        return 4 * self.warp_groups
+
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
         rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
@@ -173,10 +225,11 @@ class BackwardFrame:
         dk, dv = packed(kv_heads, 2), packed(kv_heads, 2)
         width = cute.sym_int32(divisibility=2 * self.tile_m)
         stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
-        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=16)
+        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
         visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
+        locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, dout, stats, dk, dv, flat(), flat(), work, visible_end, Float32(0.0), stream
+        return q, k, v, dout, stats, dk, dv, flat(), flat(), locks, work, visible_end, Float32(0.0), stream
 
     # ---------------------------------------------------------------- host side
     @cute.jit
@@ -191,7 +244,8 @@ class BackwardFrame:
         dv: cute.Tensor,  # (T, Hk, D)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
         slabs: cute.Tensor,  # (n_slabs * slab_floats)
-        work: cute.Tensor,  # (n, 8)
+        locks: cute.Tensor,  # (H * nm * lock_count)
+        work: cute.Tensor,  # (n, 11)
         visible_end: cute.Tensor,  # (T)
         softmax_scale: Float32,
         stream: cuda.CUstream,
@@ -232,6 +286,7 @@ class BackwardFrame:
             pairs(dv),
             dq_acc,
             slabs,
+            locks,
             work,
             visible_end,
             softmax_scale,
@@ -273,6 +328,7 @@ class BackwardFrame:
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
+        locks: cute.Tensor,
         work: cute.Tensor,
         visible_end: cute.Tensor,
         scale: Float32,
@@ -318,6 +374,7 @@ class BackwardFrame:
                 dv,
                 dq_acc,
                 slabs,
+                locks,
                 visible_end,
                 stats.shape[1] // (2 * self.tile_m),
                 scale,
@@ -361,15 +418,18 @@ class BackwardFrame:
         return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
-        """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab."""
+        """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab, and
+        Turn's last three fields."""
         field = [work[cute.arch.block_idx()[0] // self.cluster, f] for f in range(items.NUM_FIELDS)]
         rank = self.rank()
         n0 = field[items.KEY] + rank * self.tile_n
         clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
         blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
-        return (
-            field[items.KV_HEAD], n0, field[items.KEY_END], *blocks, n0 + self.tile_n - 1, clean_end, field[items.SLAB]
-        )  # fmt: skip
+        clean = n0 + self.tile_n - 1, clean_end
+        place = field[items.ORDER] * self.cluster + rank
+        before = cutlass.select_(rank == 0, (field[items.PREVIOUS] + 1) * self.cluster, place)
+        order = place, field[items.PREVIOUS_END], before
+        return field[items.KV_HEAD], n0, field[items.KEY_END], *blocks, *clean, field[items.SLAB], order
 
     def ring(self, it: Int32) -> tuple[Int32, Int32]:
         """Block counter -> (stage, phase)"""
@@ -472,6 +532,27 @@ class BackwardFrame:
     def dq_slot(self, dq_acc: cute.Pointer, h: Int32, num_blocks: Int32, mb: Int32) -> cute.Pointer:
         """Where the dQ of a query block of a head is added up."""
         return dq_acc + (Int64(h) * num_blocks + mb) * (self.tile_m * self.head_dim)
+
+    def await_turn(self, turn: Turn, block: Any) -> None:
+        """Deterministic: wait until this warp may add to a block (head, query block)."""
+        if self.deterministic:
+            self.spin(self.lock_of(turn, block), cutlass.select_(block[1] < turn.end, turn.place, turn.before))
+
+    def pass_turn(self, turn: Turn, block: Any) -> None:
+        """Deterministic: this warp has added to a block (head, query block), the next may."""
+        if self.deterministic:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                store_release(self.lock_of(turn, block), turn.place + 1)
+
+    def lock_of(self, turn: Turn, block: Any) -> cute.Pointer:
+        return turn.lock + (Int64(block[0]) * turn.num_blocks + block[1]) * self.lock_count()
+
+    @cute.jit
+    def spin(self, lock: cute.Pointer, expected: Int32) -> None:
+        while load_acquire(lock) != expected:
+            pass
+        cute.arch.sync_warp()
 
     def transposed(self, s: cute.Tensor) -> cute.Tensor:
         """The transposed view of a shared memory tile, or of a ring of tiles."""

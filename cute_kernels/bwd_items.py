@@ -13,7 +13,11 @@ BLOCK_BEGIN = 3  # query blocks [BLOCK_BEGIN, BLOCK_END), at least one
 BLOCK_END = 4
 CLEAN_END = 5  # (and 6) per CTA: rows q < CLEAN_END that all its tile_n keys precede need no mask; 0: all rows need it
 SLAB = 7  # -1: the item owns its keys' dK and dV; else the place of its fp32 partial sums
-NUM_FIELDS = 8
+# Deterministic sums of dQ: items add to a query block in the order of their keys.
+ORDER = 8  # this item's place among those of its KV head; pieces of a split item share it
+PREVIOUS_END = 9  # to blocks below this one, item ORDER - 1 has added before ...
+PREVIOUS = 10  # ... and to the others this one, -1: none
+NUM_FIELDS = 11
 
 # A reduction: the slabs of one run of keys, added up in order.
 SUM_KV_HEAD = 0

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, round_to
-from cute_kernels.bwd_frame import BackwardFrame, add_to_global
+from cute_kernels.bwd_frame import BackwardFrame, Turn, add_to_global
 
 
 def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
@@ -48,6 +48,7 @@ class State:
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
+    turn: Turn
 
 
 class NarrowBackward(BackwardFrame):
@@ -109,6 +110,7 @@ class NarrowBackward(BackwardFrame):
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
+        locks: cute.Tensor,
         visible_end: cute.Tensor,
         num_blocks: Int32,
         scale: Float32,
@@ -123,7 +125,7 @@ class NarrowBackward(BackwardFrame):
         item: Any,
         warp_id: Int32,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab = item
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab, order = item
         D, M, N = self.head_dim, self.tile_m, self.tile_n
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         sK_D = sK  # K's first D columns
@@ -166,6 +168,7 @@ class NarrowBackward(BackwardFrame):
             mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
             dq_acc.iterator + (wg * 128 + tid) * 4, wg * 128 + tid < dq_threads, 4 * dq_threads, num_blocks,
             scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
+            Turn(locks.iterator + warp_id, num_blocks, *order),
         )  # fmt: skip
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
@@ -187,7 +190,9 @@ class NarrowBackward(BackwardFrame):
         cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
         acc_dQ = self.issue_dq(state, total - 1)
         warpgroup.wait_group(0)
+        self.await_turn(state.turn, (h, mb))
         self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
+        self.pass_turn(state.turn, (h, mb))
         for e in cutlass.range_constexpr(cute.size(acc_dK)):
             acc_dK[e] = acc_dK[e] * scale
         row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
@@ -262,6 +267,7 @@ class NarrowBackward(BackwardFrame):
         early = self.dq_chunks - (0 if last else self.late)
         if not first:
             warpgroup.wait_group(1)
+            self.await_turn(s.turn, previous)
             self.add_dq(s, acc_dQ, previous, 0, early)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_DO + stage)
@@ -269,6 +275,9 @@ class NarrowBackward(BackwardFrame):
         if not last:
             rest = None if first else lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)
             acc_S, acc_new = self.scores(s, it + 1, rest)
+        if not first:
+            self.pass_turn(s.turn, previous)
+        if not last:
             self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
 
     def issue_dq(self, state: State, it: Int32) -> cute.Tensor:
@@ -325,12 +334,14 @@ class NarrowBackward(BackwardFrame):
         """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
         rounded = cute.make_rmem_tensor(cute.size(acc), self.dtype)
         round_to(acc, rounded)
-        pairs, lane = cute.recast_tensor(rounded, Int32), cute.arch.lane_idx()
+        pairs = cute.recast_tensor(rounded, Int32)
         for r in cutlass.range_constexpr(2):
             if n + 8 * r < key_end:
+                row = out[n + 8 * r, kv_head, None].iterator + cute.arch.lane_idx() % 4
+                dst = cute.make_tensor(row, cute.make_layout(self.head_dim // 8, stride=4))
                 for c in cutlass.range_constexpr(self.head_dim // 8):
-                    if 4 * c + lane % 4 < out.shape[2]:
-                        out[n + 8 * r, kv_head, 4 * c + lane % 4] = pairs[2 * c + r]
+                    if 4 * c < out.shape[2]:
+                        dst[c] = pairs[2 * c + r]
 
     @cute.jit
     def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:

@@ -1,4 +1,4 @@
-"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query block, and a zeroed dQ."""
+"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query block, dQ zeroed."""
 
 import math
 
@@ -24,6 +24,7 @@ class BackwardPreprocess:
         stats: [H, nm * 2 * tile_m] fp32, nm = ceil(T / tile_m): lse2 and dpsum of a block's rows. Rows past T get +inf
             and 0, so that their probabilities are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written.
+        locks: [H * nm * locks a block] int32 or empty. Every element is written.
         stream: taken from the environment (torch's current stream), not passed.
 
     Args:
@@ -52,7 +53,8 @@ class BackwardPreprocess:
         width = cute.sym_int32(divisibility=2 * self.tile_m)
         stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
         dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-        return packed(), packed(), lse, stats, dq_acc, make_fake_stream(use_tvm_ffi_env_stream=True)
+        locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
+        return packed(), packed(), lse, stats, dq_acc, locks, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
     def __call__(
@@ -62,10 +64,11 @@ class BackwardPreprocess:
         lse: cute.Tensor,  # (H, T)
         stats: cute.Tensor,  # (H, nm * 2 * M)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
+        locks: cute.Tensor,  # (H * nm * locks a block)
         stream: cuda.CUstream,
     ) -> None:
         num_blocks = stats.shape[1] // (2 * self.tile_m)
-        self.kernel(out, dout, lse, stats, dq_acc, num_blocks).launch(
+        self.kernel(out, dout, lse, stats, dq_acc, locks, num_blocks).launch(
             grid=[num_blocks * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -77,6 +80,7 @@ class BackwardPreprocess:
         lse: cute.Tensor,
         stats: cute.Tensor,
         dq_acc: cute.Tensor,
+        locks: cute.Tensor,
         num_blocks: Int32,
     ) -> None:
         M, lanes, tid = self.tile_m, self.lanes, cute.arch.thread_idx()[0]
@@ -102,6 +106,9 @@ class BackwardPreprocess:
         quads = cute.make_tensor(block.align(16), cute.make_layout((4, M * self.head_dim // 4)))
         for i in cutlass.range(tid, M * self.head_dim // 4, THREADS, unroll=4):
             cute.autovec_copy(zero, quads[None, i])
+        locks_a_block = locks.shape[0] // (num_heads * num_blocks)
+        if tid < locks_a_block:
+            locks[(Int64(h) * num_blocks + mb) * locks_a_block + tid] = Int32(0)
         cute.arch.sync_threads()
         if tid < M:
             t, m = mb * M + tid, tid

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, round_to
-from cute_kernels.bwd_frame import BackwardFrame, add_to_global, transpose_8x8
+from cute_kernels.bwd_frame import BackwardFrame, Turn, add_to_global, transpose_8x8
 
 
 @dataclass
@@ -38,6 +38,7 @@ class State:
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
+    turn: Turn
 
 
 class WideBackward(BackwardFrame):
@@ -97,6 +98,7 @@ class WideBackward(BackwardFrame):
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
+        locks: cute.Tensor,
         visible_end: cute.Tensor,
         num_blocks: Int32,
         scale: Float32,
@@ -111,7 +113,7 @@ class WideBackward(BackwardFrame):
         item: Any,
         warp_id: Int32,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab = item
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab, order = item
         D, M, N, tiles = self.head_dim, self.tile_m, self.tile_n, self.column_tiles
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
@@ -146,6 +148,7 @@ class WideBackward(BackwardFrame):
             copy.get_slice(tid).partition_D(cute.local_tile(sdS, (M, self.keys_wg), (0, wg, None))), tid,
             dq_acc.iterator + (wg * (tiles * 128) + tid) * 4, num_blocks, scale * math.log2(math.e), bars,
             (row, n0 + col, key_end, visible_end, clean_begin, clean_end),
+            Turn(locks.iterator + warp_id, num_blocks, *order),
         )  # fmt: skip
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
@@ -258,11 +261,14 @@ class WideBackward(BackwardFrame):
             self.add_dq(s, acc_dQ[t], block, t)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_Q + stage)
+        self.pass_turn(s.turn, block)
         if not last:
             self.arrive(s)
 
     def add_dq(self, state: State, acc_dQ: cute.Tensor, block: Any, tile: int) -> None:
         """Add a 64-column tile of dQ^T to block (head, query block) in global memory."""
+        if tile == 0:
+            self.await_turn(state.turn, block)
         dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1]) + tile * 512
         for c in range(self.tile_m // 8):
             add_to_global(dst + c * (8 * self.head_dim), *[acc_dQ[4 * c + j] for j in range(4)])

@@ -37,7 +37,9 @@ class BackwardWork:
     num_slabs: int
 
 
-def backward_work(segments: Segments, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int) -> BackwardWork:
+def backward_work(
+    segments: Segments, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int, deterministic: bool = False
+) -> BackwardWork:
     """Work items of all KV heads.
 
     A group's keys are cut from its first row on, whatever its segments, so short responses share a key block. An item
@@ -48,11 +50,18 @@ def backward_work(segments: Segments, tile: BackwardTile, heads: int, kv_heads: 
         tile: tile configuration of the kernel.
         heads, kv_heads: H, a multiple of Hk.
         num_sms: multiprocessors of the device.
+        deterministic: items start in the order of their keys, in which they add to dQ; trees of at most two levels.
+
+    Raises:
+        ValueError: deterministic, and a layout of more levels.
     """
+    if deterministic and segments.max_depth > 2:
+        raise ValueError(f"deterministic needs a layout of at most 2 levels, this one has {segments.max_depth}")
     present = segments.lengths > 0
     begin, end = segments.offsets[:-1][present], segments.subtree_end[present]  # of segments with rows
     roots = np.flatnonzero(segments.parent == -1)
     group_begin, group_end = segments.offsets[roots], segments.subtree_end[roots]
+    prompt = segments.lengths[roots]
     step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
 
     count = -(-(group_end - group_begin) // step)  # items of each group
@@ -60,7 +69,8 @@ def backward_work(segments: Segments, tile: BackwardTile, heads: int, kv_heads: 
     key = np.repeat(group_begin, count) + within * step
     key_end = np.minimum(key + step, np.repeat(group_end, count))
     block_begin = key // tile.tile_m
-    blocks = -(-_over_keys(np.maximum, begin, end, key, key_end) // tile.tile_m) - block_begin
+    block_end = -(-_over_keys(np.maximum, begin, end, key, key_end) // tile.tile_m)
+    blocks = block_end - block_begin
     clean_end = [np.zeros_like(key)] * 2
     for rank in range(tile.cluster):
         n0 = key + rank * tile.tile_n
@@ -88,7 +98,21 @@ def backward_work(segments: Segments, tile: BackwardTile, heads: int, kv_heads: 
     base[:, items.BLOCK_BEGIN], base[:, items.BLOCK_END] = piece_begin, piece_end
     base[:, items.CLEAN_END], base[:, items.CLEAN_END + 1] = clean_end[0][item], clean_end[1][item]
     base[:, items.SLAB] = np.where(split[item], first_slab[item] + piece, -1)
-    work = _by_kv_head(base, run[item], piece, piece_end - piece_begin, kv_heads, num_slabs)
+    # At any block the item before it has added last to dQ, unless its own queries end below: then the last item with
+    # prompt rows of the group has, or nobody.
+    index = np.arange(len(key))
+    last_prompt = np.where(prompt > 0, np.cumsum(count) - count + (prompt - 1) // step, -1)
+    last_prompt = np.repeat(last_prompt, count)
+    base[:, items.ORDER] = item
+    base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
+    base[:, items.PREVIOUS] = np.where(last_prompt < index, last_prompt, -1)[item]
+    if deterministic:
+        order = np.lexsort((piece, item))
+    else:
+        longest = np.zeros(len(begin), np.int64)
+        np.maximum.at(longest, run[item], piece_end - piece_begin)
+        order = np.lexsort((item, piece, run[item], -longest[run[item]]))
+    work = _by_kv_head(base[order], run[item[order]], kv_heads, num_slabs)
 
     sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
     sums[:, :, items.SUM_KV_HEAD] = np.arange(kv_heads)[:, None]
@@ -108,14 +132,10 @@ def _pieces(blocks: IntArray, per_kv: int, limit: int, budget: int) -> IntArray:
         limit += limit // 4
 
 
-def _by_kv_head(base: Table, run: IntArray, piece: IntArray, length: IntArray, kv_heads: int, num_slabs: int) -> Table:
-    """`base` for every KV head: runs by their longest item, and within a run KV head by KV head, piece by piece."""
+def _by_kv_head(base: Table, run: IntArray, kv_heads: int, num_slabs: int) -> Table:
+    """`base` for every KV head, run by run and within a run KV head by KV head."""
     if len(base) == 0:
         return base
-    longest = np.zeros(run.max() + 1, np.int64)
-    np.maximum.at(longest, run, length)
-    order = np.lexsort((base[:, items.KEY], piece, run, -longest[run]))
-    base, run = base[order], run[order]
     starts = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
     counts = np.diff(np.append(starts, len(run)))
     place = np.repeat(kv_heads * starts, counts) + _positions(counts)

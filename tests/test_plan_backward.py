@@ -74,6 +74,23 @@ def check(seg, tile, plan, heads, kv_heads):
         assert not of_head[:, seg.total :].any()
 
 
+def check_turns(seg, tile, plan, kv_heads):
+    """Items that start in order never wait for a later one, and add to each row of dQ in the order of their keys."""
+    locks = np.zeros((kv_heads, seg.total // tile.tile_m + 2), int)
+    last_key = np.full((kv_heads, seg.total + tile.tile_m), -1)
+    for item in plan.items.astype(int):
+        kv_head = item[items.KV_HEAD]
+        for rank in range(tile.cluster):
+            place = item[items.ORDER] * tile.cluster + rank
+            before = (item[items.PREVIOUS] + 1) * tile.cluster if rank == 0 else place
+            for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
+                assert locks[kv_head, mb] == (place if mb < item[items.PREVIOUS_END] else before)
+                locks[kv_head, mb] = place + 1
+                rows = slice(mb * tile.tile_m, (mb + 1) * tile.tile_m)
+                assert (last_key[kv_head, rows] <= item[items.KEY]).all()
+                last_key[kv_head, rows] = item[items.KEY]
+
+
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))
 groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
 ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
@@ -91,6 +108,26 @@ def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_s
         groups.pop()
     seg = segments([p for p, _ in groups], [rs for _, rs in groups])
     check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
+
+
+@settings(max_examples=800, deadline=None)
+@given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
+@example([(500, [200, 100])], TILES[-1], 40, 1, 132)
+def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sms):
+    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic=True)
+    check_turns(seg, tile, plan, kv_heads)
+    unordered = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms)
+    by_row = [
+        np.sort(table.view([("", np.int32)] * items.NUM_FIELDS), axis=0) for table in (plan.items, unordered.items)
+    ]
+    assert (by_row[0] == by_row[1]).all(), "the same items in another order"
+
+
+def test_deterministic_refuses_deeper_trees():
+    seg = of(Layout.from_segments([0, 4, 8, 12], [-1, 0, 1]))
+    with pytest.raises(ValueError, match="deterministic needs a layout of at most 2 levels, this one has 3"):
+        backward_work(seg, TILES[0], 1, 1, 132, deterministic=True)
 
 
 @settings(max_examples=150, deadline=None)
