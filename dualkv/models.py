@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,9 +16,9 @@ _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_nor
 
 # Written out from the configurations their authors publish (config.json of each model); weights are random.
 CONFIGS: dict[str, dict[str, Any]] = {
-    # A Qwen3 in small: 2.3 million parameters, a vocabulary of bytes.
-    "tiny": _QWEN3 | {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-                      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    # A Qwen3 in small, with a vocabulary for bytes and weights wide enough for its size to have something to unlearn.
+    "tiny": _QWEN3 | {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+                      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "initializer_range": 0.05},
     "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
                             "num_attention_heads": 16, "tie_word_embeddings": True},
     "qwen3-1.7b": _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
@@ -50,14 +50,12 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
 
     Raises:
         ValueError: no such name or folder; logits that are more than a product with one matrix.
-        ImportError: transformers is missing.
     """
     if name_or_path not in CONFIGS and not Path(name_or_path).is_dir():
         raise ValueError(f"model {name_or_path!r} is neither a local folder nor one of {', '.join(CONFIGS)}")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ImportError("a language model needs transformers: pip install 'dualkv[transformers]'") from None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model: Any
     if name_or_path in CONFIGS:
         settings = dict(CONFIGS[name_or_path])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -68,7 +66,32 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
     else:
         model = AutoModelForCausalLM.from_pretrained(os.fspath(name_or_path), dtype=dtype, local_files_only=True)
     _check_head(model)
-    return model.to(device).eval()
+    in_dtype(model, dtype)
+    model.to(device).eval()
+    return cast("PreTrainedModel", model)
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Gradient checkpointing of every layer; transformers renamed what turns it on within version 5."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model in another dtype, changed in place; in fp64 its RMS norms compute in fp64 too.
+
+    Those of transformers compute in fp32 whatever the model's dtype. Replaced are the ones that scale by their weight
+    alone, which are those that call their epsilon `variance_epsilon`.
+    """
+    model.to(dtype)
+    if dtype == torch.float64:
+        for module in list(model.modules()):
+            for name, norm in module.named_children():
+                if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+                    weight, eps = cast(torch.nn.Parameter, norm.weight), cast(float, norm.variance_epsilon)
+                    wide = torch.nn.RMSNorm(weight.shape, eps=eps)
+                    wide.weight = weight
+                    setattr(module, name, wide)
+    return model
 
 
 def _check_head(model: PreTrainedModel) -> None:

@@ -32,9 +32,14 @@ class Rollouts:
         return [len(group) for group in self.responses]
 
     @property
+    def flat_responses(self) -> list[torch.Tensor]:
+        """Every response, those of group 0 first."""
+        return [response for group in self.responses for response in group]
+
+    @property
     def response_lens(self) -> list[int]:
         """Tokens of every response, those of group 0 first."""
-        return [len(response) for group in self.responses for response in group]
+        return [len(response) for response in self.flat_responses]
 
     @property
     def mean_reward(self) -> float:

@@ -1,0 +1,5 @@
+"""`python -m dualkv`."""
+
+from dualkv.cli import main
+
+main()

@@ -1,0 +1,242 @@
+"""The command line: `dualkv demo`, `dualkv doctor`; also `python -m dualkv`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dualkv.settings import DemoSettings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train on many rollouts of one prompt and pay for the prompt once.",
+)
+
+EXTRAS = {"transformers": "transformers", "matplotlib": "bench"}  # which extra brings a package that may be missing
+
+INTERRUPTED = 130  # 128 + SIGINT
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+DEFAULT = DemoSettings()
+SETTINGS = {field.name for field in dataclasses.fields(DemoSettings)}
+
+DEBUG_HELP = "Show the Python traceback of a failure."
+JSON_HELP = "Write the result as JSON to this file, - for standard output (the table then goes to standard error)."
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)]
+DebugOption = Annotated[bool, typer.Option("--debug", help=DEBUG_HELP)]
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str, typer.Option(help="Local folder of a model, or a name: tiny, qwen3-8b, ... (random weights).")
+    ] = DEFAULT.model,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(
+            help='JSON lines of {"prompt", "responses", "rewards"}, text or token ids. Default: sampled live.'
+        ),
+    ] = DEFAULT.rollouts,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Local folder of a Hugging Face tokenizer. Default: bytes.")
+    ] = DEFAULT.tokenizer,
+    algorithm: Annotated[str, typer.Option(help="grpo or dapo.")] = DEFAULT.algorithm,
+    clip_low: Annotated[
+        float | None, typer.Option(help="Clip range below 1. Default: the algorithm's.")
+    ] = DEFAULT.clip_low,
+    clip_high: Annotated[
+        float | None, typer.Option(help="Clip range above 1. Default: the algorithm's.")
+    ] = DEFAULT.clip_high,
+    kl_coef: Annotated[
+        float | None, typer.Option(help="Weight of the KL term. Default: the algorithm's.")
+    ] = DEFAULT.kl_coef,
+    steps: Annotated[int, typer.Option(help="Optimizer updates.")] = DEFAULT.steps,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DEFAULT.learning_rate,
+    groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DEFAULT.groups,
+    prompt_len: Annotated[int, typer.Option(help="Live rollouts: tokens of a prompt.")] = DEFAULT.prompt_len,
+    responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DEFAULT.responses,
+    response_len: Annotated[int, typer.Option(help="Live rollouts: most tokens of a response.")] = DEFAULT.response_len,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."),
+    ] = DEFAULT.budget,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = DEFAULT.dtype,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, ... Default: cuda where there is one.")
+    ] = DEFAULT.device,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = DEFAULT.seed,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Deterministic algorithms only.")
+    ] = DEFAULT.deterministic,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward.")
+    ] = DEFAULT.gradient_checkpointing,
+    check: Annotated[
+        bool | None,
+        typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),
+    ] = DEFAULT.check,
+    json_to: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw reward, time and memory.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory."""
+    settings = DemoSettings(**{name: value for name, value in locals().items() if name in SETTINGS})
+    console = _console(json_to)
+    if plot is not None:
+        _check_plot(plot)
+    if json_to not in (None, "-"):
+        _check_folder(Path(str(json_to)))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    with _tracked(console) as track:
+        from dualkv.demo import run_demo  # transformers takes seconds
+
+        result = run_demo(settings, track)
+    from dualkv import report
+
+    console.print(report.render(result))
+    if plot is not None:
+        report.plot(result, plot)
+        console.print(f"plot: {plot}")
+    _write_json(result.as_dict(), json_to)
+    if result.exact is False:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json_to: JsonOption = None, debug: DebugOption = False) -> None:
+    """What this machine has: GPUs, driver, packages, what runs where and why, and what to do about what is missing."""
+    from dualkv.doctor import examine
+
+    console = _console(json_to)
+    found = examine()
+    console.print(f"Python {found.python} on {found.system}, {found.cpus} CPU cores")
+    console.print(f"NVIDIA driver {found.driver}" if found.driver else "no NVIDIA driver found (nvidia-smi)")
+    for gpu in found.gpus:
+        console.print(f"GPU: {gpu}")
+    packages = Table("package", "version", "for")
+    for package in found.packages:
+        absent = "[red]missing[/red]" if package.needed else "[dim]not installed[/dim]"
+        packages.add_row(package.name, package.version or absent, package.purpose)
+    runs = Table("tensors on", "attention runs as", "because")
+    for row in found.runs:
+        runs.add_row(row.where, row.what, row.why)
+    console.print(packages, runs)
+    for sentence in found.advice:
+        console.print(f"- {sentence}", markup=False)
+    _write_json(found.as_dict(), json_to)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------- output
+def _console(json_to: str | None) -> Console:
+    """Standard output, unless the JSON goes there."""
+    return Console(stderr=json_to == "-")
+
+
+@contextmanager
+def _tracked(console: Console) -> Iterator[Any]:
+    """Progress bars of loops, one line at a time; they stay on screen only while something runs."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading the model", total=None)
+
+        def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
+            progress.reset(task, description=what, total=total)
+            for item in items:
+                yield item
+                progress.advance(task)
+
+        yield track
+
+
+def _check_folder(path: Path) -> None:
+    """Fails before the work, not behind it."""
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.resolve().parent} to write it to")
+
+
+def _check_plot(path: Path) -> None:
+    import matplotlib  # noqa: F401  (missing: fails before the work)
+
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"{path}: a plot is written as {', '.join(PLOT_SUFFIXES)}, by the file's name")
+    _check_folder(path)
+
+
+def _write_json(result: dict[str, Any], json_to: str | None) -> None:
+    if json_to is None:
+        return
+    text = json.dumps(result, indent=2)
+    if json_to == "-":
+        print(text)
+    else:
+        Path(json_to).write_text(text + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- failures
+def main() -> None:
+    """The console entry point: every failure is one sentence on standard error and a non-zero exit."""
+    debug = "--debug" in sys.argv[1:]
+    _quiet_libraries()
+    try:
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # typer has caught it
+            _failed("interrupted", code)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _failed("interrupted", INTERRUPTED)
+    except Exception as error:
+        if debug:
+            raise
+        code = _failed(_sentence(error), getattr(error, "exit_code", 1))
+    sys.exit(code)
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong and what to do next, on one line."""
+    if hasattr(error, "format_message"):  # an option that typer refuses
+        return f"{error.format_message()} (see --help)"
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of GPU memory: lower --budget, or add --gradient-checkpointing ({text})"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        package = error.name.partition(".")[0]
+        what = f"'dualkv[{EXTRAS[package]}]'" if package in EXTRAS else package
+        return f"{package} is missing: pip install {what}"
+    if isinstance(error, ValueError | TypeError | OSError | ImportError):
+        return text
+    return f"{type(error).__name__}: {text} (run again with --debug for the traceback)"
+
+
+def _failed(sentence: str, code: int) -> int:
+    print(f"dualkv: {sentence}", file=sys.stderr)
+    return code
+
+
+def _quiet_libraries() -> None:
+    """Warnings become one line, without the place in the source."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.showwarning = lambda message, *_args, **_kwargs: print(f"dualkv: {message}", file=sys.stderr)

@@ -1,0 +1,326 @@
+"""GRPO updates of a causal language model in both ways, prompts replicated and prompts packed, and their differences.
+
+What is compared and how:
+
+- Both ways start from the same weights and make the same number of optimizer updates on the same rollouts.
+- Live rollouts of an update are sampled by the policy of the replicated way. The packed way samples with its own policy
+  and the same random numbers too, so each way has its own rewards; its samples are only rewarded, not trained on, since
+  log-probs can be compared number by number on the same tokens alone.
+- The ways run one after the other, never side by side, so each has the machine and its memory to itself.
+- Differences are taken over all updates; after the first one they include how far the weights have drifted apart.
+- With `check` a third computation of the first update, replicated and in a wider dtype, says how far each way is from
+  the truth.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from dualkv.models import in_dtype, load_model, recompute_layers
+from dualkv.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
+from dualkv.sampling import Track, sample_responses, untracked
+from dualkv.settings import DTYPES, DemoSettings
+from dualkv.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
+
+# What the two ways may differ by: log-probs and loss absolute, gradients and weights relative, by norms over all.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+# Later updates start from weights that differ by rounding already, and AdamW's g / |g| turns the sign of a gradient
+# that is all rounding into a full step: this many times the tolerance there.
+DRIFT = 100
+# In half precision both ways round; the check's truth decides: the packed way's distance to it in units of the other's.
+HALF_PRECISION_RATIO = 1.5
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How far one update is from another.
+
+    Attributes:
+        logp: largest absolute difference of a response token's log-prob.
+        logp_rms: root mean square of these differences.
+        loss: absolute.
+        gradients: `||a - b|| / ||b||` over all parameters together.
+        gradients_worst_tensor: the same norm within one parameter tensor, the largest.
+        weights, weights_worst_tensor: the same of the weights after the update; None where they are not compared.
+    """
+
+    logp: float
+    logp_rms: float
+    loss: float
+    gradients: float
+    gradients_worst_tensor: float
+    weights: float | None = None
+    weights_worst_tensor: float | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest of what a tolerance is set for."""
+        return max(self.logp, self.loss, self.gradients, self.weights or 0.0)
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def differences(a: Gradients, b: Gradients, weights: tuple[Weights, Weights] | None = None) -> Differences:
+    """How far `a` is from `b`, and `weights[0]` from `weights[1]`."""
+    logp = a.logp.double() - b.logp.double()
+    gradients, worst = _relative(a.of, b.of)
+    return Differences(
+        logp.abs().max().item(),
+        logp.square().mean().sqrt().item(),
+        abs(a.loss - b.loss),
+        gradients,
+        worst,
+        *(_relative(*weights) if weights else ()),
+    )
+
+
+def _relative(a: Weights, b: Weights) -> tuple[float, float]:
+    """||a - b|| / ||b|| over all tensors together, and the largest within one tensor."""
+    apart = torch.tensor([(a[name].double() - b[name].double()).norm().item() for name in b])
+    size = torch.tensor([b[name].double().norm().item() for name in b])
+    each = torch.where(apart == 0, 0.0, apart / size)
+    return (apart.norm() / size.norm()).item() if apart.any() else 0.0, each.max().item()
+
+
+@dataclass
+class WayResult:
+    """One way's run.
+
+    Attributes:
+        tokens: rows that the model computes for one pass over the rollouts, of each update.
+        micro_batches: of each update.
+        seconds: by phase, over all updates (see :class:`PolicyTrainer`).
+        peak_bytes, memory_method: see :class:`dualkv.measure.PeakMemory`.
+        rewards: mean reward of the samples of the policy after 0, 1, ... updates; empty for rollouts from a file.
+        losses, metrics: of each update.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    micro_batches: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    memory_method: str = ""
+    rewards: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What `dualkv demo` prints.
+
+    Attributes:
+        settings: that made it.
+        device: where it ran.
+        threads: of PyTorch on the CPU.
+        parameters: of the model.
+        response_tokens: of each update.
+        ways: "replicated" and "packed".
+        updates: how far the packed way was from the replicated one, of each update.
+        to_truth: how far each way was from a wider dtype in the first update; empty without a check.
+        same_samples: responses that both policies sampled identically, and of how many; None for rollouts from a file.
+        exact: whether the packed way agrees with the replicated one; None: not judged.
+        verdict: the same as a sentence.
+    """
+
+    settings: DemoSettings
+    device: str
+    threads: int
+    parameters: int
+    response_tokens: list[int]
+    ways: dict[str, WayResult]
+    updates: list[Differences]
+    to_truth: dict[str, Differences]
+    same_samples: tuple[int, int] | None
+    exact: bool | None
+    verdict: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        result = asdict(self)
+        for name, way in self.ways.items():
+            result["ways"][name]["total_seconds"] = way.total_seconds
+        return result
+
+
+def judge(dtype: str, updates: list[Differences], to_truth: dict[str, Differences]) -> tuple[bool | None, str]:
+    """Whether the packed way agrees with the replicated one, and a sentence that says so."""
+    if dtype in TOLERANCE:
+        first, later = TOLERANCE[dtype], TOLERANCE[dtype] * DRIFT
+        exact = updates[0].largest <= first and all(u.largest <= later for u in updates[1:])
+        drift = f", {max(u.largest for u in updates[1:]):.1e} (allowed {later:.0e}) after it" if updates[1:] else ""
+        return exact, (
+            f"largest difference {updates[0].largest:.1e} (allowed {first:.0e}) in the first update{drift}, in {dtype}"
+        )
+    if not to_truth:
+        return None, f"{dtype} rounds both ways: --check measures each way's distance from float32"
+    packed, replicated = to_truth["packed"], to_truth["replicated"]
+    names = {"log-probs": "logp_rms", "gradients": "gradients"}
+    ratios = {k: getattr(packed, name) / max(getattr(replicated, name), 1e-30) for k, name in names.items()}
+    return all(r <= HALF_PRECISION_RATIO for r in ratios.values()), (
+        "distance of the packed way from float32, in units of the replicated way's: "
+        + ", ".join(f"{name} {r:.2f}" for name, r in ratios.items())
+        + f" (allowed {HALF_PRECISION_RATIO})"
+    )
+
+
+# ---------------------------------------------------------------------- the run
+def run_demo(settings: DemoSettings, track: Track = untracked) -> DemoResult:
+    """Runs the updates both ways; see the module's docstring.
+
+    Raises:
+        ValueError: settings or rollouts that do not fit.
+        OSError: files that cannot be read.
+    """
+    return _Demo(settings, track).run()
+
+
+@dataclass
+class _Trace:
+    """What one way computed, for the comparison: of each update."""
+
+    gradients: list[Gradients] = field(default_factory=list)
+    weights: list[Weights] = field(default_factory=list)
+    samples: list[Rollouts] = field(default_factory=list)
+
+
+class _Demo:
+    def __init__(self, settings: DemoSettings, track: Track) -> None:
+        self.settings, self.track = settings, track
+        self.tokenizer = load_tokenizer(settings.tokenizer)
+        self.model = load_model(settings.model, DTYPES[settings.dtype], settings.torch_device, settings.seed)
+        self.initial = {name: value.to("cpu", copy=True) for name, value in self.model.state_dict().items()}
+        if settings.gradient_checkpointing:
+            recompute_layers(self.model)
+        vocab_size = self.model.get_output_embeddings().weight.shape[0]
+        self.given: Rollouts | None = None
+        self.prompts: list[torch.Tensor] = []
+        if settings.rollouts is not None:
+            self.given = read_rollouts(settings.rollouts, self.tokenizer, vocab_size)
+        elif self.tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model a vocabulary of {vocab_size}: "
+                "give the tokenizer that belongs to the model"
+            )
+        else:
+            self.prompts = topic_prompts(self.tokenizer, settings.prompt_len, settings.groups, settings.seed)
+
+    def run(self) -> DemoResult:
+        settings = self.settings
+        ways, traces = {}, {}
+        trained_on: list[Rollouts] = []
+        for way in WAYS:
+            ways[way], traces[way] = self.run_way(way, trained_on)
+            trained_on = trained_on or traces[way].samples
+        a, b = traces["packed"], traces["replicated"]
+        updates = [
+            differences(x, y, (v, w)) for x, y, v, w in zip(a.gradients, b.gradients, a.weights, b.weights, strict=True)
+        ]
+        to_truth = {}
+        if settings.dtype not in TOLERANCE if settings.check is None else settings.check:
+            truth = self.truth(trained_on[0])
+            to_truth = {way: differences(trace.gradients[0], truth) for way, trace in traces.items()}
+        exact, verdict = judge(settings.dtype, updates, to_truth)
+        same = None
+        if self.given is None:
+            pairs = [
+                (x, y)
+                for mine, theirs in zip(a.samples, b.samples, strict=True)
+                for x, y in zip(mine.flat_responses, theirs.flat_responses, strict=True)
+            ]
+            same = sum(torch.equal(x, y) for x, y in pairs), len(pairs)
+        device = settings.torch_device
+        return DemoResult(
+            settings=settings,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            threads=torch.get_num_threads(),
+            parameters=self.model.num_parameters(),
+            response_tokens=[len(g.logp) for g in b.gradients],
+            ways=ways,
+            updates=updates,
+            to_truth=to_truth,
+            same_samples=same,
+            exact=exact,
+            verdict=verdict,
+        )
+
+    def run_way(self, way: str, trained_on: list[Rollouts]) -> tuple[WayResult, _Trace]:
+        """All updates of one way from the initial weights, on `trained_on` or, if empty, on its own samples."""
+        settings, objective, model = self.settings, self.settings.objective, self.model
+        model.load_state_dict(self.initial)
+        reference = None
+        if objective.kl_coef:
+            # Before the first update the policy is the reference; a copy is needed only if there is a second one.
+            reference = copy.deepcopy(model) if settings.steps > 1 else model
+        first = self.given or (trained_on[0] if trained_on else self.sample(way, 0))
+        trainer = PolicyTrainer(
+            model,
+            way,
+            objective,
+            settings.budget or replicated_tokens_of_one_group(first),
+            settings.learning_rate,
+            reference,
+            settings.deterministic,
+            self.track,
+        )
+        result, trace = WayResult(), _Trace()
+        prepared = None
+        for step in range(settings.steps):
+            if self.given is None:
+                trace.samples.append(first if step == 0 else self.sample(way, step))
+            if prepared is None or self.given is None:
+                rollouts = self.given or (trained_on or trace.samples)[step]
+                prepared = trainer.prepare(rollouts)
+            if step == 0 and model.device.type == "cuda":
+                trainer.warm_up(prepared)
+            gradients = trainer.gradients(prepared)
+            trace.gradients.append(gradients)
+            trace.weights.append(trainer.step())
+            result.tokens.append(sum(b.tokens for b in prepared.micro_batches))
+            result.micro_batches.append(len(prepared.micro_batches))
+            result.losses.append(gradients.loss)
+            result.metrics.append(gradients.metrics)
+        if self.given is None:
+            trace.samples.append(self.sample(way, settings.steps))
+        result.rewards = [samples.mean_reward for samples in trace.samples]
+        result.seconds = dict(trainer.seconds)
+        result.peak_bytes, result.memory_method = trainer.peak_bytes, trainer.memory_method
+        return result, trace
+
+    def sample(self, way: str, step: int) -> Rollouts:
+        """Live rollouts of the policy as it is; the random numbers depend on seed and step, not on the way."""
+        settings = self.settings
+        responses = sample_responses(
+            self.model,
+            self.prompts,
+            settings.responses,
+            settings.response_len,
+            self.tokenizer.vocab_size,
+            self.tokenizer.eos_id,
+            settings.seed + step,
+            self.track,
+            f"{way}: sampling",
+        )
+        rewards = [[plain_text_reward(self.tokenizer.decode(r.tolist())) for r in group] for group in responses]
+        return Rollouts(self.prompts, responses, rewards)
+
+    def truth(self, rollouts: Rollouts) -> Gradients:
+        """Loss and gradients of the first update in a wider dtype, replicated, one sequence at a time."""
+        settings = self.settings
+        self.model.load_state_dict(self.initial)
+        model = self.model
+        in_dtype(model, torch.float64 if settings.dtype in TOLERANCE else torch.float32)
+        recompute_layers(model)
+        trainer = PolicyTrainer(
+            model, "replicated", settings.objective, longest_sequence(rollouts), settings.learning_rate, model
+        )
+        return trainer.gradients(trainer.prepare(rollouts))

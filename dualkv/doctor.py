@@ -1,0 +1,169 @@
+"""What this machine has for dualkv: GPUs, driver, packages, what runs where and why, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dualkv import composition, hopper
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package and what it is for; `version` is None if it is missing, `needed` whether dualkv cannot do without."""
+
+    name: str
+    version: str | None
+    needed: bool
+    purpose: str
+    install: str
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What computes attention for tensors on `where`, and why."""
+
+    where: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings; `advice` holds one sentence for each thing to do, most important first."""
+
+    python: str
+    system: str
+    cpus: int
+    driver: str | None
+    gpus: list[str]
+    packages: list[Package]
+    runs: list[Runs]
+    advice: list[str]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether everything that dualkv needs is there."""
+        return all(package.version is not None for package in self.packages if package.needed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"healthy": self.healthy}
+
+
+KERNEL = "the dualkv kernel"
+COMPOSITION = "a composition of PyTorch's FlashAttention calls"
+REFERENCE = "the chunked reference"
+
+REPAIR = "pip install --force-reinstall dualkv"
+# name, needed, purpose, how to install
+PACKAGES = (
+    ("torch", True, "everything", REPAIR),
+    ("numpy", True, "everything", REPAIR),
+    ("nvidia-cutlass-dsl", True, "compiling kernels (not loading compiled ones)", REPAIR),
+    ("apache-tvm-ffi", True, "loading and calling kernels", REPAIR),
+    ("cuda-python", True, "kernels", REPAIR),
+    ("typer", True, "the command line", REPAIR),
+    ("rich", True, "the command line", REPAIR),
+    ("transformers", False, "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
+    ("verl", False, "the veRL plugin", "pip install 'dualkv[verl]'"),
+    ("matplotlib", False, "plots", "pip install 'dualkv[bench]'"),
+    ("nvidia-ml-py", False, "energy in benchmarks", "pip install 'dualkv[bench]'"),
+    ("triton", False, "torch.compile on a GPU", "pip install triton"),
+    ("flash-attn-4", False, "a peer in benchmarks", "pip install --pre flash-attn-4"),
+)
+
+
+def examine() -> Diagnosis:
+    """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
+    driver, gpus = _driver()
+    packages = [Package(name, _version(name), needed, purpose, how) for name, needed, purpose, how in PACKAGES]
+    return Diagnosis(
+        python=platform.python_version(),
+        system=platform.platform(),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        driver=driver,
+        gpus=gpus,
+        packages=packages,
+        runs=_runs(),
+        advice=_advice(driver, gpus, packages),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> tuple[str | None, list[str]]:
+    """Version of the NVIDIA driver, and its GPUs as text, with or without a PyTorch that sees them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None, []
+    query = "driver_version,name,compute_cap,memory.total"
+    try:
+        done = subprocess.run(
+            [tool, f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 4] if done.returncode == 0 else []
+    if not rows:
+        return None, []
+    return rows[0][0], [f"{name}, compute capability {cc}, {memory}" for _, name, cc, memory in rows]
+
+
+def _runs() -> list[Runs]:
+    """What serves each device, by the same questions as the ops ask."""
+    runs = [Runs("CPU", REFERENCE, "no kernels are made for CPUs; exact, for tests and small models")]
+    for i in range(torch.cuda.device_count()):
+        device = torch.device("cuda", i)
+        composed = composition.unsupported(torch.empty(0, dtype=torch.bfloat16, device=device))
+        runs += _on_gpu(str(device), torch.cuda.get_device_name(i), hopper.device_unsupported(device), composed)
+    return runs
+
+
+def _on_gpu(where: str, name: str, no_kernel: str | None, no_composition: str | None) -> list[Runs]:
+    """`no_kernel` and `no_composition` say why the one and the other do not serve bf16 and fp16 on this GPU."""
+    fallback = (
+        (COMPOSITION, "PyTorch's own FlashAttention runs here")
+        if no_composition is None
+        else (REFERENCE, f"PyTorch's FlashAttention does not run on {no_composition}")
+    )
+    no_backward = no_kernel or "the backward"
+    forward = (KERNEL, f"{name} is a Hopper GPU") if no_kernel is None else fallback
+    why = "" if no_kernel is None else f"no kernel for {no_kernel}; "
+    return [
+        Runs(f"{where}, bf16 or fp16, forward", forward[0], why + forward[1]),
+        Runs(f"{where}, bf16 or fp16, backward", fallback[0], f"no kernel for {no_backward}; {fallback[1]}"),
+        Runs(f"{where}, fp32 or fp64", REFERENCE, "kernels and FlashAttention take bf16 and fp16; slow"),
+    ]
+
+
+def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> list[str]:
+    advice = [f"{p.name} is missing and dualkv needs it: {p.install}" for p in packages if p.needed and not p.version]
+    if not torch.cuda.is_available():
+        if not gpus:
+            advice.append("no NVIDIA GPU with a working driver: everything runs on the CPU, for tests and small models")
+        elif torch.version.cuda is None:
+            advice.append(
+                f"there is a GPU and this PyTorch ({torch.__version__}) is built without CUDA: "
+                "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+            )
+        else:
+            advice.append(
+                f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: "
+                f"update the driver to one for CUDA {torch.version.cuda}, and check CUDA_VISIBLE_DEVICES"
+            )
+    advice += [f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version]
+    return advice

@@ -1,0 +1,90 @@
+"""What `dualkv demo` is told to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dualkv.grpo import ALGORITHMS, Algorithm
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What `dualkv demo` runs; its options have the same names.
+
+    Attributes:
+        model: a named configuration (random weights) or a local folder.
+        rollouts: JSON-lines file; None: sampled live by the model.
+        tokenizer: local folder of a Hugging Face tokenizer; None: bytes.
+        algorithm: "grpo" or "dapo".
+        clip_low, clip_high, kl_coef: None: the algorithm's own.
+        steps: optimizer updates; live rollouts are sampled anew for each, a file's are used for all.
+        learning_rate: of AdamW.
+        groups, prompt_len, responses, response_len: of live rollouts: prompts, tokens of each, responses a prompt, most
+            tokens of a response.
+        budget: rows of a micro-batch, for both ways; None: those of the largest group with its prompt replicated.
+        dtype: of weights and computation.
+        device: None: CUDA where there is one.
+        seed: of weights, prompts and samples.
+        deterministic: only deterministic algorithms, in PyTorch and in packed attention.
+        gradient_checkpointing: layers are recomputed in the backward.
+        check: compare both ways with a wider dtype; None: in half precision only.
+    """
+
+    model: str = "tiny"
+    rollouts: str | None = None
+    tokenizer: str | None = None
+    algorithm: str = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coef: float | None = None
+    steps: int = 3
+    learning_rate: float = 2e-3
+    groups: int = 2
+    prompt_len: int = 1024
+    responses: int = 8
+    response_len: int = 64
+    budget: int | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    seed: int = 0
+    deterministic: bool = False
+    gradient_checkpointing: bool = False
+    check: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm is {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        for name in ("steps", "groups", "prompt_len", "responses", "response_len", "budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, expected 1 or more")
+        for name in ("clip_low", "clip_high", "kl_coef", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value}, expected 0 or more")
+        if self.device is not None:
+            kind = self.device.partition(":")[0]
+            if kind not in ("cpu", "cuda"):
+                raise ValueError(f"device is {self.device!r}, expected cpu or cuda")
+            if kind == "cuda" and not torch.cuda.is_available():
+                raise ValueError(f"device is {self.device!r} and PyTorch sees no CUDA device: see `dualkv doctor`")
+
+    @property
+    def objective(self) -> Algorithm:
+        given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "kl_coef")}
+        return replace(ALGORITHMS[self.algorithm], **{k: v for k, v in given.items() if v is not None})
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))

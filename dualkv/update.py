@@ -1,0 +1,319 @@
+"""One GRPO policy update, the prompts replicated or packed: micro-batches, log-probs, loss, gradients, optimizer step.
+
+Both ways take the same rollouts, the same objective and the same log-prob computation over the rows that predict
+response tokens; they differ in the rows that the model computes and in its attention. Per-token values of an update are
+flat, [M]: the tokens of response 0 of group 0 first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dualkv.grpo import Algorithm, group_advantages, policy_loss, token_weights
+from dualkv.integrations.transformers import disable, enable
+from dualkv.layout import Layout
+from dualkv.logprobs import response_logprobs
+from dualkv.measure import PeakMemory, Stopwatch
+from dualkv.microbatch import plan_micro_batches
+from dualkv.packing import PackedBatch, pack
+from dualkv.rollouts import Rollouts
+from dualkv.sampling import Track, untracked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# ---------------------------------------------------------------------- micro-batches
+@dataclass(frozen=True)
+class ModelBatch:
+    """Some responses of an update as one input of the model.
+
+    Attributes:
+        inputs: keyword arguments of the decoder.
+        batch: its rows, [B * L] of a padded input: which of them predict which response tokens.
+        places: [m] int64, the places in [M] of these tokens, in the order of :meth:`logprobs`.
+    """
+
+    inputs: dict[str, Any]
+    batch: PackedBatch
+    places: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Rows that the model computes, padding included."""
+        return self.batch.layout.num_tokens
+
+    def logprobs(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of each response token, [m] and [m]."""
+        hidden = model.get_decoder()(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        logp, entropy = response_logprobs(hidden, model.get_output_embeddings().weight, self.batch)
+        return torch.cat(self.batch.unpack(logp)), torch.cat(self.batch.unpack(entropy))
+
+
+def _places(rollouts: Rollouts, responses: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The places in [M] of the tokens of some responses, counted through all groups."""
+    lens = rollouts.response_lens
+    starts = [0, *itertools.accumulate(lens)]
+    return torch.cat([torch.arange(starts[i], starts[i] + lens[i]) for i in responses]).to(device)
+
+
+def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
+    """Every response behind its own copy of the prompt: right-padded batches of sequences of similar length.
+
+    Right padding needs no attention mask: under causal attention no token sees the padding behind it, and no row of the
+    padding is read. So attention runs its fastest causal path.
+
+    Args:
+        rollouts: the update's.
+        budget: rows of a micro-batch, padding included, are at most this.
+        device: where the inputs go.
+
+    Raises:
+        ValueError: a budget below the longest sequence.
+    """
+    prompts = [prompt for prompt, n in zip(rollouts.prompts, rollouts.group_sizes, strict=True) for _ in range(n)]
+    pairs = list(zip(prompts, rollouts.flat_responses, strict=True))
+    total = [len(p) + len(r) for p, r in pairs]
+    order = sorted((i for i, (_, r) in enumerate(pairs) if len(r)), key=lambda i: -total[i])
+    batches = []
+    while order:
+        width = total[order[0]]
+        if budget < width:
+            raise ValueError(f"budget is {budget} tokens, the longest prompt with its response has {width}")
+        chosen, order = order[: budget // width], order[budget // width :]
+        input_ids = torch.zeros(len(chosen), width, dtype=torch.int64)
+        for row, i in enumerate(chosen):
+            input_ids[row, : total[i]] = torch.cat(pairs[i])
+        input_ids = input_ids.to(device)
+        # As packed groups: one response each, and behind each the padding as a group of its own without responses.
+        layout = Layout.from_lengths(
+            [n for i in chosen for n in (len(pairs[i][0]), width - total[i])],
+            [n for i in chosen for n in ([len(pairs[i][1])], [])],
+            device,
+        )
+        batch = PackedBatch(input_ids.view(1, -1), layout, "gather", np.arange(len(chosen)), width)
+        batches.append(ModelBatch({"input_ids": input_ids}, batch, _places(rollouts, chosen, device)))
+    return batches
+
+
+def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
+    """Packed groups: each prompt once, its responses behind it.
+
+    Args:
+        rollouts: the update's.
+        budget: rows of a micro-batch are at most this; a group beyond it is split and repeats its prompt.
+        device: where the inputs go.
+
+    Raises:
+        ValueError: a budget below one prompt with one of its responses.
+    """
+    lens = [[len(r) for r in group] for group in rollouts.responses]
+    first = [0, *itertools.accumulate(rollouts.group_sizes)]  # first response of each group
+    batches = []
+    for plan in plan_micro_batches([len(p) for p in rollouts.prompts], lens, budget):
+        batch = pack(
+            [rollouts.prompts[g] for g, _ in plan.parts],
+            [[rollouts.responses[g][i] for i in some] for g, some in plan.parts],
+        ).to(device)
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "dualkv": batch.layout}
+        places = _places(rollouts, [first[g] + i for g, some in plan.parts for i in some], device)
+        batches.append(ModelBatch(inputs, batch, places))
+    return batches
+
+
+WAYS = {"replicated": replicated_batches, "packed": packed_batches}
+
+
+def replicated_tokens_of_one_group(rollouts: Rollouts) -> int:
+    """Rows of the largest group as a padded batch: the default budget, under which both ways take a group at once."""
+    groups = zip(rollouts.prompts, rollouts.responses, strict=True)
+    return max(len(group) * (len(prompt) + max(map(len, group))) for prompt, group in groups)
+
+
+def longest_sequence(rollouts: Rollouts) -> int:
+    """Tokens of the longest prompt with its response: the smallest budget."""
+    groups = zip(rollouts.prompts, rollouts.responses, strict=True)
+    return max(len(prompt) + max(map(len, group)) for prompt, group in groups)
+
+
+# ---------------------------------------------------------------------- the update
+@dataclass(frozen=True)
+class Prepared:
+    """Rollouts with all that is fixed before the first update on them; per-token tensors are [M] on the device."""
+
+    micro_batches: list[ModelBatch]
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logp: torch.Tensor
+    ref_logp: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one update computed before its optimizer step, on the CPU.
+
+    Attributes:
+        logp: [M] log-probs of the response tokens.
+        loss: of the whole update.
+        metrics: "clip_fraction", "entropy" and, with a reference policy, "kl": weighted as the loss is.
+        of: gradient of each parameter, by name.
+    """
+
+    logp: torch.Tensor
+    loss: float
+    metrics: dict[str, float]
+    of: dict[str, torch.Tensor]
+
+
+class PolicyTrainer:
+    """GRPO updates of a causal language model in one of the two ways; keeps time and peak memory.
+
+    Attributes:
+        seconds: by phase: "packing" (making micro-batches), "old log-probs", "reference log-probs", "forward",
+            "backward", "optimizer".
+        peak_bytes: the largest over the calls so far, None where it is not measured (see :class:`PeakMemory`).
+        memory_method: how it was measured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        way: str,
+        objective: Algorithm,
+        budget: int,
+        learning_rate: float,
+        reference: PreTrainedModel | None = None,
+        deterministic: bool = False,
+        track: Track = untracked,
+    ) -> None:
+        """
+        Args:
+            model: updated in place.
+            way: "replicated" or "packed".
+            objective: loss and its settings.
+            budget: rows of a micro-batch are at most this.
+            learning_rate: of AdamW.
+            reference: the frozen policy of the KL term; needed when the objective has one.
+            deterministic: PyTorch and packed attention use deterministic algorithms only.
+            track: shows progress.
+        """
+        self.model, self.way, self.objective, self.budget = model, way, objective, budget
+        self.reference, self.deterministic = reference, deterministic
+        for each in (model, reference):
+            if each is not None:
+                disable(each)
+                if way == "packed":
+                    enable(each, deterministic=deterministic)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        self._track = track
+        self._watch = Stopwatch(model.device)
+        self.seconds = self._watch.seconds
+        self.peak_bytes: int | None = None
+        self.memory_method = ""
+
+    def prepare(self, rollouts: Rollouts) -> Prepared:
+        """Micro-batches, advantages, and log-probs under the policy as it is and under the reference policy.
+
+        Raises:
+            ValueError: no response tokens, a budget that is too small, rewards that are not finite.
+        """
+        lens, device = rollouts.response_lens, self.model.device
+        if not sum(lens):
+            raise ValueError("the rollouts have no response tokens, there is nothing to learn from")
+        rewards = torch.tensor([r for group in rollouts.rewards for r in group], dtype=torch.float64)
+        advantages = group_advantages(rewards, rollouts.group_sizes).repeat_interleave(torch.tensor(lens))
+        weights = token_weights(lens, self.objective.mean)
+        with self._measured():
+            with self._watch.phase("packing"):
+                micro_batches = WAYS[self.way](rollouts, self.budget, device)
+            with self._watch.phase("old log-probs"):
+                old_logp = self._logprobs(self.model, micro_batches, "old log-probs")
+            ref_logp = None
+            if self.reference is not None:
+                with self._watch.phase("reference log-probs"):
+                    ref_logp = self._logprobs(self.reference, micro_batches, "reference log-probs")
+        return Prepared(micro_batches, advantages.to(device), weights.to(device), old_logp, ref_logp)
+
+    def gradients(self, prepared: Prepared) -> Gradients:
+        """Loss and gradients of one update, accumulated over its micro-batches; :meth:`step` applies them."""
+        logp = torch.empty_like(prepared.old_logp)
+        totals: dict[str, torch.Tensor] = {}
+        self.model.train()
+        with self._measured():
+            for batch in self._tracked(prepared.micro_batches, "forward and backward"):
+                with self._watch.phase("forward"):
+                    loss, metrics, part = self._loss(batch, prepared)
+                with self._watch.phase("backward"):
+                    loss.backward()
+                logp[batch.places] = part
+                for name, value in metrics.items():
+                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.double()
+                del loss, metrics, part  # the graph, before the next one is built
+        self.model.eval()
+        sums = {name: value.item() for name, value in totals.items()}
+        of = {n: p.grad.to("cpu", copy=True) for n, p in self.model.named_parameters() if p.grad is not None}
+        return Gradients(logp.cpu(), sums.pop("loss"), sums, of)
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """The optimizer's step on the gradients at hand; returns the new weights by name, on the CPU."""
+        with self._measured(), self._watch.phase("optimizer"):
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
+
+    def warm_up(self, prepared: Prepared) -> None:
+        """Forward and backward of the first micro-batch, neither timed nor kept: kernels and memory are then ready."""
+        self.model.train()
+        self._loss(prepared.micro_batches[0], prepared)[0].backward()
+        self.model.zero_grad(set_to_none=True)
+        self.model.eval()
+
+    def _loss(
+        self, batch: ModelBatch, prepared: Prepared
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """(loss of a micro-batch, its share of the metrics, its log-probs): the latter two without gradient."""
+        at, objective = batch.places, self.objective
+        logp, entropy = batch.logprobs(self.model)
+        weights = prepared.weights[at]
+        loss, metrics = policy_loss(
+            logp,
+            prepared.old_logp[at],
+            prepared.advantages[at],
+            weights,
+            objective.clip_low,
+            objective.clip_high,
+            ref_logp=None if prepared.ref_logp is None else prepared.ref_logp[at],
+            kl_coef=objective.kl_coef,
+        )
+        metrics |= {"loss": loss.detach(), "entropy": (weights * entropy.detach()).sum()}
+        return loss, metrics, logp.detach()
+
+    @torch.no_grad()
+    def _logprobs(self, model: PreTrainedModel, micro_batches: Sequence[ModelBatch], what: str) -> torch.Tensor:
+        """[M] log-probs of the response tokens."""
+        parts = [(b.places, b.logprobs(model)[0]) for b in self._tracked(micro_batches, what)]
+        places, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return torch.empty_like(values).index_copy_(0, places, values)
+
+    def _tracked(self, micro_batches: Sequence[ModelBatch], what: str) -> Iterable[ModelBatch]:
+        return self._track(micro_batches, f"{self.way}: {what}", len(micro_batches))
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(before or self.deterministic)
+        try:
+            with PeakMemory(self.model.device) as peak:
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+        self.memory_method = peak.method
+        if peak.bytes is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, peak.bytes)
