@@ -423,13 +423,17 @@ class ForwardKernel:
             if const_expr(self.q_in_registers):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
-            mask(acc_S, rows.token, rows.begin, *tile.mask_arguments(Int32(0)))
+            masking = tile.mask_arguments(Int32(0))
+            mask(acc_S, rows.token, rows.begin, *masking)
             online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
             round_to(acc_S, x.tOrP)
+            self.clear_tail(s.V, bars, it, masking[0], masking[1], wg)
 
             for i in cutlass.range(1, tile.masked, 1, unroll=1):
-                self.mma_one_block(x, rows, scale_log2, bars, it, tile.mask_arguments(i))
+                masking = tile.mask_arguments(i)
+                self.mma_one_block(x, rows, scale_log2, bars, it, masking)
                 it += 1
+                self.clear_tail(s.V, bars, it, masking[0], masking[1], wg)
             for _ in cutlass.range(tile.masked, tile.blocks, 1, unroll=1):
                 self.mma_one_block(x, rows, scale_log2, bars, it, None)
                 it += 1
@@ -497,6 +501,32 @@ class ForwardKernel:
         self.release(bars + self.EMPTY_V + v_stage)
         round_to(acc_S, x.tOrP)
         rescale(x.acc_O, rows.scale)
+
+    @cute.jit
+    def clear_tail(
+        self, sV: cute.Tensor, bars: cute.Pointer, it: Int32, key_row: Int32, limit: Int32, wg: Int32
+    ) -> None:
+        """Zero the rows of a V block at `limit` and beyond: they are another segment's, and 0 * NaN would be NaN.
+
+        Every warp group does it for itself; they write the same.
+        """
+        first = limit - key_row
+        if first < self.tile_n:
+            stage, phase = self.ring(it)
+            cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
+            width = cute.size(self.smem_atom(), mode=[1]) // 2  # of a swizzle, in 32-bit words; it keeps to its row
+            units, rows = width // 4, self.tile_n  # a thread clears 16 bytes at a time
+            chunks = self.head_dim // 2 // width
+            layout = cute.make_layout((4, units, rows, chunks), stride=(1, 4, width, rows * width))
+            words = cute.make_tensor(cute.recast_ptr(sV[None, None, stage].iterator, dtype=Int32), layout)
+            zero = cute.make_rmem_tensor(4, Int32)
+            zero.fill(0)
+            tid = cute.arch.thread_idx()[0] % 128
+            for row in cutlass.range(first + tid // units, rows, 128 // units, unroll=1):
+                for chunk in cutlass.range_constexpr(chunks):
+                    cute.autovec_copy(zero, words[None, tid % units, row, chunk])
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
 
     @cute.jit
     def epilogue(

@@ -99,9 +99,9 @@ def test_items_cover_each_visible_pair_once(groups, tile, heads):
     check(segments([p for p, _ in groups], [rs for _, rs in groups]), tile, heads)
 
 
-def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
-    seg = segments([200], [[100, 100]])
-    tile = TILES[0]
+@pytest.mark.parametrize("tile", TILES, ids=repr)
+def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch, tile):
+    seg = segments([200], [[300, 100]])
     work = forward_work(seg, tile.tokens(4), tile.tile_n)
     work[:, items.OWN_MASKED] -= work[:, items.OWN_MASKED] > 1
     monkeypatch.setitem(globals(), "forward_work", lambda *args: work)

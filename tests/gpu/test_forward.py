@@ -1,0 +1,237 @@
+"""The Hopper forward kernel against float64: layouts, head dims, ratios, dtypes, tails, sizes, hostile values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from codegen.spec import forward_spec
+from codegen.tiles import HEAD_DIMS
+from dualkv import Layout, hopper
+from tests import oracle
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LAYOUTS = {
+    "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
+    "ragged groups": Layout.from_lengths(
+        [0, 1, 129, 200, 64, 37], [[5, 70], [1, 1, 1], [], [100, 0, 300, 17], [64] * 5, [3] * 20]
+    ),
+    "one token": Layout.from_lengths([1], [[]]),
+    "one response token": Layout.from_lengths([0], [[1]]),
+    "many in a tile": Layout.from_lengths([40], [[5, 9, 300, 2, 2, 2, 128]]),
+    "aligned": Layout.from_lengths([512], [[256, 128, 384]]),
+    "many groups": Layout.from_lengths([16] * 60, [[3, 1, 9]] * 60),
+    "one prompt token": Layout.from_lengths([1], [[1] * 500]),
+    "no responses": Layout.from_lengths([1000, 3, 260], [[], [0, 0], []]),
+}
+LONG = Layout.from_lengths([1999], [[1000, 3, 700, 176]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(compile_all):
+    if HOPPER:
+        specs = [forward_spec(dtype, d, h) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for h in (1, 4)]
+        compile_all(specs + [forward_spec("bf16", 128, h) for h in range(1, 17)] + [forward_spec("bf16", 64, 11)])
+
+
+def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
+    generator = torch.Generator("cuda").manual_seed(layout.num_tokens * 1000 + heads * head_dim)
+    shapes = [(layout.num_tokens, h, head_dim) for h in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
+
+
+def run(q, k, v, layout, num_sms=None):
+    """(out, lse) of the kernel, into outputs filled with NaN."""
+    spec, kernel = hopper._kernel(q.dtype, q.shape[2], q.shape[1] // k.shape[1], q.device)
+    plan = hopper.forward_plan(layout._segments, q.device, spec.tile, spec.packed_heads)
+    out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device="cuda")
+    sms = num_sms or hopper._num_sms(q.device)
+    kernel(q, k, v, out, lse, plan.work, plan.segment_begin, q.shape[2] ** -0.5, sms)
+    return out, lse
+
+
+def check(q, k, v, layout, num_sms=None):
+    """The bound of the issue: twice plain PyTorch's error in the same dtype; and the same bits every time."""
+    out, lse = run(q, k, v, layout, num_sms)
+    for a, b in zip(run(q, k, v, layout, num_sms), (out, lse), strict=True):
+        assert torch.equal(a, b)
+    scale = q.shape[2] ** -0.5
+    arguments = layout.offsets, layout.parent, scale
+    want, want_lse = oracle.attention(q.double(), k.double(), v.double(), *arguments)
+    plain, _ = oracle.attention(q, k, v, *arguments)
+    error, plain_error = out.double() - want, plain.double() - want
+    assert error.abs().max() <= 2 * plain_error.abs().max() + 1e-5
+    assert error.norm() <= 2 * plain_error.norm() + 1e-5 * want.norm()
+    # Scores are sums in fp32: beyond 100 their own rounding passes 1e-4.
+    assert (lse - want_lse).abs().max() <= 1e-4 * max(1.0, want_lse.abs().max().item() / 100)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, head_dim, dtype):
+    for ratio in (1, 4):
+        check(*inputs(LAYOUTS[name], 2 * ratio, 2, head_dim, dtype), LAYOUTS[name])
+
+
+@pytest.mark.parametrize("ratio", [*range(1, 17), 17, 24, 32])
+def test_gqa_ratios(ratio):
+    for name in ("ragged groups", "many in a tile"):
+        check(*inputs(LAYOUTS[name], 3 * ratio, 3), LAYOUTS[name])
+    if ratio == 11:
+        check(*inputs(LAYOUTS[name], ratio, 1, head_dim=64), LAYOUTS[name])
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_head_dims(head_dim):
+    check(*inputs(LAYOUTS["ragged groups"], head_dim=head_dim), LAYOUTS["ragged groups"])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tails(head_dim):
+    """Every remainder of the last block of either region, in one batch of small groups."""
+    lengths = range(1, 2 * 128 + 2)
+    layout = Layout.from_lengths(lengths, [[(37 * n) % 131, (11 * n) % 67] for n in lengths])
+    check(*inputs(layout, 4, 1, head_dim), layout)
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 7])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_few_ctas_take_all_the_work(head_dim, num_sms):
+    """Persistent CTAs walk many tiles: pipelines and barriers carry over from one to the next."""
+    num_sms = max(num_sms, 2)  # a cluster
+    for name in ("ragged groups", "aligned"):
+        check(*inputs(LAYOUTS[name], head_dim=head_dim), LAYOUTS[name], num_sms)
+
+
+def grow(q, k, v):
+    k.mul_(torch.linspace(0.1, 12, len(k), device="cuda")[:, None, None].to(k.dtype))
+
+
+HOSTILE = {
+    "large prompt keys": lambda q, k, v: k[:1999].mul_(13),
+    "one huge key": lambda q, k, v: k[1000].mul_(250),
+    "growing scores": grow,
+    "late outliers": lambda q, k, v: (k[1990].mul_(100), k[-3].mul_(100)),
+    "equal scores": lambda q, k, v: k.copy_(k[:1].expand_as(k).clone()),
+    "tiny scores": lambda q, k, v: q.mul_(1e-6),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_values(name, dtype):
+    q, k, v = inputs(LONG, dtype=dtype)
+    HOSTILE[name](q, k, v)
+    check(q, k, v, LONG)
+
+
+def test_slices_and_strides():
+    layout = LAYOUTS["ragged groups"]
+    fused = torch.randn(layout.num_tokens, 12 * 136, device="cuda", dtype=BF16).view(layout.num_tokens, 12, 136)
+    for head_dim in (128, 72):
+        q, k, v = (x[:, :, :head_dim] for x in fused.split([8, 2, 2], 1))
+        for got, want in zip(
+            run(q, k, v, layout), run(q.contiguous(), k.contiguous(), v.contiguous(), layout), strict=True
+        ):
+            assert torch.equal(got, want)
+        by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+        check(*by_head, layout)
+
+
+def expected_rows(q, k, v, layout, rows):
+    """out [n, H, D] and lse [H, n] in float64 of some rows alone."""
+    end = torch.from_numpy(layout._segments.visible_end).cuda()
+    keys = torch.arange(len(k), device="cuda")
+    seen = (keys[None] <= rows[:, None]) & (rows[:, None] < end[None])
+    ratio, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+    outs, lses = [], []
+    for h in range(q.shape[1]):
+        scores = (q[rows, h].double() @ k[:, h // ratio].double().T * scale).masked_fill(~seen, -math.inf)
+        outs.append(scores.softmax(1) @ v[:, h // ratio].double())
+        lses.append(scores.logsumexp(1))
+    return torch.stack(outs, 1), torch.stack(lses)
+
+
+LARGE = {
+    "long prompt": ([131072], [[100] * 4]),
+    "long response": ([1], [[131072]]),
+    "1024 responses": ([131072], [[1] * 1024]),
+    "1024 long responses": ([700], [[300] * 1024]),
+    "4000 groups": ([8] * 4000, [[5, 2]] * 4000),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_layouts(name):
+    layout = Layout.from_lengths(*LARGE[name])
+    q, k, v = inputs(layout, 4, 1)
+    out, lse = run(q, k, v, layout)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+    edges = torch.from_numpy(layout._segments.offsets[:-1]).cuda()[:: max(1, layout.num_segments // 32)]
+    rows = torch.cat([edges, edges[1:] - 1, torch.randint(0, layout.num_tokens, (64,), device="cuda")])
+    want, want_lse = expected_rows(q, k, v, layout, rows)
+    assert (out[rows].double() - want).abs().max() < 0.03
+    assert (lse[:, rows] - want_lse).abs().max() < 1e-4
+
+
+def test_more_than_2_to_the_31_elements():
+    """The last of many equal-shaped groups gives the bits that it gives alone: every offset is right past 2^31."""
+    group = ([900], [[300, 201]])
+    count = 2**31 // (1401 * 128 * 128) + 2
+    many, alone = Layout.from_lengths(group[0] * count, group[1] * count), Layout.from_lengths(*group)
+    assert many.num_tokens * 128 * 128 > 2**31
+    q, k, v = inputs(many, 128, 128)
+    out, lse = run(q, k, v, many)
+    last = slice(many.num_tokens - alone.num_tokens, None)
+    want, want_lse = run(q[last], k[last], v[last], alone)
+    assert torch.equal(out[last], want)
+    assert torch.equal(lse[:, last], want_lse)
+    assert not out.isnan().any()
+    check(q[last, :4], k[last, :4], v[last, :4], alone)
+
+
+def test_nan_and_inf_stay_in_their_group():
+    layout = LAYOUTS["ragged groups"]
+    clean = inputs(layout)
+    want, want_lse = run(*clean, layout)
+    roots = (layout.parent == -1).nonzero().flatten()
+    bounds = [*layout.offsets[roots].tolist(), layout.num_tokens]
+    for bad in range(layout.num_groups):
+        q, k, v = (x.clone() for x in clean)
+        rows = slice(bounds[bad], bounds[bad + 1])
+        k[rows], v[rows] = float("inf"), float("nan")
+        out, lse = run(q, k, v, layout)
+        others = torch.ones(layout.num_tokens, dtype=torch.bool, device="cuda")
+        others[rows] = False
+        assert torch.equal(out[others], want[others])
+        assert torch.equal(lse[:, others], want_lse[:, others])
+        assert out[rows].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_nan_and_inf_stay_in_their_response(head_dim):
+    """Responses that share no tile: neither region's last block may let a neighbour's V in. (0 * NaN is NaN.)"""
+    heads = 4
+    tokens = forward_spec("bf16", head_dim, heads).tile.tokens(heads)
+    for prompt in (tokens, 3 * tokens):
+        layout = Layout.from_lengths([prompt], [[tokens, 5 * tokens, 2 * tokens]])
+        q, k, v = inputs(layout, heads, 1, head_dim)
+        want, want_lse = run(q, k, v, layout)
+        for segment in (1, 2, 3):
+            rows = slice(*layout.offsets[segment : segment + 2].tolist())
+            bad_k, bad_v = k.clone(), v.clone()
+            bad_k[rows], bad_v[rows] = float("nan"), float("inf")
+            out, lse = run(q, bad_k, bad_v, layout)
+            others = torch.ones(layout.num_tokens, dtype=torch.bool, device="cuda")
+            others[rows] = False
+            assert torch.equal(out[others], want[others])
+            assert torch.equal(lse[:, others], want_lse[:, others])
+            assert not out[rows].isfinite().any()
