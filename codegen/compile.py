@@ -104,6 +104,7 @@ def _shared_memory(ir: str) -> int:
 def _worker() -> None:
     """Compile the spec on stdin into the current folder."""
     spec = KernelSpec.from_json(sys.stdin.read())
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import it, a second each time, to no use here
     import cutlass.cute as cute
     from cutlass.base_dsl.version_info import CUDA_VERSION
     from cutlass.cute.runtime import find_runtime_libraries
