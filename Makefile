@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-gpu lint format bench-cpu constraints clean
+.PHONY: help demo test test-gpu lint format bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
 	@echo "make test         lint, types and the CPU test suite"
 	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
 	@echo "make bench-cpu    packed against replicated on this CPU, written to docs/results/"
+	@echo "make manifest     compile every kernel, record registers, memory and instructions (check-kernels compares)"
 	@echo "make format       ruff's formatter"
 
 # torch first and alone, so that its pinned version is settled before anything that depends on it.
@@ -34,6 +35,13 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# After a change to the kernels that is meant. Both compile all of them, minutes on two cores.
+manifest: $(STAMP)
+	$(BIN)/python -m codegen.manifest tests/codegen/manifest.json $(ARGS)
+
+check-kernels: $(STAMP)
+	$(BIN)/python -m codegen.manifest tests/codegen/manifest.json --check $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
