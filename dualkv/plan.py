@@ -15,7 +15,7 @@ from dualkv.layout import IntArray, Segments
 
 WorkItems = npt.NDArray[np.int32]
 
-TILE_OVERHEAD = 1.5  # of a tile (its first load, its epilogue), in key blocks
+SORTED_BLOCKS = np.uint16(2**16 - 1)  # longer tiles count as equal: numpy sorts 16-bit keys five times as fast
 
 
 def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
@@ -68,7 +68,8 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     work[:, items.CONTEXT_MASKED] = context_masked
     work[:, items.OWN_MASKED] = own_masked
     work[:, items.STRADDLES] = straddles
-    return work[np.argsort(-(context_blocks + own_blocks), kind="stable")]
+    blocks = np.minimum(context_blocks + own_blocks, SORTED_BLOCKS).astype(np.uint16)
+    return work[np.argsort(SORTED_BLOCKS - blocks, kind="stable")]
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
