@@ -6,6 +6,7 @@ What is compared and how:
 - Live rollouts of an update are sampled by the policy of the replicated way. The packed way samples with its own policy
   and the same random numbers too, so each way has its own rewards; its samples are only rewarded, not trained on, since
   log-probs can be compared number by number on the same tokens alone.
+- Before the first update both policies are the same one and share its samples.
 - The ways run one after the other, never side by side, so each has the machine and its memory to itself.
 - Differences are taken over all updates; after the first one they include how far the weights have drifted apart.
 - With `check` a third computation of the first update, replicated and in a wider dtype, says how far each way is from
@@ -127,7 +128,8 @@ class DemoResult:
         ways: "replicated" and "packed".
         updates: how far the packed way was from the replicated one, of each update.
         to_truth: how far each way was from a wider dtype in the first update; empty without a check.
-        same_samples: responses that both policies sampled identically, and of how many; None for rollouts from a file.
+        same_samples: responses after the first update that both policies sampled identically, and of how many; None for
+            rollouts from a file.
         exact: whether the packed way agrees with the replicated one; None: not judged.
         verdict: the same as a sentence.
     """
@@ -234,7 +236,7 @@ class _Demo:
         if self.given is None:
             pairs = [
                 (x, y)
-                for mine, theirs in zip(a.samples, b.samples, strict=True)
+                for mine, theirs in zip(a.samples[1:], b.samples[1:], strict=True)  # the first ones are shared
                 for x, y in zip(mine.flat_responses, theirs.flat_responses, strict=True)
             ]
             same = sum(torch.equal(x, y) for x, y in pairs), len(pairs)
@@ -280,8 +282,6 @@ class _Demo:
             if prepared is None or self.given is None:
                 rollouts = self.given or (trained_on or trace.samples)[step]
                 prepared = trainer.prepare(rollouts)
-            if step == 0 and model.device.type == "cuda":
-                trainer.warm_up(prepared)
             gradients = trainer.gradients(prepared)
             trace.gradients.append(gradients)
             trace.weights.append(trainer.step())

@@ -108,7 +108,7 @@ def _rewards(result: DemoResult) -> list[Text]:
         return []
     same, count = result.same_samples
     lines = [f"reward, {name}: " + " -> ".join(f"{r:.3f}" for r in way.rewards) for name, way in result.ways.items()]
-    lines.append(f"{same} of {count} sampled responses are the same tokens under both policies")
+    lines.append(f"{same} of {count} responses sampled after an update are the same tokens under both policies")
     return [Text(line) for line in lines]
 
 

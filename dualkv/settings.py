@@ -47,7 +47,7 @@ class DemoSettings:
     clip_high: float | None = None
     kl_coef: float | None = None
     steps: int = 3
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     groups: int = 2
     prompt_len: int = 1024
     responses: int = 8

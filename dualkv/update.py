@@ -213,6 +213,7 @@ class PolicyTrainer:
                     enable(each, deterministic=deterministic)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
+        self._warm = model.device.type == "cpu"  # nothing there is made at a first call
         self._watch = Stopwatch(model.device)
         self.seconds = self._watch.seconds
         self.peak_bytes: int | None = None
@@ -230,6 +231,8 @@ class PolicyTrainer:
         rewards = torch.tensor([r for group in rollouts.rewards for r in group], dtype=torch.float64)
         advantages = group_advantages(rewards, rollouts.group_sizes).repeat_interleave(torch.tensor(lens))
         weights = token_weights(lens, self.objective.mean)
+        if not self._warm:
+            self._warm_up(rollouts)
         with self._measured():
             with self._watch.phase("packing"):
                 micro_batches = WAYS[self.way](rollouts, self.budget, device)
@@ -268,12 +271,14 @@ class PolicyTrainer:
             self._optimizer.zero_grad(set_to_none=True)
         return {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
 
-    def warm_up(self, prepared: Prepared) -> None:
-        """Forward and backward of the first micro-batch, neither timed nor kept: kernels and memory are then ready."""
+    def _warm_up(self, rollouts: Rollouts) -> None:
+        """Forward and backward of a first micro-batch, neither timed nor kept: kernels are then loaded or compiled."""
+        batch = WAYS[self.way](rollouts, self.budget, self.model.device)[0]
         self.model.train()
-        self._loss(prepared.micro_batches[0], prepared)[0].backward()
+        batch.logprobs(self.model)[0].sum().backward()
         self.model.zero_grad(set_to_none=True)
         self.model.eval()
+        self._warm = True
 
     def _loss(
         self, batch: ModelBatch, prepared: Prepared
