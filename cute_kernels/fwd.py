@@ -99,6 +99,9 @@ class ForwardKernel:
         stream: taken from the environment (torch's current stream), not passed.
     q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
+    Not finite: K and Q touch only the rows that see them. V too, and besides those the rows of other segments that
+    share a tile with a row that sees it (0 * NaN is NaN in the tensor cores); never another group.
+
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim, a multiple of 32 up to 256.
