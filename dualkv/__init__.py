@@ -1,5 +1,8 @@
 """Training on many rollouts of one prompt without paying for the prompt more than once."""
 
+from importlib import import_module
+from typing import Any
+
 from dualkv.attention import attention
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
@@ -12,8 +15,17 @@ __all__ = [
     "MicroBatch",
     "PackedBatch",
     "attention",
+    "grpo",
+    "integrations",
     "pack",
     "pack_padded",
     "plan_micro_batches",
     "response_logprobs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Submodules that `import dualkv` leaves for when they are used."""
+    if name in ("grpo", "integrations"):
+        return import_module(f"dualkv.{name}")
+    raise AttributeError(f"module 'dualkv' has no attribute {name!r}")
