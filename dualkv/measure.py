@@ -50,11 +50,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.bytes: int | None = None
-        self.method = (
-            "allocated by PyTorch, above the level before"
-            if device.type == "cuda"
-            else "resident memory of the process, above the level before"
-        )
+        self.method = "allocated by PyTorch" if device.type == "cuda" else "resident memory of the process"
 
     def __enter__(self) -> PeakMemory:
         gc.collect(1)  # young objects alone: a full collection takes longer than a small update

@@ -58,7 +58,7 @@ def _cost(result: DemoResult) -> Table:
     row("total time", replicated.total_seconds, packed.total_seconds, ".2f", " s")
     if replicated.peak_bytes is not None and packed.peak_bytes is not None:
         row("peak memory", replicated.peak_bytes / 2**20, packed.peak_bytes / 2**20, ",.0f", " MiB")
-    table.caption = f"peak memory: {packed.memory_method}"
+    table.caption = f"peak memory, above weights and optimizer state: {packed.memory_method}"
     table.caption_justify = "left"
     return table
 
@@ -114,7 +114,7 @@ def _rewards(result: DemoResult) -> list[Text]:
 
 def _verdict(result: DemoResult) -> Text:
     word, style = {
-        True: ("EXACT", "bold green"),
+        True: ("EXACT TO ROUNDING", "bold green"),
         False: ("DIFFERENT", "bold red"),
         None: ("NOT JUDGED", "bold yellow"),
     }[result.exact]

@@ -178,7 +178,8 @@ class PolicyTrainer:
     Attributes:
         seconds: by phase: "packing" (making micro-batches), "old log-probs", "reference log-probs", "forward",
             "backward", "optimizer".
-        peak_bytes: the largest over the calls so far, None where it is not measured (see :class:`PeakMemory`).
+        peak_bytes: the largest of log-probs, forward and backward so far, above weights and optimizer state; None where it
+            is not measured (see :class:`PeakMemory`).
         memory_method: how it was measured.
     """
 
@@ -266,7 +267,7 @@ class PolicyTrainer:
 
     def step(self) -> dict[str, torch.Tensor]:
         """The optimizer's step on the gradients at hand; returns the new weights by name, on the CPU."""
-        with self._measured(), self._watch.phase("optimizer"):
+        with self._watch.phase("optimizer"):
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         return {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}

@@ -56,7 +56,7 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
         "gradients, relative",
         "updated weights, relative",
         "reward, packed",
-        "EXACT: largest difference",
+        "EXACT TO ROUNDING: largest difference",
     ):
         assert text in out
     assert plot.read_bytes().startswith(b"\x89PNG")
