@@ -102,7 +102,7 @@ def demo(
         _check_folder(Path(str(json_to)))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    with _tracked(console) as track:
+    with tracked(console) as track:
         from dualkv.demo import run_demo  # transformers takes seconds
 
         result = run_demo(settings, track)
@@ -150,7 +150,7 @@ def _console(json_to: str | None) -> Console:
 
 
 @contextmanager
-def _tracked(console: Console) -> Iterator[Any]:
+def tracked(console: Console) -> Iterator[Any]:
     """Progress bars of loops, one line at a time; they stay on screen only while something runs."""
     columns = (
         SpinnerColumn(),

@@ -178,8 +178,8 @@ class PolicyTrainer:
     Attributes:
         seconds: by phase: "packing" (making micro-batches), "old log-probs", "reference log-probs", "forward",
             "backward", "optimizer".
-        peak_bytes: the largest of log-probs, forward and backward so far, above weights and optimizer state; None where it
-            is not measured (see :class:`PeakMemory`).
+        peak_bytes: the largest of log-probs, forward and backward so far, above weights and optimizer state; None where
+            it is not measured (see :class:`PeakMemory`).
         memory_method: how it was measured.
     """
 
