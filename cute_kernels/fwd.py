@@ -99,8 +99,8 @@ class ForwardKernel:
         stream: taken from the environment (torch's current stream), not passed.
     q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
-    Not finite: K and Q touch only the rows that see them. V too, and besides those the rows of other segments that
-    share a tile with a row that sees it (0 * NaN is NaN in the tensor cores); never another group.
+    What is not finite in Q and K touches only the rows that see it. In V it touches every row of a tile in which one row
+    sees it (0 * NaN is NaN in the tensor cores): rows before it, or of a neighbouring response, never of another group.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
