@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Waiting threads sleep: where something else runs too, spinning ones made the demo on two cores five times as slow.
+# Waiting threads sleep: where something else runs too, spinning ones made the demo on two busy cores over four times as slow.
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help demo test test-gpu lint format bench-cpu constraints clean manifest check-kernels
