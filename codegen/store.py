@@ -93,7 +93,11 @@ def fill(specs: list[KernelSpec], folder: Path, jobs: int = 1) -> Iterator[tuple
 # ---------------------------------------------------------------- look up
 def key(spec: KernelSpec) -> str:
     """sha256 over everything that shapes the compiled kernel."""
-    content = {"spec": spec.to_dict(), "compiler": dict(toolchain.compiler()), "sources": toolchain.source_digest()}
+    content = {
+        "spec": spec.to_dict(),
+        "compiler": dict(toolchain.compiler()),
+        "sources": toolchain.source_digest(spec.operation),
+    }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
@@ -137,7 +141,7 @@ def _mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
             return f"has schema {record['schema']}, expected {SCHEMA}"
         if record["spec"] != spec.to_dict():
             return "is of another specification"
-        if record["sources"] != toolchain.source_digest():
+        if record["sources"] != toolchain.source_digest(spec.operation):
             return "was made from other kernel sources"
         if record["so_sha256"] != so_hash:
             return "is corrupt (kernel.so does not have the recorded hash)"
@@ -186,10 +190,10 @@ def _make(spec: KernelSpec, folder: Path) -> None:
         "spec": spec.to_dict(),
         "symbol": spec.symbol,
         "compiler": dict(toolchain.compiler()),
-        "sources": toolchain.source_digest(),
+        "sources": toolchain.source_digest(spec.operation),
         **compile.compile_kernel(spec, folder),
     }
-    if toolchain.read_source_digest() != record["sources"]:
+    if toolchain.read_source_digest(spec.operation) != record["sources"]:
         raise RuntimeError(f"the kernel sources changed under this process while it compiled {spec}: start it again")
     for name in ("so", "cubin"):
         record[f"{name}_sha256"] = hashlib.sha256((folder / f"kernel.{name}").read_bytes()).hexdigest()

@@ -6,6 +6,7 @@ first, and this package does without the second.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import importlib.metadata
@@ -100,20 +101,37 @@ def compiler() -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def source_digest() -> str:
+def source_digest(operation: str) -> str:
     """:func:`read_source_digest` when this process first asked."""
-    return read_source_digest()
+    return read_source_digest(operation)
 
 
-def read_source_digest() -> str:
-    """sha256 over the kernel sources: every file of `cute_kernels` and the module that compiles them."""
+def read_source_digest(operation: str) -> str:
+    """sha256 over the sources that an operation's kernel is made from, each with its name and length."""
+    digest = hashlib.sha256()
+    for name, path in sorted(_sources(operation).items()):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _sources(operation: str) -> dict[str, Path]:
+    """`cute_kernels/<operation>.py`, what it imports of its package, and the module that compiles it."""
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("the package cute_kernels, which dualkv is installed with, is missing")
     root = Path(next(iter(found.submodule_search_locations)))
-    digest = hashlib.sha256()
-    for path in [*sorted(root.rglob("*.py")), Path(__file__).with_name("compile.py")]:
-        name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
-        content = path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    sources = {"codegen.compile": Path(__file__).with_name("compile.py")}
+    wanted = ["cute_kernels", f"cute_kernels.{operation}"]
+    while wanted:
+        name = wanted.pop()
+        path = root.joinpath(*name.split(".")[1:]).with_suffix(".py") if "." in name else root / "__init__.py"
+        if name in sources or not path.is_file():  # a name inside a module rather than a module
+            continue
+        sources[name] = path
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                wanted += [alias.name for alias in node.names if alias.name.startswith("cute_kernels.")]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cute_kernels":
+                wanted += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return sources

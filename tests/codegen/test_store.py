@@ -33,6 +33,8 @@ def compiles(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compile, "compile_kernel", compile_kernel)
+    digest = toolchain.source_digest("fwd")  # held still, whoever edits kernels while this runs
+    monkeypatch.setattr(toolchain, "read_source_digest", lambda operation: digest)
     return done
 
 
@@ -59,28 +61,33 @@ def test_key_covers_spec_compiler_and_sources(compiles, monkeypatch):
         monkeypatch.setattr(toolchain, "compiler", lambda name=name: tuple((compiler | {name: "other"}).items()))
         keys.add(store.key(SPEC))
     monkeypatch.setattr(toolchain, "compiler", lambda: tuple(compiler.items()))
-    monkeypatch.setattr(toolchain, "source_digest", lambda: "edited")
+    monkeypatch.setattr(toolchain, "source_digest", lambda operation: "edited")
     keys.add(store.key(SPEC))
     assert len(keys) == 8
 
 
-def test_source_digest_covers_every_kernel_file_and_its_name(tmp_path, monkeypatch):
-    (tmp_path / "cute_kernels").mkdir()
-    (tmp_path / "cute_kernels" / "__init__.py").touch()
+def test_source_digest_covers_what_a_kernel_imports(tmp_path, monkeypatch):
+    package = tmp_path / "cute_kernels"
+    package.mkdir()
+    sources = {
+        "__init__": "",
+        "fwd": "import math\nfrom cute_kernels import items\nfrom cute_kernels.mask import mask\n",
+        "items": "ROW = 0\n",
+        "mask": "import cute_kernels.deep\nmask = 1\n",
+        "deep": "",
+        "bwd": "from cute_kernels import fwd\n",
+    }
+    for name, text in sources.items():
+        (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cute_kernels", raising=False)
-
-    def digest():
-        return toolchain.read_source_digest()
-
-    seen = {digest()}
-    file = tmp_path / "cute_kernels" / "a.py"
-    for text in ("x = 1\n", "x = 2\n"):
-        file.write_text(text)
-        seen.add(digest())
-    file.rename(file.with_name("b.py"))
-    seen.add(digest())
-    assert len(seen) == 4
+    seen = {toolchain.read_source_digest("fwd")}
+    for name, text in sources.items():
+        (package / f"{name}.py").write_text(text + "# edited\n")
+        now = toolchain.read_source_digest("fwd")
+        assert (now in seen) == (name == "bwd"), name
+        seen.add(now)
+    assert toolchain.read_source_digest("bwd") not in seen
 
 
 def _truncate(path):
@@ -141,8 +148,7 @@ def test_a_failed_compile_leaves_no_entry(compiles, monkeypatch):
 
 
 def test_sources_edited_under_a_running_process_are_not_stored(compiles, monkeypatch):
-    toolchain.source_digest()
-    monkeypatch.setattr(toolchain, "read_source_digest", lambda: "edited since")
+    monkeypatch.setattr(toolchain, "read_source_digest", lambda operation: "edited since")
     with pytest.raises(RuntimeError, match="the kernel sources changed under this process"):
         store.entry(SPEC)
     assert store.where(SPEC) is None
