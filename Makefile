@@ -12,7 +12,7 @@ help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
 	@echo "make test         lint, types and the CPU test suite"
 	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
-	@echo "make bench-cpu    packed against replicated on this CPU, written to docs/results/"
+	@echo "make bench-cpu    packed against replicated on this CPU, recorded in docs/results/update-cpu.json"
 	@echo "make manifest     compile every kernel, record registers, memory and instructions (check-kernels compares)"
 	@echo "make format       ruff's formatter"
 
@@ -50,7 +50,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench-cpu: $(STAMP)
-	$(BIN)/python -m tools.bench_cpu --json docs/results/cpu.json $(ARGS)
+	$(BIN)/python -m tools.bench_update cpu --json docs/results/update-cpu.json
 
 constraints: $(STAMP)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | \
