@@ -3,7 +3,7 @@
 Numbers only: nothing here imports CuTe or torch, so the host's plan can use it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills a smaller head dim up with zeros
 MAX_PACKED_HEADS = 16
@@ -95,6 +95,8 @@ BACKWARD_TILES = {
 }
 
 
-def backward_tile(head_dim: int) -> BackwardTile:
+def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
     """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
-    return BACKWARD_TILES[kernel_head_dim(head_dim)]
+    tile = BACKWARD_TILES[kernel_head_dim(head_dim)]
+    # Sums in a fixed order make the CTAs of a cluster wait for each other.
+    return replace(tile, cluster=1) if deterministic else tile

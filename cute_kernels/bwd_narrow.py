@@ -60,9 +60,8 @@ class NarrowBackward(BackwardFrame):
     def check_tile(self) -> None:
         if self.tile_n != 128:
             raise ValueError(f"tile_n is {self.tile_n}, expected 128: 64 keys a warp group")
-        unit = 32 if self.split_rows else 16
-        if self.tile_m % unit or not unit <= self.tile_m <= 256:
-            raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of {unit} up to 256")
+        if self.tile_m % 16 or not 16 <= self.tile_m <= 256:
+            raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 256")
         if not 0 <= self.late <= self.dq_chunks:
             raise ValueError(f"late is {self.late}, expected 0 to {self.dq_chunks}")
 

@@ -29,6 +29,7 @@ class State:
     acc_P: cute.Tensor  # of the next block
     acc_dK: list[cute.Tensor]
     acc_dV: list[cute.Tensor]
+    acc_dQ: list[cute.Tensor]
     stat: cute.Tensor  # (row or row + 8, lse2 or dpsum, stage)
     copy: cute.TiledCopy  # P and dS to shared memory
     P_dst: cute.Tensor
@@ -139,12 +140,13 @@ class WideBackward(BackwardFrame):
         ]
         for acc in acc_dK + acc_dV:
             acc.fill(0.0)
+        acc_dQ = [cute.make_rmem_tensor(mma_dQ.partition_shape_C((64, M)), Float32) for _ in range(tiles)]
         row, col = warp_id % 4 * 16 + lane // 4, wg * self.keys_wg + lane % 4 * 2  # first element of S
         stat_layout = cute.make_layout((2, 2, self.stages), stride=(8, M, 2 * M))
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_S)
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, cute.make_rmem_tensor(mma_S.partition_shape_C((64, self.keys_wg)), Float32),
-            acc_dK, acc_dV, cute.make_tensor(sStat.iterator + row, stat_layout), copy,
+            acc_dK, acc_dV, acc_dQ, cute.make_tensor(sStat.iterator + row, stat_layout), copy,
             copy.get_slice(tid).partition_D(cute.local_tile(sdS, (M, self.keys_wg), (0, wg, None))), tid,
             dq_acc.iterator + (wg * (tiles * 128) + tid) * 4, num_blocks, scale * math.log2(math.e), bars,
             (row, n0 + col, key_end, visible_end, clean_begin, clean_end),
@@ -159,11 +161,14 @@ class WideBackward(BackwardFrame):
         self.probabilities(state, acc_S, Int32(0), mb)
         self.score_gradients(state, acc_dP, Int32(0))
         self.arrive(state)
+        previous_mb, previous_h = mb, h
         for it in cutlass.range(0, total - 1, 1, unroll=1):
-            block = (h, mb)
+            previous, block = (previous_h, previous_mb), (h, mb)
+            previous_mb, previous_h = mb, h
             mb, h = self.next_block(mb, h, mb0, mb1)
-            self.step(state, it, block, mb, False)
-        self.step(state, total - 1, (h, mb), mb, True)
+            self.step(state, it, previous, block, mb, False)
+        self.step(state, total - 1, (previous_h, previous_mb), (h, mb), mb, True)
+        self.add_last_dq(state, (h, mb), True)
         for t in cutlass.range_constexpr(tiles):
             for e in cutlass.range_constexpr(cute.size(acc_dK[t])):
                 acc_dK[t][e] = acc_dK[t][e] * scale
@@ -216,26 +221,27 @@ class WideBackward(BackwardFrame):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(state.bars + self.DS)
 
-    def step(self, state: State, it: Int32, block: Any, next_mb: Int32, last: bool) -> None:
+    def step(self, state: State, it: Int32, previous: Any, block: Any, next_mb: Int32, last: bool) -> None:
         """Block `it`, whose P and dS are on the way to shared memory: its dV, dK and dQ, and the next block's P and dS.
 
-        Nothing is in flight at either end: else the compiler makes every product wait.
+        The last tile of dQ is added up during the next step, behind its first products. Nothing is in flight at either
+        end: else the compiler makes every product wait.
         """
         s, stage, tiles = state, it % self.stages, range(self.column_tiles)
         P = s.frags["Pt"][None, None, None, it % 2 * 2]
         dSt = s.frags["Pt"][None, None, None, it % 2 * 2 + 1]
         dS = s.frags["dS"][None, None, None, it % 2 * 2 + 1]
-        acc_dQ = [
-            cute.make_rmem_tensor(s.mma_dQ.partition_shape_C((64, self.tile_m)), Float32) for _ in tiles
-        ]  # M/2 registers each
         cute.arch.mbarrier_wait(s.bars + self.DS, it & 1)
-        # the next block's S with this block's dV; P while dV runs
-        if not last:
+        # the next block's S with this block's dV; P while dV runs (three warp groups lack registers for S beside dQ)
+        if not last and self.column_tiles > 1:
             acc_S = self.issue_scores(s, it + 1, "Q", "K", self.FULL_Q)
         for t in tiles:
             gemm(s.mma_dKV, s.acc_dV[t], s.frags["dOt"][t][None, None, None, stage], P, False)
+        self.add_last_dq(s, previous, it > 0)
         if not last:
-            warpgroup.wait_group(self.column_tiles)
+            if self.column_tiles == 1:
+                acc_S = self.issue_scores(s, it + 1, "Q", "K", self.FULL_Q)
+            warpgroup.wait_group(self.column_tiles if self.column_tiles > 1 else 0)
             self.probabilities(s, acc_S, it + 1, next_mb)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_DO + stage)
@@ -247,31 +253,34 @@ class WideBackward(BackwardFrame):
             if phase:
                 warpgroup.wait_group(0)
             for t in dq_tiles:
-                gemm(s.mma_dQ, acc_dQ[t], s.frags["Kt"][t], dS, True)
+                gemm(s.mma_dQ, s.acc_dQ[t], s.frags["Kt"][t], dS, True)
             for t in dk_tiles:
                 gemm(s.mma_dKV, s.acc_dK[t], s.frags["Qt"][t][None, None, None, stage], dSt, False)
             if phase == 0 and not last:
                 warpgroup.wait_group(len(dq_tiles) + len(dk_tiles))
                 self.score_gradients(s, acc_dP, it + 1)
             for t in ready:
-                self.add_dq(s, acc_dQ[t], block, t)
+                self.add_dq(s, block, t)
             ready = dq_tiles
-        warpgroup.wait_group(len(self.phases[-1][1]))
-        for t in ready:
-            self.add_dq(s, acc_dQ[t], block, t)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_Q + stage)
-        self.pass_turn(s.turn, block)
         if not last:
             self.arrive(s)
 
-    def add_dq(self, state: State, acc_dQ: cute.Tensor, block: Any, tile: int) -> None:
-        """Add a 64-column tile of dQ^T to block (head, query block) in global memory."""
+    @cute.jit
+    def add_last_dq(self, state: Any, block: Any, wanted: cutlass.Boolean) -> None:
+        """The last tile of dQ of a block (head, query block), if wanted."""
+        if wanted:
+            self.add_dq(state, block, self.column_tiles - 1)
+            self.pass_turn(state.turn, block)
+
+    def add_dq(self, state: State, block: Any, tile: int) -> None:
+        """Add a 64-column tile of dQ^T to a block (head, query block) in global memory."""
         if tile == 0:
             self.await_turn(state.turn, block)
         dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1]) + tile * 512
         for c in range(self.tile_m // 8):
-            add_to_global(dst + c * (8 * self.head_dim), *[acc_dQ[4 * c + j] for j in range(4)])
+            add_to_global(dst + c * (8 * self.head_dim), *[state.acc_dQ[tile][4 * c + j] for j in range(4)])
 
     @cute.jit
     def mask(

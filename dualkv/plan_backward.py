@@ -83,12 +83,12 @@ def backward_work(
     # Items whose first keys lie in one segment read the same queries.
     run = np.searchsorted(begin, key, side="right") - 1
     slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
-    pieces = _pieces(
-        blocks, per_kv, int((blocks * per_kv).sum()) * kv_heads // (SHARES * (num_sms // tile.cluster)), slab_budget
-    )
+    limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * (num_sms // tile.cluster))
+    length = _piece_length(blocks, run, per_kv, limit, slab_budget)
+    pieces = -(-blocks // length)
     item, piece = np.repeat(np.arange(len(key)), pieces), _positions(pieces)
-    piece_begin = block_begin[item] + blocks[item] * piece // pieces[item]
-    piece_end = block_begin[item] + blocks[item] * (piece + 1) // pieces[item]
+    piece_end = block_end[item] - piece * length[item]
+    piece_begin = np.maximum(piece_end - length[item], block_begin[item])
     split = pieces > 1
     first_slab = np.cumsum(np.where(split, pieces, 0)) - pieces
     num_slabs = int(pieces[split].sum())
@@ -122,13 +122,20 @@ def backward_work(
     return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_slabs * kv_heads)
 
 
-def _pieces(blocks: IntArray, per_kv: int, limit: int, budget: int) -> IntArray:
-    """Into how many pieces each item is cut: none longer than `limit` steps, as far as `budget` slabs allow."""
+def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budget: int) -> IntArray:
+    """Query blocks of each item's pieces, cut from its end: at most `limit` steps, as far as `budget` slabs allow.
+
+    One length for the items of a run, whose ends coincide: pieces that start together read the same queries.
+    """
+    longest = np.zeros(run.max(initial=-1) + 1, np.int64)
+    np.maximum.at(longest, run, blocks)
     limit = max(limit, SHORTEST_PIECE)
     while True:
-        pieces = np.minimum(-(-blocks * per_kv // limit), blocks)
+        count = np.maximum(-(-longest * per_kv // limit), 1)
+        length = np.maximum(-(-longest // count), 1)[run]
+        pieces = -(-blocks // length)
         if pieces[pieces > 1].sum() <= budget:
-            return pieces
+            return length
         limit += limit // 4
 
 
