@@ -99,7 +99,7 @@ class ForwardKernel:
         stream: taken from the environment (torch's current stream), not passed.
     q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
-    What is not finite in Q and K touches only the rows that see it. In V it touches every row of a tile in which one row
+    What is not finite in Q and K touches only the rows that see it. In V it touches every row of a tile in which a row
     sees it (0 * NaN is NaN in the tensor cores): rows before it, or of a neighbouring response, never of another group.
 
     Args:
