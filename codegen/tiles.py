@@ -74,23 +74,36 @@ class BackwardTile:
     Attributes:
         tile_m: packed rows a query block.
         tile_n: keys a CTA.
+        warp_groups: MMA warp groups a CTA.
         stages: Q blocks (and dO blocks) in flight.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast.
-        late: reductions of dQ (of `tile_m / 8` a thread) that wait until the next scores are being computed.
+        late: head dims up to 128: reductions of dQ (of some 10 a thread) that wait until the next scores are computed.
+        deterministic: dQ is summed in the order of the keys.
     """
 
     tile_m: int
     tile_n: int = 128
+    warp_groups: int = 2
     stages: int = 2
     cluster: int = 2
     late: int = 4
+    deterministic: bool = False
+
+    @property
+    def locks(self) -> int:
+        """Locks a query block and head: every MMA warp adds to a part of its own."""
+        return 4 * self.warp_groups
+
+    def slab_floats(self, head_dim: int) -> int:
+        """Floats of an item's partial dK and dV, of a native head dim."""
+        return self.cluster * 2 * self.tile_n * head_dim
 
 
 BACKWARD_TILES = {
     64: BackwardTile(tile_m=128),
-    96: BackwardTile(tile_m=96),
-    128: BackwardTile(tile_m=80),
-    192: BackwardTile(tile_m=64, tile_n=96),
+    96: BackwardTile(tile_m=80),
+    128: BackwardTile(tile_m=80, late=2),
+    192: BackwardTile(tile_m=64, tile_n=96, warp_groups=3),
     256: BackwardTile(tile_m=64, tile_n=64),
 }
 
@@ -99,4 +112,19 @@ def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
     """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
     tile = BACKWARD_TILES[kernel_head_dim(head_dim)]
     # Sums in a fixed order make the CTAs of a cluster wait for each other.
-    return replace(tile, cluster=1) if deterministic else tile
+    return replace(tile, cluster=1, deterministic=True) if deterministic else tile
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Tile of the kernels before and after the backward's main one: `tile_m` packed rows, as there."""
+
+    tile_m: int
+
+
+@dataclass(frozen=True)
+class SlabTile:
+    """Tile of :class:`cute_kernels.bwd_sum.SlabSum`: `tile_n` and `cluster` of the slabs' :class:`BackwardTile`."""
+
+    tile_n: int
+    cluster: int

@@ -109,6 +109,16 @@ class Turn:
     before: Int32  # ... and from it on
 
 
+def interleaved_stats(head_dim: int) -> bool:
+    """Whether the main kernel reads statistics by columns of S^T, for which the preprocess interleaves them."""
+    return head_dim <= 128
+
+
+def split_rows(head_dim: int) -> bool:
+    """Whether the warp groups of the main kernel share the rows of dQ, and not its columns."""
+    return head_dim == 64
+
+
 class BackwardFrame:
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
@@ -133,7 +143,7 @@ class BackwardFrame:
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim.
-        tile_m, tile_n, stages, cluster, late: see codegen.tiles.BackwardTile.
+        tile_m, tile_n, warp_groups, stages, cluster, late: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
             it, and costs time. dK and dV are bitwise equal in any case.
 
@@ -142,7 +152,6 @@ class BackwardFrame:
     """
 
     HEAD_DIMS: tuple[int, ...]
-    NATURAL_STATS: bool  # statistics in row order, or interleaved for column-wise reading (see bwd_preprocess)
 
     def __init__(
         self,
@@ -151,6 +160,7 @@ class BackwardFrame:
         *,
         tile_m: int,
         tile_n: int = 128,
+        warp_groups: int = 2,
         stages: int = 2,
         cluster: int = 2,
         late: int = 4,
@@ -160,12 +170,12 @@ class BackwardFrame:
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
         if head_dim not in self.HEAD_DIMS:
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
-        if cluster not in (1, 2):
-            raise ValueError(f"cluster is {cluster}, expected 1 or 2")
+        if cluster not in (1, 2) or warp_groups not in (2, 3):
+            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3 and 1 or 2")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
         self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
-        self.warp_groups = 3 if head_dim == 192 else 2  # that compute
-        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[self.warp_groups]
+        self.warp_groups = warp_groups
+        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
         # mbarriers: one for K, V and dS, one a stage for Q and dO
         self.FULL_K, self.FULL_V, self.DS = 0, 1, 2
         self.FULL_Q, self.EMPTY_Q, self.FULL_DO, self.EMPTY_DO, self.num_bars = [3 + j * stages for j in range(5)]
@@ -375,6 +385,7 @@ class BackwardFrame:
                 dq_acc,
                 slabs,
                 locks,
+                work,
                 visible_end,
                 stats.shape[1] // (2 * self.tile_m),
                 scale,

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, round_to
-from cute_kernels.bwd_frame import BackwardFrame, Turn, add_to_global
+from cute_kernels.bwd_frame import BackwardFrame, Turn, add_to_global, split_rows
 
 
 def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
@@ -55,24 +55,18 @@ class NarrowBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (64, 96, 128)
-    NATURAL_STATS = False
 
     def check_tile(self) -> None:
-        if self.tile_n != 128:
-            raise ValueError(f"tile_n is {self.tile_n}, expected 128: 64 keys a warp group")
+        if self.tile_n != 128 or self.warp_groups != 2:
+            raise ValueError(f"got tile_n {self.tile_n} and {self.warp_groups} warp groups, expected 128 and 2")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 256:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 256")
         if not 0 <= self.late <= self.dq_chunks:
             raise ValueError(f"late is {self.late}, expected 0 to {self.dq_chunks}")
 
     @property
-    def split_rows(self) -> bool:
-        """dQ: each warp group has half of the rows, not 64 of the columns."""
-        return self.head_dim == 64
-
-    @property
     def k_columns(self) -> int:
-        return -(-self.head_dim // 128) * 128 if not self.split_rows else 64
+        return -(-self.head_dim // 128) * 128 if self.head_dim > 64 else 64
 
     @property
     def buffers(self) -> int:
@@ -81,7 +75,7 @@ class NarrowBackward(BackwardFrame):
     @property
     def dq_rows(self) -> int:
         """Rows of dQ (columns of the product) a warp group."""
-        return self.tile_m // 2 if self.split_rows else self.tile_m
+        return self.tile_m // 2 if split_rows(self.head_dim) else self.tile_m
 
     @property
     def dq_chunks(self) -> int:
@@ -110,6 +104,7 @@ class NarrowBackward(BackwardFrame):
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
         locks: cute.Tensor,
+        work: cute.Tensor,
         visible_end: cute.Tensor,
         num_blocks: Int32,
         scale: Float32,
@@ -124,15 +119,17 @@ class NarrowBackward(BackwardFrame):
         item: Any,
         warp_id: Int32,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab, order = item
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, _, order = item
         D, M, N = self.head_dim, self.tile_m, self.tile_n
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         sK_D = sK  # K's first D columns
         if const_expr(self.k_columns != D):
             layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, D), (0, 1))
             sK_D = cute.make_tensor(sK.iterator, layout.outer)
-        dq_half = (0, 0) if const_expr(self.split_rows) else (wg, 0)
-        sdS_rows = cute.local_tile(sdS, (self.dq_rows, N), (wg if const_expr(self.split_rows) else 0, 0, None))
+        dq_half = (0, 0) if const_expr(split_rows(self.head_dim)) else (wg, 0)
+        sdS_rows = cute.local_tile(
+            sdS, (self.dq_rows, N), (wg if const_expr(split_rows(self.head_dim)) else 0, 0, None)
+        )
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
         frags = {  # (MMA, 1, D/16, stages) and the like
             "K": mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK_D, (64, D), (wg, 0)))),
@@ -153,7 +150,7 @@ class NarrowBackward(BackwardFrame):
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_S)
         dS_dst = copy_dS.get_slice(tid).partition_D(cute.local_tile(self.transposed(sdS), (64, M), (wg, 0, None)))
         # dQ in global memory: [chunk of 8 rows][thread][4]; of head dim 96 the last 64 threads hold no columns.
-        dq_threads = 256 if const_expr(self.split_rows) else 2 * D
+        dq_threads = 256 if const_expr(split_rows(self.head_dim)) else 2 * D
         key, key_visible = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
         for r in cutlass.range_constexpr(2):  # this thread's rows of S^T, less its first column
             n = n0 + wg * 64 + warp_id % 4 * 16 + lane // 4 + 8 * r
@@ -194,6 +191,7 @@ class NarrowBackward(BackwardFrame):
         self.pass_turn(state.turn, (h, mb))
         for e in cutlass.range_constexpr(cute.size(acc_dK)):
             acc_dK[e] = acc_dK[e] * scale
+        kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
         row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         if slab < 0:
             self.store(acc_dK, dk, kv_head, n0 + row, key_end)

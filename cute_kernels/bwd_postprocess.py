@@ -1,4 +1,4 @@
-"""After the backward's main kernel: dQ out of its fp32 sums, and the sums of split dK and dV."""
+"""After the backward's main kernel: dQ out of its fp32 sums."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -7,12 +7,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
-from cute_kernels import bwd_items as items
 from cute_kernels.accumulator import round_to
-from cute_kernels.bwd_frame import transpose_8x8
+from cute_kernels.bwd_frame import split_rows, transpose_8x8
 
 VECTOR = 8  # elements of a 128-bit store
-SUM_THREADS = 256
 
 
 class BackwardPostprocess:
@@ -23,7 +21,7 @@ class BackwardPostprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         dq_acc: [H * nm * tile_m * head_dim] fp32, nm = ceil(T / tile_m). Of each block: [chunk][thread][4]; value
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
-            With split_rows 128 threads hold columns, and the next 128 are the same for the second half of the rows.
+            Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows.
         dq: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes. Every element
             is written.
         softmax_scale: fp32.
@@ -33,13 +31,12 @@ class BackwardPostprocess:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel, 64 or more.
         tile_m: query rows a block.
-        split_rows: see dq_acc.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, split_rows: bool) -> None:
-        self.dtype, self.head_dim, self.tile_m, self.split_rows = dtype, head_dim, tile_m, split_rows
-        self.threads = 256 if split_rows else 2 * head_dim
-        self.rows = tile_m // 2 if split_rows else tile_m  # of a thread's columns
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int) -> None:
+        self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
+        self.threads = 256 if split_rows(head_dim) else 2 * head_dim
+        self.rows = tile_m // 2 if split_rows(head_dim) else tile_m  # of a thread's columns
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -77,8 +74,8 @@ class BackwardPostprocess:
         values = cute.make_rmem_tensor((4, self.rows // 8), Float32)
         for c in cutlass.range_constexpr(self.rows // 8):
             cute.autovec_copy(quads[None, c], values[None, c])
-        first_row = tid // 128 * self.rows if cutlass.const_expr(self.split_rows) else 0
-        first_column = (tid % 128 if cutlass.const_expr(self.split_rows) else tid) // 32 * 16
+        first_row = tid // 128 * self.rows if cutlass.const_expr(split_rows(self.head_dim)) else 0
+        first_column = (tid % 128 if cutlass.const_expr(split_rows(self.head_dim)) else tid) // 32 * 16
         for c in cutlass.range_constexpr(self.rows // 8):
             quad, rounded = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, self.dtype)
             for j in cutlass.range_constexpr(4):
@@ -95,82 +92,3 @@ class BackwardPostprocess:
                 vector = cute.make_rmem_tensor(VECTOR, self.dtype)
                 cute.autovec_copy(cute.local_tile(tile[m, None], (VECTOR,), (column,)), vector)
                 cute.autovec_copy(vector, cute.local_tile(dq[mb * M + m, h, None], (VECTOR,), (column,)))
-
-
-class SlabSum:
-    """dK and dV of split items: their fp32 slabs added up in order and rounded.
-
-    Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        slabs: [n_slabs * cluster * 2 * tile_n * head_dim] fp32: per slab and CTA, dK and dV, rows of head_dim.
-        sums: [n, 5] int32, which slabs make which keys (fields: bwd_items.py). n >= 1.
-        dk, dv: [T, Hk, D] fp16 or bf16; last dimension contiguous, even strides. The keys of `sums` are written.
-        stream: taken from the environment (torch's current stream), not passed.
-
-    Args:
-        dtype: cutlass.BFloat16 or cutlass.Float16.
-        head_dim, tile_n, cluster: of the main kernel.
-    """
-
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_n: int, cluster: int) -> None:
-        self.dtype, self.head_dim, self.tile_n, self.cluster = dtype, head_dim, tile_n, cluster
-
-    def fake_arguments(self) -> tuple[object, ...]:
-        """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)
-
-        def packed() -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 1)
-            return make_fake_tensor(self.dtype, (rows, kv_heads, dim), strides, assumed_align=4)
-
-        slabs = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-        shape, strides = (cute.sym_int32(), items.NUM_SUM_FIELDS), (items.NUM_SUM_FIELDS, 1)
-        sums = make_fake_tensor(Int32, shape, strides, assumed_align=4)
-        return slabs, sums, packed(), packed(), make_fake_stream(use_tvm_ffi_env_stream=True)
-
-    @cute.jit
-    def __call__(
-        self,
-        slabs: cute.Tensor,  # (n_slabs * cluster * 2 * tile_n * head_dim)
-        sums: cute.Tensor,  # (n, 5)
-        dk: cute.Tensor,  # (T, Hk, D)
-        dv: cute.Tensor,  # (T, Hk, D)
-        stream: cuda.CUstream,
-    ) -> None:
-        keys_a_cta = SUM_THREADS * 4 // self.head_dim  # of dK or dV: 4 columns a thread
-        parts = self.cluster * 2 * -(-self.tile_n // keys_a_cta)
-        self.kernel(slabs, sums, dk, dv, keys_a_cta).launch(
-            grid=[sums.shape[0] * parts, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self, slabs: cute.Tensor, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, keys_a_cta: cutlass.Constexpr
-    ) -> None:
-        D, N, tid = self.head_dim, self.tile_n, cute.arch.thread_idx()[0]
-        runs = -(-N // keys_a_cta)
-        block = cute.arch.block_idx()[0]
-        run, which, rank, s = (
-            block % runs,
-            block // runs % 2,
-            block // (2 * runs) % self.cluster,
-            block // (2 * runs * self.cluster),
-        )
-        row, column = run * keys_a_cta + tid // (D // 4), tid % (D // 4) * 4
-        n = sums[s, items.SUM_KEY] + rank * N + row
-        if tid < keys_a_cta * (D // 4) and row < N and n < sums[s, items.SUM_KEY_END] and column < dk.shape[2]:
-            total, part = [cute.make_rmem_tensor(4, Float32) for _ in range(2)]
-            total.fill(0.0)
-            first = sums[s, items.SUM_FIRST]
-            for i in cutlass.range(first, first + sums[s, items.SUM_COUNT], 1, unroll=2):
-                place = ((Int64(i) * self.cluster + rank) * 2 + which) * (N * D) + row * D + column
-                source = (slabs.iterator + place).align(16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), part)
-                for j in cutlass.range_constexpr(4):
-                    total[j] = total[j] + part[j]
-            rounded = cute.make_rmem_tensor(4, self.dtype)
-            round_to(total, rounded)
-            for j in cutlass.range_constexpr(4):
-                if which == 0:
-                    dk[n, sums[s, items.SUM_KV_HEAD], column + j] = rounded[j]
-                else:
-                    dv[n, sums[s, items.SUM_KV_HEAD], column + j] = rounded[j]

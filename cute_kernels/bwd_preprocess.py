@@ -9,6 +9,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
+from cute_kernels.bwd_frame import interleaved_stats
+
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
 
@@ -22,7 +24,9 @@ class BackwardPreprocess:
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
         stats: [H, nm * 2 * tile_m] fp32, nm = ceil(T / tile_m): lse2 and dpsum of a block's rows. Rows past T get +inf
-            and 0, so that their probabilities are 0. Every element is written.
+            and 0, so that their probabilities are 0. Rows in order, or (interleaved_stats) 16 of them such that what
+            lane % 4 == b needs of an accumulator, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is
+            written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
         stream: taken from the environment (torch's current stream), not passed.
@@ -31,14 +35,12 @@ class BackwardPreprocess:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel.
         tile_m: query rows a block, a multiple of 16.
-        natural: whether statistics are in row order (wide head dims). Else 16 rows are interleaved such that the 4
-            floats of columns 2b, 2b+1, 8+2b, 8+2b+1 of an accumulator lie together, for lane % 4 == b.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, natural: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int) -> None:
         if tile_m % 16 or tile_m > THREADS:
             raise ValueError(f"tile_m is {tile_m}, expected a multiple of 16 up to {THREADS}")
-        self.dtype, self.head_dim, self.tile_m, self.natural = dtype, head_dim, tile_m, natural
+        self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
         self.lanes = 1 << (head_dim // VECTOR - 1).bit_length()  # threads a row, at most a warp
 
     def fake_arguments(self) -> tuple[object, ...]:
@@ -112,7 +114,9 @@ class BackwardPreprocess:
         cute.arch.sync_threads()
         if tid < M:
             t, m = mb * M + tid, tid
-            place = m if cutlass.const_expr(self.natural) else m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
+            place = m
+            if cutlass.const_expr(interleaved_stats(self.head_dim)):
+                place = m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
             lse2 = Float32.inf
             if t < num_rows:
                 lse2 = lse[h, t] * math.log2(math.e)

@@ -46,11 +46,12 @@ class WideBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (192, 256)
-    NATURAL_STATS = True
 
     def check_tile(self) -> None:
         if self.tile_m != 64:
             raise ValueError(f"tile_m is {self.tile_m}, expected 64")
+        if self.head_dim % (64 * self.warp_groups):
+            raise ValueError(f"got {self.warp_groups} warp groups, expected each to have 64 columns of {self.head_dim}")
         unit = 16 * self.warp_groups
         if self.tile_n % unit or not unit <= self.tile_n <= 256:
             raise ValueError(f"tile_n is {self.tile_n}, expected a multiple of {unit} up to 256")
@@ -58,11 +59,6 @@ class WideBackward(BackwardFrame):
     @property
     def buffers(self) -> int:
         return 4  # P and dS of two blocks
-
-    @property
-    def split_rows(self) -> bool:
-        """The order of dq_acc, see bwd_postprocess."""
-        return False
 
     @property
     def column_tiles(self) -> int:
@@ -100,6 +96,7 @@ class WideBackward(BackwardFrame):
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
         locks: cute.Tensor,
+        work: cute.Tensor,
         visible_end: cute.Tensor,
         num_blocks: Int32,
         scale: Float32,
@@ -114,7 +111,7 @@ class WideBackward(BackwardFrame):
         item: Any,
         warp_id: Int32,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, slab, order = item
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, _, order = item
         D, M, N, tiles = self.head_dim, self.tile_m, self.tile_n, self.column_tiles
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
@@ -169,6 +166,7 @@ class WideBackward(BackwardFrame):
             self.step(state, it, previous, block, mb, False)
         self.step(state, total - 1, (previous_h, previous_mb), (h, mb), mb, True)
         self.add_last_dq(state, (h, mb), True)
+        kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
         for t in cutlass.range_constexpr(tiles):
             for e in cutlass.range_constexpr(cute.size(acc_dK[t])):
                 acc_dK[t][e] = acc_dK[t][e] * scale
