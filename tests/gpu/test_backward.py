@@ -1,0 +1,165 @@
+"""The Hopper backward kernels against float64: layouts, head dims, ratios, dtypes, splits, sizes, fixed order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from codegen.spec import backward_specs
+from codegen.tiles import HEAD_DIMS
+from dualkv import Layout, hopper
+from tests import oracle
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LAYOUTS = {
+    "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
+    "ragged groups": Layout.from_lengths(
+        [0, 1, 129, 200, 64, 37], [[5, 70], [1, 1, 1], [], [100, 0, 300, 17], [64] * 5, [3] * 20]
+    ),
+    "one token": Layout.from_lengths([1], [[]]),
+    "two tokens": Layout.from_lengths([1], [[1]]),
+    "short responses share key blocks": Layout.from_lengths([200], [[9] * 40]),
+    "aligned": Layout.from_lengths([512], [[256, 128, 384]]),
+    "many groups": Layout.from_lengths([16] * 60, [[3, 1, 9]] * 60),
+    "no responses": Layout.from_lengths([700, 3, 260], [[], [0, 0], []]),
+}
+SPLIT = Layout.from_lengths([1500], [[300, 333, 77]])  # few key blocks for the device: split along their queries
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(compile_all):
+    if HOPPER:
+        kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
+        compile_all(spec for kind in kinds for spec in backward_specs(*kind))
+
+
+def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
+    """q, k, v, dout"""
+    generator = torch.Generator("cuda").manual_seed(layout.num_tokens * 1000 + heads * head_dim)
+    shapes = [(layout.num_tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
+
+
+def run(q, k, v, dout, out, lse, layout, deterministic=False):
+    """(dq, dk, dv) of the kernels; outputs and workspace start as NaN and large integers."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills what it makes
+    try:
+        assert torch.empty(1, device="cuda").isnan()
+        return hopper.backward(dout, q, k, v, out, lse, layout._segments, q.shape[2] ** -0.5, deterministic)
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def check(q, k, v, dout, layout, deterministic=False):
+    """The bound of the issue: twice plain PyTorch's error in the same dtype; and the same bits twice."""
+    arguments = layout.offsets, layout.parent, q.shape[2] ** -0.5, dout
+    out, lse, *wants = oracle.attention_and_grads(q, k, v, *arguments)
+    saved = out.to(q.dtype), lse.float()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    plain = torch.autograd.grad(oracle.attention(*leaves, *arguments[:3])[0], leaves, dout)
+    got = run(q, k, v, dout, *saved, layout, deterministic)
+    for name, x, p, want in zip(("dq", "dk", "dv"), got, plain, wants, strict=True):
+        error, plain_error = x.double() - want, p.double() - want
+        assert error.abs().max() <= 2 * plain_error.abs().max() + 1e-5, name
+        assert error.norm() <= 2 * plain_error.norm() + 1e-5 * want.norm() + 1e-5, name
+    again = run(q, k, v, dout, *saved, layout, deterministic)
+    for a, b in zip(got[0 if deterministic else 1 :], again[0 if deterministic else 1 :], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, head_dim, dtype):
+    for ratio in (1, 4):
+        check(*inputs(LAYOUTS[name], 2 * ratio, 2, head_dim, dtype), LAYOUTS[name])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_deterministic(name, head_dim):
+    check(*inputs(LAYOUTS[name], head_dim=head_dim), LAYOUTS[name], deterministic=True)
+
+
+@pytest.mark.parametrize("ratio", [*range(1, 17), 17, 40])
+def test_gqa_ratios(ratio):
+    check(*inputs(LAYOUTS["ragged groups"], 2 * ratio, 2), LAYOUTS["ragged groups"])
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_head_dims(head_dim):
+    check(*inputs(LAYOUTS["ragged groups"], head_dim=head_dim), LAYOUTS["ragged groups"])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_split_key_blocks(head_dim, deterministic):
+    q, k, v, dout = inputs(SPLIT, 4, 1, head_dim)
+    tile = backward_specs("bf16", head_dim, deterministic).main.tile
+    assert hopper.backward_plan(SPLIT._segments, q.device, tile, 4, 1).num_slabs
+    check(q, k, v, dout, SPLIT, deterministic)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tails(head_dim):
+    """Every remainder of a group's last key block."""
+    lengths = range(1, 2 * 128 + 2, 3)
+    layout = Layout.from_lengths(lengths, [[(37 * n) % 131, (11 * n) % 67] for n in lengths])
+    check(*inputs(layout, 2, 1, head_dim), layout)
+
+
+def test_slices_and_strides():
+    layout = LAYOUTS["ragged groups"]
+    fused = torch.randn(layout.num_tokens, 12 * 136, device="cuda", dtype=BF16).view(layout.num_tokens, 12, 136)
+    dout = torch.randn(8, layout.num_tokens, 136, device="cuda", dtype=BF16).transpose(0, 1)
+    for head_dim in (128, 72):
+        check(*(x[:, :, :head_dim] for x in (*fused.split([8, 2, 2], 1), dout)), layout)
+
+
+def test_more_than_2_to_the_31_elements():
+    """The last of many equal groups gives what it gives alone: every offset is right past 2^31."""
+    group, head_dim = ([900], [[300, 201]]), 128
+    count = 2**31 // (1401 * 128 * head_dim) + 2
+    many, alone = Layout.from_lengths(group[0] * count, group[1] * count), Layout.from_lengths(*group)
+    assert many.num_tokens * 128 * head_dim > 2**31
+    q, k, v, dout = inputs(many, 128, 8)
+    out, lse = torch.randn_like(q), torch.full((128, many.num_tokens), 9.0, device="cuda")
+    got = run(q, k, v, dout, out, lse, many)
+    last = slice(many.num_tokens - alone.num_tokens, None)
+    want = run(*(x[last] for x in (q, k, v, dout, out)), lse[:, last], alone)
+    for a, b in zip(got, want, strict=True):
+        assert not a.isnan().any()
+        # Alone, key blocks are split along their queries: other partial sums of the same numbers.
+        assert (a[last].float() - b.float()).norm() < 1e-3 * b.float().norm()
+
+
+@pytest.fixture
+def another_process_loads_the_gpu():
+    code = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint(flush=True)\nwhile True: a = (a @ a).tanh()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("name", ["one group", "ragged groups", "split"])
+def test_a_hundred_deterministic_runs(name, another_process_loads_the_gpu):
+    layout = LAYOUTS.get(name, SPLIT)
+    q, k, v, dout = inputs(layout)
+    out, lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, 128**-0.5)
+    saved = out.to(BF16), lse.float()
+    first = run(q, k, v, dout, *saved, layout, deterministic=True)
+    for _ in range(99):
+        for a, b in zip(run(q, k, v, dout, *saved, layout, deterministic=True), first, strict=True):
+            assert torch.equal(a, b)
