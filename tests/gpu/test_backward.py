@@ -29,7 +29,7 @@ LAYOUTS = {
     "many groups": Layout.from_lengths([16] * 60, [[3, 1, 9]] * 60),
     "no responses": Layout.from_lengths([700, 3, 260], [[], [0, 0], []]),
 }
-SPLIT = Layout.from_lengths([1500], [[300, 333, 77]])  # few key blocks for the device: split along their queries
+SPLIT = Layout.from_lengths([600], [[500, 433, 477]])  # at 8 heads and 1 KV head: few key blocks for the device
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,9 +104,9 @@ def test_head_dims(head_dim):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_split_key_blocks(head_dim, deterministic):
-    q, k, v, dout = inputs(SPLIT, 4, 1, head_dim)
+    q, k, v, dout = inputs(SPLIT, 8, 1, head_dim)
     tile = backward_specs("bf16", head_dim, deterministic).main.tile
-    assert hopper.backward_plan(SPLIT._segments, q.device, tile, 4, 1).num_slabs
+    assert hopper.backward_plan(SPLIT._segments, q.device, tile, 8, 1).num_slabs
     check(q, k, v, dout, SPLIT, deterministic)
 
 
@@ -156,7 +156,7 @@ def another_process_loads_the_gpu():
 @pytest.mark.parametrize("name", ["one group", "ragged groups", "split"])
 def test_a_hundred_deterministic_runs(name, another_process_loads_the_gpu):
     layout = LAYOUTS.get(name, SPLIT)
-    q, k, v, dout = inputs(layout)
+    q, k, v, dout = inputs(layout, kv_heads=1)
     out, lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, 128**-0.5)
     saved = out.to(BF16), lse.float()
     first = run(q, k, v, dout, *saved, layout, deterministic=True)
