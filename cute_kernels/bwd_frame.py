@@ -140,12 +140,16 @@ class BackwardFrame:
     q, k, v, dout: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements); dk, dv:
     last dimension contiguous, even strides.
 
+    Masked pairs are multiplied by zero: a NaN or infinity in the inputs of one group or response may reach the
+    gradients of its neighbours, as far as the blocks of keys and query rows that hold rows of both.
+
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim.
         tile_m, tile_n, warp_groups, stages, cluster, late: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
-            it, and costs time. dK and dV are bitwise equal in any case.
+            it, and costs time: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are
+            bitwise equal in any case.
 
     Raises:
         ValueError: a configuration that does not fit, in one sentence.

@@ -83,7 +83,7 @@ def backward_work(
     # Items whose first keys lie in one segment read the same queries.
     run = np.searchsorted(begin, key, side="right") - 1
     slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
-    limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * (num_sms // tile.cluster))
+    limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * max(num_sms // tile.cluster, 1))
     length = _piece_length(blocks, run, per_kv, limit, slab_budget)
     pieces = -(-blocks // length)
     item, piece = np.repeat(np.arange(len(key)), pieces), _positions(pieces)
