@@ -6,6 +6,7 @@ its target from the environment when it is imported, and so that nothing it does
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -81,10 +82,18 @@ def _kernel(spec: KernelSpec) -> Any:
     """The kernel object, which the DSL compiles, of one specification."""
     import cutlass
 
-    from cute_kernels.fwd import ForwardKernel
-
+    module = importlib.import_module(f"cute_kernels.{spec.operation}")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
-    return ForwardKernel(dtype, spec.head_dim, spec.packed_heads, **spec.to_dict()["tile"])
+    tile = spec.to_dict()["tile"]
+    if spec.operation == "fwd":
+        return module.ForwardKernel(dtype, spec.head_dim, spec.packed_heads, **tile)
+    make = {
+        "bwd_preprocess": "BackwardPreprocess",
+        "bwd": "backward_kernel",
+        "bwd_sum": "SlabSum",
+        "bwd_postprocess": "BackwardPostprocess",
+    }[spec.operation]
+    return getattr(module, make)(dtype, spec.head_dim, **tile)
 
 
 def _shared_memory(ir: str) -> int:

@@ -21,16 +21,20 @@ from typing import Any
 from codegen import store, toolchain
 from codegen.spec import KernelSpec, table
 
-WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "STL", "LDL")
+WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "REDG", "STL", "LDL")
+EXPECTED = {  # kinds of instructions without which an operation's kernel is not what it was written to be
+    "fwd": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
+    "bwd": ("HGMMA", "UTMALDG", "USETMAXREG", "REDG"),
+}
 RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory", "wgmma_warnings")
 
 
-def describe(specs: list[KernelSpec], folder: Path, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compile `specs` into `folder`; yields each one's text and what the compiler made of it, in order."""
+def describe(specs: list[KernelSpec], folder: Path, jobs: int) -> Iterator[tuple[KernelSpec, dict[str, Any]]]:
+    """Compile `specs` into `folder`; yields each one and what the compiler made of it, in order."""
     for spec, entry in store.fill(specs, folder, jobs):
         record = json.loads((entry / "kernel.json").read_text())
         code = {"instructions": instructions(entry / "kernel.cubin")}
-        yield str(spec), {name: record[name] for name in RESOURCES} | code
+        yield spec, {name: record[name] for name in RESOURCES} | code
 
 
 def instructions(cubin: Path) -> dict[str, int]:
@@ -44,13 +48,13 @@ def instructions(cubin: Path) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def problems(described: dict[str, Any]) -> list[str]:
-    """What no kernel may have, and what each must."""
+def problems(operation: str, described: dict[str, Any]) -> list[str]:
+    """What no kernel may have, and what those of an operation must."""
     code = described["instructions"]
     found = [f"{name} is {described[name]}, expected 0" for name in RESOURCES[1:4] if described[name]]
     found += [f"ptxas runs wgmma one by one ({code})" for code in described["wgmma_warnings"]]
     found += [f"{code[name]} {name} instructions use local memory" for name in ("STL", "LDL") if name in code]
-    for kind in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+    for kind in EXPECTED.get(operation, ()):
         if not any(name.startswith(kind) for name in code):
             found.append(f"no {kind} instruction")
     return found
@@ -94,9 +98,11 @@ def main() -> None:
     arguments = parser.parse_args()
     recorded = json.loads(arguments.path.read_text())["kernels"] if arguments.check else {}
     specs, kernels, wrong = table(), {}, 0
-    for text, described in describe(specs, arguments.folder, arguments.jobs):
-        kernels[text] = described
-        found = problems(described) + (differences(recorded.get(text), described) if arguments.check else [])
+    for spec, described in describe(specs, arguments.folder, arguments.jobs):
+        kernels[text := str(spec)] = described
+        found = problems(spec.operation, described) + (
+            differences(recorded.get(text), described) if arguments.check else []
+        )
         wrong += bool(found)
         print("\n    ".join([f"{len(kernels)}/{len(specs)} {text}", *found]), flush=True)
     if not arguments.check:

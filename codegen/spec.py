@@ -5,24 +5,44 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS, ForwardTile, forward_tile, kernel_head_dim, packed_heads
+from codegen.tiles import (
+    HEAD_DIMS,
+    MAX_PACKED_HEADS,
+    BackwardTile,
+    ForwardTile,
+    RowTile,
+    SlabTile,
+    backward_tile,
+    forward_tile,
+    kernel_head_dim,
+    packed_heads,
+)
 
 DTYPES = ("bf16", "fp16")
 ARCHS = ("sm_90a",)
-TILES = {"fwd": ForwardTile}  # the tile configuration of each operation
+Tile = ForwardTile | BackwardTile | RowTile | SlabTile
+AnyTile = TypeVar("AnyTile", bound=Tile)
+TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
+    "fwd": ForwardTile,
+    "bwd_preprocess": RowTile,
+    "bwd": BackwardTile,
+    "bwd_sum": SlabTile,
+    "bwd_postprocess": RowTile,
+}
 
 
 @dataclass(frozen=True)
-class KernelSpec:
+class KernelSpec(Generic[AnyTile]):
     """One specialization: what is fixed when a kernel is compiled. Lengths, groups, T, H, Hk and strides are not.
 
     Attributes:
-        operation: "fwd".
+        operation: one of TILES.
         dtype: "bf16" or "fp16".
         head_dim: native head dim; the same kernel runs every smaller multiple of 8.
-        packed_heads: query heads of one KV head in a tile: the GQA ratio up to 16, beyond that a divisor of it.
+        packed_heads: query heads of one KV head in a tile. Forward: the GQA ratio up to 16, beyond that a divisor of
+            it. Backward: 1, whatever the ratio.
         tile: the operation's tile configuration.
         arch: "sm_90a".
 
@@ -35,7 +55,7 @@ class KernelSpec:
     dtype: str
     head_dim: int
     packed_heads: int
-    tile: ForwardTile
+    tile: AnyTile
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -83,16 +103,45 @@ class KernelSpec:
         return f"{self.operation} {self.dtype} {shape} {tile} {self.arch}"
 
 
-def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec:
+def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec[ForwardTile]:
     """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles."""
     return KernelSpec(
         "fwd", dtype, kernel_head_dim(head_dim), packed_heads(heads_per_kv), forward_tile(head_dim, heads_per_kv)
     )
 
 
+class BackwardSpecs(NamedTuple):
+    """The backward's kernels in the order of their launches; `slab_sum` runs only where items are split."""
+
+    preprocess: KernelSpec[RowTile]
+    main: KernelSpec[BackwardTile]
+    slab_sum: KernelSpec[SlabTile]
+    postprocess: KernelSpec[RowTile]
+
+
+def backward_specs(dtype: str, head_dim: int, deterministic: bool = False) -> BackwardSpecs:
+    """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio."""
+    native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic)
+
+    def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
+        return KernelSpec(operation, dtype, native, 1, tile)
+
+    rows = RowTile(tile.tile_m)
+    return BackwardSpecs(
+        spec("bwd_preprocess", rows),
+        spec("bwd", tile),
+        spec("bwd_sum", SlabTile(tile.tile_n, tile.cluster)),
+        spec("bwd_postprocess", rows),
+    )
+
+
 def table() -> list[KernelSpec]:
     """Every specialization that the table of tiles can ask for."""
-    return [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
+    forward = [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
+    backward = [
+        s for d in HEAD_DIMS for dtype in DTYPES for fixed in (False, True) for s in backward_specs(dtype, d, fixed)
+    ]
+    return forward + list(dict.fromkeys(backward))
 
 
 def canonical_json(value: Any) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from codegen import store
-from codegen.spec import KernelSpec, forward_spec
+from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
-from codegen.tiles import ForwardTile
-from dualkv import plan
+from codegen.tiles import BackwardTile, ForwardTile
+from dualkv import plan, plan_backward
 from dualkv.layout import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -40,9 +42,24 @@ def device_unsupported(device: torch.device) -> str | None:
     return None if capability == CAPABILITY else f"compute capability {capability[0]}.{capability[1]}"
 
 
-# ---------------------------------------------------------------- the plan on a device
-class ForwardPlan:
-    """What the forward reads of a layout on one device, for one tile configuration.
+# ---------------------------------------------------------------- plans on a device
+class Plan:
+    """Tensors that kernels read of a layout on one device."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+        self._used_on: set[int] = set()
+
+    def use(self, stream: torch.cuda.Stream) -> None:
+        """Keep the tensors' memory until `stream` has finished with them, should the layout be dropped before that."""
+        if stream.cuda_stream not in self._used_on:
+            for tensor in self._tensors:
+                tensor.record_stream(stream)
+            self._used_on.add(stream.cuda_stream)
+
+
+class ForwardPlan(Plan):
+    """What the forward reads, for one tile configuration.
 
     Attributes:
         work: [n, items.NUM_FIELDS] int32.
@@ -50,19 +67,65 @@ class ForwardPlan:
     """
 
     def __init__(self, segments: Segments, device: torch.device, tokens: int, tile_n: int) -> None:
-        stream = _upload_stream(device)
-        self.work = _upload(plan.forward_work(segments, tokens, tile_n), stream)
+        self.work = _upload(plan.forward_work(segments, tokens, tile_n), device)
         self.segment_begin = segments.made(
-            ("segment_begin", device), lambda: _upload(plan.segment_begin(segments), stream)
+            ("segment_begin", device), lambda: _upload(plan.segment_begin(segments), device)
         )
-        self._used_on: set[int] = set()
+        super().__init__(self.work, self.segment_begin)
 
-    def use(self, stream: torch.cuda.Stream) -> None:
-        """Keep the tensors' memory until `stream` has finished with them, should the layout be dropped before that."""
-        if stream.cuda_stream not in self._used_on:
-            self.work.record_stream(stream)
-            self.segment_begin.record_stream(stream)
-            self._used_on.add(stream.cuda_stream)
+
+class BackwardPlan(Plan):
+    """What the backward reads, for one tile configuration and numbers of heads.
+
+    Attributes:
+        work: [n, bwd_items.NUM_FIELDS] int32.
+        sums: [m, bwd_items.NUM_SUM_FIELDS] int32, no rows where no item is split.
+        num_slabs: partial sums that the items write.
+        visible_end: [T] int32.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int) -> None:
+        made = plan_backward.backward_work(segments, tile, heads, kv_heads, _num_sms(device), tile.deterministic)
+        self.num_slabs = made.num_slabs
+        self.work, self.sums = _upload(made.items, device), _upload(made.sums, device)
+        self.visible_end = segments.made(
+            ("visible_end", device), lambda: _upload(segments.visible_end.astype(np.int32), device)
+        )
+        super().__init__(self.work, self.sums, self.visible_end)
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[[], AnyPlan]) -> AnyPlan:
+    """The plan, made at a layout's first call and kept with it; ready for the current stream.
+
+    Raises:
+        RuntimeError: the first call is inside a CUDA graph capture.
+    """
+
+    def first() -> AnyPlan:
+        _refuse_capture(device, "this layout has no work plan")
+        return make()
+
+    found = segments.made((key, device), first)
+    found.use(torch.cuda.current_stream(device))
+    return found
+
+
+def forward_plan(segments: Segments, device: torch.device, tile: ForwardTile, packed_heads: int) -> ForwardPlan:
+    """See `_planned`."""
+    tokens, tile_n = tile.tokens(packed_heads), tile.tile_n
+    key = "forward", tokens, tile_n
+    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, tokens, tile_n))
+
+
+def backward_plan(
+    segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int
+) -> BackwardPlan:
+    """See `_planned`."""
+    key = "backward", tile, heads, kv_heads
+    return _planned(segments, device, key, lambda: BackwardPlan(segments, device, tile, heads, kv_heads))
 
 
 @cache
@@ -71,27 +134,13 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _upload(array: npt.NDArray[Any], stream: torch.cuda.Stream) -> torch.Tensor:
-    """A copy on `stream`'s device, complete on return. Waits for `stream` alone: no other work is held up."""
+def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on the device, complete on return. Waits for a stream of its own alone: no other work is held up."""
+    stream = _upload_stream(device)
     with torch.cuda.stream(stream):
-        tensor = torch.from_numpy(array).to(stream.device)
+        tensor = torch.from_numpy(array).to(device)
     stream.synchronize()
     return tensor
-
-
-def forward_plan(segments: Segments, device: torch.device, tile: ForwardTile, packed_heads: int) -> ForwardPlan:
-    """The plan, made at a layout's first call and kept with it.
-
-    Raises:
-        RuntimeError: the first call is inside a CUDA graph capture.
-    """
-    tokens, tile_n = tile.tokens(packed_heads), tile.tile_n
-
-    def make() -> ForwardPlan:
-        _refuse_capture(device, "this layout has no work plan")
-        return ForwardPlan(segments, device, tokens, tile_n)
-
-    return segments.made(("forward plan", device, tokens, tile_n), make)
 
 
 def _refuse_capture(device: torch.device, lacking: str) -> None:
@@ -104,13 +153,25 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
         )
 
 
-# ---------------------------------------------------------------- launch
+# ---------------------------------------------------------------- launches
 @cache
-def _kernel(dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device) -> tuple[KernelSpec, Kernel]:
+def _kernel(
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device
+) -> tuple[KernelSpec[ForwardTile], Kernel]:
     """The specialization that serves these; nothing of a batch's lengths is in it."""
     _refuse_capture(device, "the kernel is not loaded")
     spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv)
     return spec, store.load(spec)
+
+
+@cache
+def _backward_kernels(
+    dtype: torch.dtype, head_dim: int, deterministic: bool, device: torch.device
+) -> tuple[BackwardSpecs, list[Kernel]]:
+    """The specializations that serve these, whatever the batch and the GQA ratio."""
+    _refuse_capture(device, "the backward's kernels are not loaded")
+    specs = backward_specs(DTYPES[dtype], head_dim, deterministic)
+    return specs, [store.load(spec) for spec in specs]
 
 
 @cache
@@ -148,9 +209,51 @@ def forward(
     device, (rows, heads, head_dim) = q.device, q.shape
     spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device)
     planned = forward_plan(segments, device, spec.tile, spec.packed_heads)
-    planned.use(torch.cuda.current_stream(device))
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
     kernel(q, k, v, out, lse, planned.work, planned.segment_begin, softmax_scale, _num_sms(device))
     return out, lse
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    segments: Segments, softmax_scale: float, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, in three or four launches on the current stream.
+
+    Serves what :func:`forward` serves, and first calls are like its own. dk and dv are bitwise equal from run to run;
+    dq, which key blocks add to in fp32, is if deterministic, else up to the order of these sums. Workspace: dq in fp32,
+    and at most a quarter of that for the sums of split key blocks.
+
+    Args:
+        dout, out: [T, H, D], dtype of q.
+        q, k, v, segments, softmax_scale: what the forward was given.
+        lse: [H, T] fp32, natural log, from the forward.
+        deterministic: bitwise equal dq from run to run.
+
+    Raises:
+        RuntimeError: as :func:`forward`.
+    """
+    device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
+    specs, (preprocess, main, slab_sum, postprocess) = _backward_kernels(q.dtype, head_dim, deterministic, device)
+    tile, native = specs.main.tile, specs.main.head_dim
+    planned = backward_plan(segments, device, tile, heads, kv_heads)
+    q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
+    lse = lse if lse.stride(1) == 1 else lse.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+
+    def workspace(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    blocks = -(-rows // tile.tile_m)  # of query rows
+    stats = workspace(heads, blocks * 2 * tile.tile_m)
+    dq_sums = workspace(heads * blocks * tile.tile_m * native)
+    locks = workspace(heads * blocks * tile.locks if deterministic else 0, dtype=torch.int32)
+    slabs = workspace(planned.num_slabs * tile.slab_floats(native))
+    preprocess(out, dout, lse, stats, dq_sums, locks)
+    main(q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale)
+    if planned.num_slabs:
+        slab_sum(slabs, planned.sums, dk, dv)
+    postprocess(dq_sums, dq, softmax_scale)
+    return dq, dk, dv

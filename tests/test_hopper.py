@@ -5,18 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from codegen import store
-from codegen.spec import forward_spec
+from codegen.spec import backward_specs, forward_spec
 from cute_kernels import items
-from dualkv import Layout, hopper, plan
+from dualkv import Layout, hopper, plan, plan_backward
 from dualkv.layout import segments_of
 
 
 def segments(layout):
     return segments_of(layout.offsets, layout.parent)
+
+
+def random_backward(tokens, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+    """dout, q, k, v, out, lse"""
+    q, k, v = random_inputs(tokens, heads, kv_heads, head_dim, dtype)
+    return torch.randn(q.shape).to(dtype), q, k, v, torch.randn(q.shape).to(dtype), torch.randn(heads, tokens)
 
 
 def random_inputs(tokens, heads, kv_heads, head_dim, dtype=torch.bfloat16):
@@ -38,18 +44,21 @@ def launches(monkeypatch):
         return lambda *arguments: seen.append((spec, arguments))
 
     monkeypatch.setattr(store, "load", load)
-    monkeypatch.setattr(hopper, "_upload", lambda array, stream: torch.from_numpy(array))
+    monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array))
     monkeypatch.setattr(hopper, "_refuse_capture", lambda device, lacking: None)
     monkeypatch.setattr(hopper, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(hopper.ForwardPlan, "use", lambda self, stream: None)
-    monkeypatch.setattr(hopper, "_upload_stream", lambda device: None)
+    monkeypatch.setattr(hopper.Plan, "use", lambda self, stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    hopper._kernel.cache_clear()
+    loaders = hopper._kernel, hopper._backward_kernels
+    for loader in loaders:
+        loader.cache_clear()
     yield seen
-    hopper._kernel.cache_clear()
+    for loader in loaders:
+        loader.cache_clear()
 
 
 groups = st.lists(st.tuples(st.integers(0, 200), st.lists(st.integers(0, 200), max_size=5)), min_size=1, max_size=6)
+SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose queries are split
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -62,6 +71,93 @@ def test_one_kernel_serves_every_length(launches, lens):
     for heads, kv_heads, head_dim in ((4, 1, 64), (8, 2, 64), (6, 1, 48), (34, 2, 128)):
         hopper.forward(*random_inputs(layout.num_tokens, heads, kv_heads, head_dim), segments(layout), 0.125)
     assert len(launches.loaded) == len({(4, 64), (6, 48), (17, 128)})
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups, st.booleans())
+@example(SPLIT, False)
+@example(SPLIT, True)
+def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, deterministic):
+    """Sizes as the kernels' docstrings ask. Over all examples, a head dim loads four kernels, each way, once."""
+    layout = Layout.from_lengths([p for p, _ in lens], [r for _, r in lens])
+    tokens = layout.num_tokens
+    if not tokens:
+        return
+    for heads, kv_heads, head_dim in ((4, 1, 64), (34, 1, 64), (6, 3, 136)):
+        specs = backward_specs("bf16", head_dim, deterministic)
+        tile, native = specs.main.tile, specs.main.head_dim
+        inputs = random_backward(tokens, heads, kv_heads, head_dim)
+        launches.clear()
+        dq, dk, dv = hopper.backward(*inputs, segments(layout), 0.125, deterministic)
+        plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, deterministic)
+        assert [spec for spec, _ in launches] == [s for s in specs if s.operation != "bwd_sum" or plan.num_slabs]
+        called = {spec.operation: arguments for spec, arguments in launches}
+        dout, q, k, v, out, lse = inputs
+        assert_same(called["bwd_preprocess"][:3], (out, dout, lse))
+        stats, dq_sums, locks = called["bwd_preprocess"][3:]
+        blocks = -(-tokens // tile.tile_m)
+        assert stats.shape == (heads, blocks * 2 * tile.tile_m)
+        assert dq_sums.shape == (heads * blocks * tile.tile_m * native,)
+        assert {stats.dtype, dq_sums.dtype} == {torch.float32}
+        assert locks.dtype == torch.int32
+        assert locks.numel() == (heads * blocks * tile.locks if deterministic else 0)
+        slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
+        assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
+        assert slabs.numel() == plan.num_slabs * tile.slab_floats(native)
+        assert slabs.numel() <= tokens * heads * native / 4
+        assert np.array_equal(work.numpy(), plan.items)
+        assert visible_end.dtype == torch.int32
+        assert visible_end.tolist() == segments(layout).visible_end.tolist()
+        assert plan.num_slabs or lens != SPLIT or heads != 34
+        if plan.num_slabs:
+            assert np.array_equal(called["bwd_sum"][1].numpy(), plan.sums)
+            assert_same(called["bwd_sum"][::2], (slabs, dk))
+            assert called["bwd_sum"][3] is dv
+        assert_same(called["bwd_postprocess"], (dq_sums, dq, 0.125))
+        for grad, x in ((dq, q), (dk, k), (dv, v)):
+            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (x.shape, x.dtype, True)
+    assert len(launches.loaded) <= 2 * 2 * 4
+
+
+def assert_same(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a is b or (isinstance(a, float) and a == b)
+
+
+def test_the_backwards_plan_is_made_once_for_all_layers(launches, monkeypatch):
+    made = []
+    real = plan_backward.backward_work
+    monkeypatch.setattr(plan_backward, "backward_work", lambda *a: made.append(a) or real(*a))
+    layout = Layout.from_lengths([300], [[77, 200]])
+
+    def run(heads, kv_heads, deterministic, dtype=torch.bfloat16):
+        inputs = random_backward(layout.num_tokens, heads, kv_heads, 128, dtype)
+        hopper.backward(*inputs, segments(layout), 0.1, deterministic)
+
+    for _ in range(3):
+        run(8, 2, False)
+        run(8, 2, False, torch.float16)
+    assert len(made) == 1
+    run(8, 2, True)
+    run(8, 4, False)
+    run(4, 2, False)
+    assert len(made) == 4
+    assert len({id(a[11]) for spec, a in launches if spec.operation == "bwd"}) == 1, "one visible_end"
+
+
+def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
+    layout = Layout.from_lengths([30], [[7, 20]])
+    dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
+    expanded = dout[:1, :1].expand_as(dout)
+    lse_by_row = lse.t().contiguous().t()
+    hopper.backward(expanded, q, k, v, out, lse_by_row, segments(layout), 0.1, False)
+    (_, copy, copied_lse, *_), main = (arguments for _, arguments in launches[:2])
+    assert main[3] is copy
+    assert copy.is_contiguous()
+    assert torch.equal(copy, expanded)
+    assert copied_lse.is_contiguous()
+    assert torch.equal(copied_lse, lse)
 
 
 def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):

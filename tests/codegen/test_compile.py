@@ -132,3 +132,21 @@ def test_runtime_library_is_the_one_the_dsl_links_to():
     program = "from cutlass.cute.runtime import find_runtime_libraries as f; print(f(enable_tvm_ffi=False)[0])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == toolchain.runtime_library()
+
+
+SIZES = """
+from codegen.spec import table
+from codegen.compile import _kernel
+for spec in table():
+    if spec.operation == "bwd":
+        kernel, tile = _kernel(spec), spec.tile
+        assert kernel.lock_count() == tile.locks, spec
+        assert kernel.slab_floats() == tile.slab_floats(spec.head_dim), spec
+        print(spec)
+"""
+
+
+def test_workspaces_are_as_large_as_the_backward_kernels_take_them():
+    done = subprocess.run([sys.executable, "-c", SIZES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 20

@@ -4,6 +4,9 @@ A head dim decides the tile and so the code; the dtype only names other operand 
 and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left
 over, 16: the most), every number of packed heads at one head dim, and both dtypes. `make check-kernels` compares all of
 them. After a change that is meant, `make manifest` records it.
+
+Of the backward it compiles every head dim's kernels in bf16, with and without deterministic sums, and one head dim's in
+fp16.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from codegen import manifest, store
-from codegen.spec import forward_spec, table
+from codegen.spec import backward_specs, forward_spec, table
 from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +26,11 @@ RECORD = json.loads(Path(__file__).with_name("manifest.json").read_text())
 SPECS = sorted(
     {forward_spec("bf16", d, h) for d in HEAD_DIMS for h in (1, 4, 7, 16)}
     | {forward_spec("bf16", 128, h) for h in range(1, MAX_PACKED_HEADS + 1)}
-    | {forward_spec("fp16", d, 4) for d in HEAD_DIMS},
+    | {forward_spec("fp16", d, 4) for d in HEAD_DIMS}
+    | {spec for d in HEAD_DIMS for spec in backward_specs("bf16", d)}
+    | {backward_specs("bf16", d, deterministic=True).main for d in HEAD_DIMS}
+    | {backward_specs("bf16", 128, deterministic=True).slab_sum}
+    | set(backward_specs("fp16", 128)),
     key=str,
 )
 
@@ -35,9 +42,8 @@ def described():
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_kernel_is_as_recorded(described, spec):
-    now = described[str(spec)]
-    assert manifest.problems(now) == []
-    assert now["instructions"]
+    now = described[spec]
+    assert manifest.problems(spec.operation, now) == []
     differences = manifest.differences(RECORD["kernels"].get(str(spec)), now)
     made_by = manifest.versions(store.add(spec, ROOT / "build" / "kernels"))
     assert differences == [], f"recorded by {RECORD['versions']}, now {made_by}; if it is meant: make manifest"
@@ -45,17 +51,23 @@ def test_kernel_is_as_recorded(described, spec):
 
 def test_record_covers_the_table_and_has_no_problem():
     assert set(RECORD["kernels"]) == set(map(str, table()))
-    assert [p for described in RECORD["kernels"].values() for p in manifest.problems(described)] == []
+    for spec in table():
+        assert manifest.problems(spec.operation, RECORD["kernels"][str(spec)]) == [], spec
 
 
 def test_problems_are_found():
-    good = RECORD["kernels"][str(SPECS[0])]
+    good = RECORD["kernels"][str(forward_spec("bf16", 128, 4))]
     code = good["instructions"]
-    assert manifest.problems(good | {"spill_stores": 8}) == ["spill_stores is 8, expected 0"]
-    assert manifest.problems(good | {"wgmma_warnings": ["C7512"]}) == ["ptxas runs wgmma one by one (C7512)"]
-    assert manifest.problems(good | {"instructions": code | {"LDL": 2}}) == ["2 LDL instructions use local memory"]
+    assert manifest.problems("fwd", good | {"spill_stores": 8}) == ["spill_stores is 8, expected 0"]
+    assert manifest.problems("fwd", good | {"wgmma_warnings": ["C7512"]}) == ["ptxas runs wgmma one by one (C7512)"]
+    assert manifest.problems("fwd", good | {"instructions": code | {"LDL": 2}}) == [
+        "2 LDL instructions use local memory"
+    ]
     without = {name: n for name, n in code.items() if not name.startswith("UTMALDG")}
-    assert manifest.problems(good | {"instructions": without}) == ["no UTMALDG instruction"]
+    assert manifest.problems("fwd", good | {"instructions": without}) == ["no UTMALDG instruction"]
+    main = RECORD["kernels"][str(backward_specs("bf16", 128).main)]
+    without = {name: n for name, n in main["instructions"].items() if not name.startswith("REDG")}
+    assert manifest.problems("bwd", main | {"instructions": without}) == ["no REDG instruction"]
     assert manifest.differences(good, good | {"registers": 200}) == [
         f"registers: recorded {good['registers']}, now 200"
     ]

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from codegen.spec import KernelSpec, canonical_json, forward_spec, table
+from codegen import toolchain
+from codegen.spec import TILES, KernelSpec, backward_specs, canonical_json, forward_spec, table
 from codegen.tiles import ForwardTile
 
 SPEC = forward_spec("bf16", 128, 4)
@@ -19,7 +20,8 @@ SPEC = forward_spec("bf16", 128, 4)
 
 def test_json_round_trip_and_symbols_over_the_whole_table():
     specs = table()
-    assert len(specs) == len(set(specs)) == 5 * 16 * 2
+    forward, of_each_tile, by_determinism = 5 * 16 * 2, 5 * 2 * 2, 5 * 2 * 2 * 2
+    assert len(specs) == len(set(specs)) == forward + of_each_tile + by_determinism
     for spec in specs:
         assert KernelSpec.from_json(spec.to_json()) == spec
         assert re.fullmatch(r"[A-Za-z_]\w*", spec.symbol)
@@ -44,6 +46,23 @@ def test_every_head_dim_and_ratio_is_served_by_the_table():
         assert spec in known
         assert spec.head_dim >= head_dim
         assert heads_per_kv % spec.packed_heads == 0
+    for head_dim, deterministic in itertools.product(range(8, 257, 8), (False, True)):
+        specs = backward_specs("fp16", head_dim, deterministic)
+        assert known.issuperset(specs)
+        assert {spec.head_dim for spec in specs} == {forward_spec("fp16", head_dim, 1).head_dim}
+
+
+def test_kernels_of_one_backward_agree_on_their_tiles():
+    for head_dim, deterministic in itertools.product((64, 96, 128, 192, 256), (False, True)):
+        preprocess, main, slab_sum, postprocess = backward_specs("bf16", head_dim, deterministic)
+        assert main.tile.deterministic == deterministic
+        assert preprocess.tile.tile_m == postprocess.tile.tile_m == main.tile.tile_m
+        assert (slab_sum.tile.tile_n, slab_sum.tile.cluster) == (main.tile.tile_n, main.tile.cluster)
+
+
+def test_each_operation_has_a_source():
+    for operation in TILES:
+        assert f"cute_kernels.{operation}" in toolchain._sources(operation)
 
 
 @pytest.mark.parametrize(
