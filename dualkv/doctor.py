@@ -140,12 +140,9 @@ def _on_gpu(where: str, name: str, no_kernel: str | None, no_composition: str | 
         if no_composition is None
         else (REFERENCE, f"PyTorch's FlashAttention does not run on {no_composition}")
     )
-    no_backward = no_kernel or "the backward"
-    forward = (KERNEL, f"{name} is a Hopper GPU") if no_kernel is None else fallback
-    why = "" if no_kernel is None else f"no kernel for {no_kernel}; "
+    half, why = fallback if no_kernel else (KERNEL, f"{name} is a Hopper GPU")
     return [
-        Runs(f"{where}, bf16 or fp16, forward", forward[0], why + forward[1]),
-        Runs(f"{where}, bf16 or fp16, backward", fallback[0], f"no kernel for {no_backward}; {fallback[1]}"),
+        Runs(f"{where}, bf16 or fp16", half, f"no kernel for {no_kernel}; {why}" if no_kernel else why),
         Runs(f"{where}, fp32 or fp64", REFERENCE, "kernels and FlashAttention take bf16 and fp16; slow"),
     ]
 

@@ -88,6 +88,12 @@ def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse:
             )
     if lse.shape != (q.shape[1], q.shape[0]):
         raise ValueError(f"lse has shape {tuple(lse.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")
+    if lse.dtype != _lse_dtype(q) or lse.device != q.device:
+        raise ValueError(f"lse is {lse.dtype} on {lse.device}, expected {_lse_dtype(q)} on {q.device}")
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # ---------------------------------------------------------------- implementations by device
@@ -147,7 +153,13 @@ def _bwd_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     segments = _checked(q, k, v, offsets, parent)
     _check_backward(dout, q, out, lse)
-    if segments.total and _composed(q, hopper.unsupported(q, segments) or "the backward"):
+    if segments.total == 0:
+        return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    no_kernel = hopper.unsupported(q, segments)
+    if no_kernel is None:
+        return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
+    if _composed(q, no_kernel):
         return composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
     return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
 
@@ -165,8 +177,7 @@ def _fwd_fake(
     softmax_scale: float, deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_tensors(q, k, v, offsets, parent)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
 
 
 @torch.library.register_fake("dualkv::bwd", lib=_lib)

@@ -257,7 +257,13 @@ def test_bad_arguments_get_one_sentence():
     with pytest.raises(ValueError, match="parent is on meta"):
         op.fwd(GOOD, GOOD, GOOD, LAYOUT.offsets, LAYOUT.parent.to("meta"), 1.0)
     out, lse = op.fwd(GOOD, GOOD, GOOD, LAYOUT.offsets, LAYOUT.parent, 1.0)
-    for bad in ((GOOD.half(), out, lse), (GOOD[:4], out, lse), (GOOD, out[:4], lse), (GOOD, out, lse[:, :4])):
+    for bad in (
+        (GOOD.half(), out, lse),
+        (GOOD[:4], out, lse),
+        (GOOD, out[:4], lse),
+        (GOOD, out, lse[:, :4]),
+        (GOOD, out, lse.double()),
+    ):
         with pytest.raises(ValueError, match="expected"):
             op.bwd(bad[0], GOOD, GOOD, GOOD, *bad[1:], LAYOUT.offsets, LAYOUT.parent, 1.0)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from codegen import store
 from codegen.spec import backward_specs, forward_spec
 from cute_kernels import items
-from dualkv import Layout, hopper, plan, plan_backward
+from dualkv import Layout, hopper, ops, plan, plan_backward
 from dualkv.layout import segments_of
 
 
@@ -219,6 +219,25 @@ def test_what_the_copy_engine_cannot_read_is_copied(x):
     assert copy.stride() == (x.shape[1] * 64, 64, 1)
     assert copy.data_ptr() % 16 == 0
     assert torch.equal(copy, x)
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_ops_run_the_kernels_where_they_serve(launches, monkeypatch, deterministic, switch):
+    """PyTorch's switch for deterministic algorithms asks for ordered sums as well."""
+    monkeypatch.setattr(hopper, "device_unsupported", lambda device: None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: switch)
+    layout = Layout.from_lengths([30], [[7, 20]])
+    dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
+    arguments = layout.offsets, layout.parent, 0.1, deterministic
+    got = ops._fwd_cuda(q, k, v, *arguments)
+    grads = ops._bwd_cuda(dout, q, k, v, out, lse, *arguments)
+    ((first, forward), (_, before), (main, backward), (_, after)) = launches
+    assert first == forward_spec("bf16", 64, 2)
+    assert main == backward_specs("bf16", 64, deterministic or switch).main
+    assert_same(forward[3:5], got)
+    assert_same((before[0], before[1], before[2], backward[3]), (out, dout, lse, dout))
+    assert_same((after[1], *backward[5:7]), grads)
 
 
 def test_reasons_why_no_kernel_serves():

@@ -1,4 +1,4 @@
-"""The op on a Hopper GPU: the kernel runs, nothing recompiles or synchronises, streams and graphs are respected."""
+"""The ops on a Hopper GPU: the kernels run, nothing recompiles or synchronises, streams and graphs are respected."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ import time
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import dualkv
 from codegen import store
+from codegen.spec import backward_specs
+from codegen.tiles import HEAD_DIMS
 from dualkv import Layout, composition, hopper, reference
 from tests import oracle
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(compile_all):
+    if HOPPER:
+        kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
+        compile_all(spec for kind in kinds for spec in backward_specs(*kind))
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16):
@@ -33,6 +43,25 @@ def check(out, lse, q, k, v, layout):
     assert (lse - want_lse).abs().max() < 1e-3
 
 
+def grads(q, k, v, dout, layout, deterministic=False):
+    """(dq, dk, dv) through autograd."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(dualkv.attention(*leaves, layout, deterministic=deterministic), leaves, dout)
+
+
+def check_grads(got, q, k, v, dout, layout):
+    """At most twice the error of plain PyTorch in the same dtype."""
+    arguments = layout.offsets, layout.parent, q.shape[2] ** -0.5
+    wants = oracle.attention_and_grads(q, k, v, *arguments, dout)[2:]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    plain = torch.autograd.grad(oracle.attention(*leaves, *arguments)[0], leaves, dout)
+    for name, x, p, want in zip(("dq", "dk", "dv"), got, plain, wants, strict=True):
+        assert x.dtype == q.dtype
+        error, plain_error = x.double() - want, p.double() - want
+        assert error.abs().max() <= 2 * plain_error.abs().max() + 1e-5, name
+        assert error.norm() <= 2 * plain_error.norm() + 1e-5 * want.norm() + 1e-5, name
+
+
 def random_layout(generator):
     def draw(high, n):
         return torch.randint(0, high, (n,), generator=generator).tolist()
@@ -48,8 +77,9 @@ def only_the_kernel(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("not the kernel")
 
-    monkeypatch.setattr(composition, "forward", refuse)
-    monkeypatch.setattr(reference, "forward", refuse)
+    for module in (composition, reference):
+        monkeypatch.setattr(module, "forward", refuse)
+        monkeypatch.setattr(module, "backward", refuse)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
@@ -61,20 +91,37 @@ def test_attention_runs_the_kernel(only_the_kernel, head_dim, dtype):
     check(out, lse, q, k, v, layout)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1), (34, 2)])
+@pytest.mark.parametrize("head_dim", [40, *HEAD_DIMS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients(only_the_kernel, head_dim, heads, kv_heads, dtype, deterministic):
+    layout = Layout.from_lengths([300, 1, 0], [[77, 128, 1, 200], [5], [40, 3]])
+    q, k, v = inputs(layout, heads, kv_heads, head_dim, dtype)
+    dout = torch.randn_like(q)
+    check_grads(grads(q, k, v, dout, layout, deterministic), q, k, v, dout, layout)
+
+
 def test_nothing_compiles_or_loads_when_the_batch_changes(only_the_kernel):
     warm = Layout.from_lengths([10], [[3]])
-    dualkv.attention(*inputs(warm), warm)
+    q, k, v = inputs(warm)
+    grads(q, k, v, torch.randn_like(q), warm)
     before, loaded = dict(store.counts), dict(store._loaded)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
+    for i in range(30):
         layout = random_layout(generator)
         q, k, v = inputs(layout)
         out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
         check(out, lse, q, k, v, layout)
+        dout = torch.randn_like(q)
+        got = grads(q, k, v, dout, layout)
+        if i % 5 == 0:
+            check_grads(got, q, k, v, dout, layout)
     for heads, kv_heads in ((4, 1), (12, 3), (32, 8)):
         q, k, v = inputs(layout, heads, kv_heads)
         out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
         check(out, lse, q, k, v, layout)
+        grads(q, k, v, torch.randn_like(q), layout)
     assert dict(store.counts) == before
     assert store._loaded == loaded
 
@@ -106,28 +153,71 @@ def test_strided_inputs_give_the_same(only_the_kernel):
     assert torch.equal(dualkv.attention(q, *one, layout), dualkv.attention(q, *(x.contiguous() for x in one), layout))
 
 
+def test_gradients_of_strided_inputs(only_the_kernel):
+    """Slices of a fused projection, heads before tokens, unaligned, an expanded gradient: the same bits."""
+    layout = Layout.from_lengths([130, 40], [[77, 60], [9]])
+    fused = torch.randn(layout.num_tokens, 12 * 128, device="cuda", dtype=torch.bfloat16)
+    parts = [x.view(layout.num_tokens, -1, 128) for x in fused.split([8 * 128, 2 * 128, 2 * 128], 1)]
+    plain = [x.contiguous() for x in parts]
+    dout = torch.randn_like(plain[0])
+    want = grads(*plain, dout, layout, deterministic=True)
+
+    def same(q, k, v, dout, want):
+        return all(map(torch.equal, grads(q, k, v, dout, layout, deterministic=True), want))
+
+    swapped = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (*plain, dout)]
+    raw = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype) for x in (*plain, dout)]
+    shifted = [a[1:].view(x.shape).copy_(x) for a, x in zip(raw, (*plain, dout), strict=True)]
+    assert same(*parts, dout, want)
+    assert same(*swapped, want)
+    assert same(*shifted, want)
+    for expanded in (dout[:1].expand_as(dout), dout[:, :1].expand_as(dout), dout[:1, :1, :1].expand_as(dout)):
+        assert same(*plain, expanded, grads(*plain, expanded.contiguous(), layout, deterministic=True))
+    leaf = fused.requires_grad_()
+    of_slices = [x.view(layout.num_tokens, -1, 128) for x in leaf.split([8 * 128, 2 * 128, 2 * 128], 1)]
+    (got,) = torch.autograd.grad(dualkv.attention(*of_slices, layout, deterministic=True), leaf, dout)
+    assert torch.equal(got, torch.cat([x.flatten(1) for x in want], 1))
+
+
+def test_gradients_of_some_inputs(only_the_kernel):
+    layout = Layout.from_lengths([300], [[77, 128]])
+    qkv = inputs(layout)
+    dout = torch.randn_like(qkv[0])
+    want = grads(*qkv, dout, layout, deterministic=True)
+    for needed in ((0,), (1,), (2,), (0, 2)):
+        some = [x.detach().requires_grad_(i in needed) for i, x in enumerate(qkv)]
+        out = dualkv.attention(*some, layout, deterministic=True)
+        got = torch.autograd.grad(out, [some[i] for i in needed], dout)
+        assert all(torch.equal(grad, want[i]) for i, grad in zip(needed, got, strict=True))
+
+
 def test_a_first_call_does_not_wait_for_the_gpu(only_the_kernel):
     warm = Layout.from_lengths([10], [[3]])
     q, k, v = inputs(warm)
-    dualkv.attention(q, k, v, warm)
+    grads(q, k, v, torch.randn_like(q), warm)
     layout = Layout.from_lengths([3000], [[500] * 8])
     q, k, v = inputs(layout)
+    dout = torch.randn_like(q)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # over a second of this stream's time
     begin = time.perf_counter()
     out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
     again = dualkv.attention(q, k, v, layout)
+    _, *dkv = grads(q, k, v, dout, layout)
     seconds = time.perf_counter() - begin
     busy = not torch.cuda.current_stream().query()
     assert busy, f"the stream was done after {seconds:.3f} s: the sleep is too short to tell"
     assert torch.equal(out, again)
     check(out, lse, q, k, v, layout)
+    assert all(map(torch.equal, dkv, grads(q, k, v, dout, layout)[1:]))
 
 
 def test_it_follows_the_current_stream(only_the_kernel):
     layout = Layout.from_lengths([700], [[200, 300]])
     q, k, v = inputs(layout)
+    dout = torch.randn_like(q)
     want = dualkv.attention(q, k, v, layout)
+    want_grads = grads(q, k, v, dout, layout, deterministic=True)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     held = q.clone()
@@ -137,30 +227,34 @@ def test_it_follows_the_current_stream(only_the_kernel):
         torch.cuda._sleep(200_000_000)
         q.copy_(held)
         out = dualkv.attention(q, k, v, layout)  # right only behind the copy
+        got_grads = grads(q, k, v, dout, layout, deterministic=True)
     side.synchronize()
     assert torch.equal(out, want)
+    assert all(map(torch.equal, got_grads, want_grads))
 
 
 def test_a_dropped_layout_leaves_its_plan_to_the_kernel(only_the_kernel):
     layout = Layout.from_lengths([700], [[200, 300]])
     q, k, v = inputs(layout)
+    dout = torch.randn_like(q)
     want = dualkv.attention(q, k, v, layout)
+    want_grads = grads(q, k, v, dout, layout, deterministic=True)
     other = Layout.from_lengths([700], [[200, 300]])
     torch.cuda._sleep(500_000_000)
     out = dualkv.attention(q, k, v, other)
+    got_grads = grads(q, k, v, dout, other, deterministic=True)
     del other
     gc.collect()
     # What a freed plan's memory would be given to, while the kernel still waits behind the sleep.
     garbage = [Layout.from_lengths([64 * i + 5], [[64 * i] * 4]) for i in range(1, 30)]
     for layout_ in garbage:
-        hopper.forward_plan(layout_._segments, q.device, *_tile())
+        spec, _ = hopper._kernel(q.dtype, 128, 4, q.device)
+        hopper.forward_plan(layout_._segments, q.device, spec.tile, spec.packed_heads)
+        hopper.backward_plan(layout_._segments, q.device, backward_specs("bf16", 128, True).main.tile, 8, 2)
+    assert not torch.cuda.current_stream().query(), "the sleep is too short to tell"
     torch.cuda.synchronize()
     assert torch.equal(out, want)
-
-
-def _tile():
-    spec, _ = hopper._kernel(torch.bfloat16, 128, 4, torch.device("cuda", torch.cuda.current_device()))
-    return spec.tile, spec.packed_heads
+    assert all(map(torch.equal, got_grads, want_grads))
 
 
 def test_graph_capture(only_the_kernel):
@@ -185,6 +279,35 @@ def test_graph_capture(only_the_kernel):
         check(out, lse, q, k, v, layout)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graph_capture_of_forward_and_backward(only_the_kernel, deterministic):
+    layout, other = Layout.from_lengths([300], [[77, 128]]), Layout.from_lengths([200], [[50]])
+    q, k, v = inputs(other)
+    grads(q, k, v, torch.randn_like(q), other, deterministic)  # the kernels are loaded
+    q, k, v = inputs(layout)
+    dout = torch.randn_like(q)
+    dualkv.attention(q, k, v, layout)  # the forward's plan is made, the backward's is not
+    missing = "no work plan on cuda:0 yet: run the same call once before the capture"
+    with pytest.raises(RuntimeError, match=missing), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        grads(q, k, v, dout, layout, deterministic)
+    torch.cuda.synchronize()
+    grads(q, k, v, dout, layout, deterministic)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = grads(q, k, v, dout, layout, deterministic)
+    for _ in range(3):
+        for x in (q, k, v, dout):
+            x.copy_(torch.randn_like(x))
+        for x in got:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        check_grads(got, q, k, v, dout, layout)
+        exact = 0 if deterministic else 1
+        assert all(map(torch.equal, got[exact:], grads(q, k, v, dout, layout, deterministic)[exact:]))
+
+
 def test_second_device(only_the_kernel):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -195,6 +318,10 @@ def test_second_device(only_the_kernel):
     out = dualkv.attention(*there, layout)  # cuda:0 is current
     assert out.device == torch.device("cuda:1")
     assert torch.equal(out.to("cuda:0"), want)
+    dout = torch.randn_like(q)
+    got = grads(*there, dout.to("cuda:1"), layout, deterministic=True)
+    for a, b in zip(got, grads(q, k, v, dout, layout, deterministic=True), strict=True):
+        assert torch.equal(a.to("cuda:0"), b)
 
 
 def test_opcheck_and_compile(only_the_kernel):
@@ -204,6 +331,17 @@ def test_opcheck_and_compile(only_the_kernel):
     torch.library.opcheck(torch.ops.dualkv.fwd.default, arguments, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(lambda a, b, c: dualkv.attention(a * 1.0, b, c, layout) + 1.0, fullgraph=True)
     assert torch.equal(compiled(q, k, v), dualkv.attention(q, k, v, layout) + 1.0)
+    out, lse = torch.ops.dualkv.fwd(*arguments)
+    dout = torch.randn_like(q)
+    backward = dout, q, k, v, out, lse, *arguments[3:-1], True
+    torch.library.opcheck(torch.ops.dualkv.bwd.default, backward, test_utils=("test_schema", "test_faketensor"))
+
+    def step(a, b, c):
+        return dualkv.attention(a * 1.0, b, c, layout, deterministic=True)
+
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True)(*leaves), leaves, dout)
+    assert all(map(torch.equal, got, torch.autograd.grad(step(*leaves), leaves, dout)))
 
 
 def test_two_runs_are_bitwise_equal(only_the_kernel):
@@ -213,3 +351,43 @@ def test_two_runs_are_bitwise_equal(only_the_kernel):
     for _ in range(5):
         for a, b in zip(dualkv.attention(q, k, v, layout, return_lse=True), first, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradients_of_keys_and_values_are_bitwise_equal(only_the_kernel, head_dim):
+    layout = Layout.from_lengths([1000, 30], [[333, 129, 700], [64]])
+    q, k, v = inputs(layout, 16, 1, head_dim)
+    dout = torch.randn_like(q)
+    first, ordered = grads(q, k, v, dout, layout), grads(q, k, v, dout, layout, deterministic=True)
+    for _ in range(5):
+        assert all(map(torch.equal, grads(q, k, v, dout, layout)[1:], first[1:]))
+        assert all(map(torch.equal, grads(q, k, v, dout, layout, deterministic=True), ordered))
+
+
+def test_pytorchs_switch_orders_the_sums_too(only_the_kernel):
+    layout = Layout.from_lengths([1000, 30], [[333, 129, 700], [64]])
+    q, k, v = inputs(layout, 16, 2)
+    dout = torch.randn_like(q)
+    want = grads(q, k, v, dout, layout, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(5):
+            assert all(map(torch.equal, grads(q, k, v, dout, layout), want))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_gradient_checkpointing_and_autocast(only_the_kernel):
+    layout = Layout.from_lengths([300], [[77, 128]])
+    q, k, v = (x.float().requires_grad_() for x in inputs(layout))
+    dout = torch.randn_like(q)
+
+    def step(*qkv):
+        with torch.autocast("cuda", torch.bfloat16):
+            return dualkv.attention(*qkv, layout, deterministic=True).float()
+
+    want = torch.autograd.grad(step(q, k, v), (q, k, v), dout)
+    assert all(x.dtype == torch.float32 for x in want)
+    out = torch.utils.checkpoint.checkpoint(step, q, k, v, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), dout), want))
+    check_grads([x.bfloat16() for x in want], *(x.detach().bfloat16() for x in (q, k, v)), dout.bfloat16(), layout)
