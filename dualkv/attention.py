@@ -59,7 +59,8 @@ def attention(
         v: [T, Hk, D] packed values.
         layout: where prompts and responses lie in the T rows.
         softmax_scale: a positive number, 1/sqrt(D) by default.
-        deterministic: bitwise equal gradients from run to run.
+        deterministic: bitwise equal gradients from run to run. Without it the kernels still give such gradients of k
+            and v; that of q is a sum of fp32 parts in any order.
         return_lse: also return the log-sum-exp of each row's scaled scores. It carries no gradient.
 
     Returns:

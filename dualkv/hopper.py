@@ -114,7 +114,7 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
 
 
 def forward_plan(segments: Segments, device: torch.device, tile: ForwardTile, packed_heads: int) -> ForwardPlan:
-    """See `_planned`."""
+    """The forward's plan; see `_planned`."""
     tokens, tile_n = tile.tokens(packed_heads), tile.tile_n
     key = "forward", tokens, tile_n
     return _planned(segments, device, key, lambda: ForwardPlan(segments, device, tokens, tile_n))
@@ -123,7 +123,7 @@ def forward_plan(segments: Segments, device: torch.device, tile: ForwardTile, pa
 def backward_plan(
     segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int
 ) -> BackwardPlan:
-    """See `_planned`."""
+    """The backward's plan; see `_planned`."""
     key = "backward", tile, heads, kv_heads
     return _planned(segments, device, key, lambda: BackwardPlan(segments, device, tile, heads, kv_heads))
 
