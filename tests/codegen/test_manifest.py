@@ -5,8 +5,8 @@ and divisions. So the CPU suite compiles every head dim at the packed heads that
 over, 16: the most), every number of packed heads at one head dim, and both dtypes. `make check-kernels` compares all of
 them. After a change that is meant, `make manifest` records it.
 
-Of the backward it compiles every head dim's kernels in bf16, with and without deterministic sums, and one head dim's in
-fp16.
+Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels around
+it one for each order in which dQ and the statistics lie (head dims 64, 128, 192); and one head dim's in fp16.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SPECS = sorted(
     {forward_spec("bf16", d, h) for d in HEAD_DIMS for h in (1, 4, 7, 16)}
     | {forward_spec("bf16", 128, h) for h in range(1, MAX_PACKED_HEADS + 1)}
     | {forward_spec("fp16", d, 4) for d in HEAD_DIMS}
-    | {spec for d in HEAD_DIMS for spec in backward_specs("bf16", d)}
-    | {backward_specs("bf16", d, deterministic=True).main for d in HEAD_DIMS}
+    | {backward_specs("bf16", d, fixed).main for d in HEAD_DIMS for fixed in (False, True)}
+    | {spec for d in (64, 128, 192) for spec in backward_specs("bf16", d)}
     | {backward_specs("bf16", 128, deterministic=True).slab_sum}
     | set(backward_specs("fp16", 128)),
     key=str,
