@@ -5,8 +5,8 @@ and divisions. So the CPU suite compiles every head dim at the packed heads that
 over, 16: the most), every number of packed heads at one head dim, and both dtypes. `make check-kernels` compares all of
 them. After a change that is meant, `make manifest` records it.
 
-Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels around
-it one for each order in which dQ and the statistics lie (head dims 64, 128, 192); and one head dim's in fp16.
+Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels
+around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16.
 """
 
 from __future__ import annotations
