@@ -298,7 +298,7 @@ class _Demo:
             trace.samples.append(self.sample(way, settings.steps))
         result.rewards = [samples.mean_reward for samples in trace.samples]
         result.seconds = dict(trainer.seconds)
-        result.peak_bytes, result.memory_method = trainer.peak_bytes, trainer.memory_method
+        result.peak_bytes, result.memory_method = trainer.memory.bytes, trainer.memory.method
         return result, trace
 
     def sample(self, way: str, step: int) -> Rollouts:

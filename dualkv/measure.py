@@ -36,39 +36,43 @@ class Stopwatch:
 
 
 class PeakMemory:
-    """Most memory in use during a `with` block, above what was in use at its start.
+    """Most memory in use inside its `measured()` blocks, above what was in use when it was made.
 
     On CUDA it is what PyTorch's allocator handed out. On the CPU it is resident memory of this process as the Linux
     kernel tracks it (the high-water mark VmHWM, reset at the start), so it includes what operators use inside; memory
     freed earlier is given back to the system first. Elsewhere it is not measured.
 
     Attributes:
-        bytes: the peak, after the block; None where it cannot be measured.
-        method: how it was measured, in a few words.
+        bytes: the peak so far; None where it cannot be measured, and before the first block.
+        method: how it is measured, in a few words.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.bytes: int | None = None
         self.method = "allocated by PyTorch" if device.type == "cuda" else "resident memory of the process"
-
-    def __enter__(self) -> PeakMemory:
-        gc.collect(1)  # young objects alone: a full collection takes longer than a small update
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._start: int | None = torch.cuda.memory_allocated(self._device)
-        else:
-            self._start = _reset_resident_peak()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+        gc.collect()  # what is garbage already would be missing from the difference once it is collected
+        self._start = self._reset()
         if self._start is None:
             self.method = "not measured: needs CUDA, or Linux with a writable /proc/self/clear_refs"
-        elif self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._start
-        else:
-            self.bytes = max(0, _resident("VmHWM") - self._start)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """A block whose peak counts."""
+        self._reset()
+        yield
+        if self._start is not None:
+            cuda = self._device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(self._device) if cuda else _resident("VmHWM")
+            self.bytes = max(self.bytes or 0, peak - self._start)
+
+    def _reset(self) -> int | None:
+        """Forget the peak so far; bytes in use now, None where they cannot be measured."""
+        if self._device.type != "cuda":
+            return _reset_resident_peak()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
 
 
 def _reset_resident_peak() -> int | None:

@@ -58,7 +58,7 @@ def _cost(result: DemoResult) -> Table:
     row("total time", replicated.total_seconds, packed.total_seconds, ".2f", " s")
     if replicated.peak_bytes is not None and packed.peak_bytes is not None:
         row("peak memory", replicated.peak_bytes / 2**20, packed.peak_bytes / 2**20, ",.0f", " MiB")
-    table.caption = f"peak memory, above weights and optimizer state: {packed.memory_method}"
+    table.caption = f"peak memory, above the weights: {packed.memory_method}"
     table.caption_justify = "left"
     return table
 

@@ -178,9 +178,7 @@ class PolicyTrainer:
     Attributes:
         seconds: by phase: "packing" (making micro-batches), "old log-probs", "reference log-probs", "forward",
             "backward", "optimizer".
-        peak_bytes: the largest of log-probs, forward and backward so far, above weights and optimizer state; None where
-            it is not measured (see :class:`PeakMemory`).
-        memory_method: how it was measured.
+        memory: peak of log-probs, forward and backward so far, above the weights (gradients count).
     """
 
     def __init__(
@@ -217,8 +215,7 @@ class PolicyTrainer:
         self._warm = model.device.type == "cpu"  # nothing there is made at a first call
         self._watch = Stopwatch(model.device)
         self.seconds = self._watch.seconds
-        self.peak_bytes: int | None = None
-        self.memory_method = ""
+        self.memory = PeakMemory(model.device)
 
     def prepare(self, rollouts: Rollouts) -> Prepared:
         """Micro-batches, advantages, and log-probs under the policy as it is and under the reference policy.
@@ -316,10 +313,7 @@ class PolicyTrainer:
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(before or self.deterministic)
         try:
-            with PeakMemory(self.model.device) as peak:
+            with self.memory.measured():
                 yield
         finally:
             torch.use_deterministic_algorithms(before)
-        self.memory_method = peak.method
-        if peak.bytes is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, peak.bytes)
