@@ -6,7 +6,10 @@ The figures of updates in README and docs come from here. `dualkv demo` runs the
 from __future__ import annotations
 
 import json
+import random
+import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -19,6 +22,7 @@ from dualkv import hopper
 from dualkv.cli import tracked
 from dualkv.demo import run_demo
 from dualkv.report import render
+from dualkv.rollouts import ByteTokenizer, topic_prompts
 from dualkv.settings import DemoSettings
 from tools.bench import Meter, environment
 
@@ -38,26 +42,45 @@ RUNS = {
 }
 
 
+def write_random_responses(settings: DemoSettings, path: Path) -> Path:
+    """A rollouts file of the settings' sizes: prompts as for live rollouts, random bytes, random rewards."""
+    draw = random.Random(settings.seed)
+    with path.open("w") as file:
+        for prompt in topic_prompts(ByteTokenizer(), settings.prompt_len, settings.groups, settings.seed):
+            responses = [list(draw.randbytes(settings.response_len)) for _ in range(settings.responses)]
+            rewards = [draw.random() for _ in responses]
+            file.write(json.dumps({"prompt": prompt.tolist(), "responses": responses, "rewards": rewards}) + "\n")
+    return path
+
+
 def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(RUNS)}.")],
     json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
     composition: Annotated[
         bool, typer.Option("--composition", help="PyTorch's attention composed, as on a GPU without kernels.")
     ] = False,
+    random_responses: Annotated[
+        bool, typer.Option("--random-responses", help="Random bytes as responses, which spares the time of sampling.")
+    ] = False,
+    check: Annotated[bool, typer.Option(help="Compare with a wider dtype too, where the run has it.")] = True,
 ) -> None:
     """Run one of the recorded updates and write its figures."""
     if name not in RUNS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(RUNS)}")
-    settings, console = DemoSettings(**RUNS[name]), Console()
+    settings, console = DemoSettings(**RUNS[name] | ({} if check else {"check": False})), Console()
     without = mock.patch.object(hopper, "unsupported", return_value="this run") if composition else nullcontext()
-    with without, tracked(console) as track:
-        result = run_demo(settings, track)
+    with without, tempfile.TemporaryDirectory() as folder, tracked(console) as track:
+        given = settings
+        if random_responses:
+            given = replace(settings, rollouts=str(write_random_responses(settings, Path(folder) / "rollouts.jsonl")))
+        result = run_demo(given, track)
     console.print(render(result))
     figures: dict[str, Any] = {
         "name": name,
         "attention": "PyTorch composition" if composition else "default of the device",
+        "responses": "random bytes" if random_responses else "sampled by the model",
         **environment(Meter() if torch.cuda.is_available() else None),
-        **result.as_dict(),
+        **replace(result, settings=settings).as_dict(),
     }
     json_path.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(figures, indent=1) + "\n")

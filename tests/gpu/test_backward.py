@@ -39,9 +39,9 @@ def kernels(compile_all):
         compile_all(spec for kind in kinds for spec in backward_specs(*kind))
 
 
-def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
+def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):
     """q, k, v, dout"""
-    generator = torch.Generator("cuda").manual_seed(layout.num_tokens * 1000 + heads * head_dim)
+    generator = torch.Generator("cuda").manual_seed((layout.num_tokens * 1000 + heads * head_dim) * 100 + seed)
     shapes = [(layout.num_tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
 
@@ -61,34 +61,50 @@ def run(q, k, v, dout, out, lse, layout, deterministic=False):
 
 
 def check(q, k, v, dout, layout, deterministic=False):
-    """The bound of the issue: twice plain PyTorch's error in the same dtype; and the same bits twice."""
-    arguments = layout.offsets, layout.parent, q.shape[2] ** -0.5, dout
-    out, lse, *wants = oracle.attention_and_grads(q, k, v, *arguments)
-    saved = out.to(q.dtype), lse.float()
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    plain = torch.autograd.grad(oracle.attention(*leaves, *arguments[:3])[0], leaves, dout)
-    got = run(q, k, v, dout, *saved, layout, deterministic)
-    for name, x, p, want in zip(("dq", "dk", "dv"), got, plain, wants, strict=True):
-        error, plain_error = x.double() - want, p.double() - want
+    check_draws([(q, k, v, dout)], layout, deterministic)
+
+
+def check_draws(draws, layout, deterministic=False):
+    """The bound: twice plain PyTorch's error in the same dtype, over all draws of inputs; and the same bits twice."""
+    errors, plain_errors, wanted = ([[], [], []] for _ in range(3))
+    for q, k, v, dout in draws:
+        arguments = layout.offsets, layout.parent, q.shape[2] ** -0.5, dout
+        out, lse, *wants = oracle.attention_and_grads(q, k, v, *arguments)
+        saved = out.to(q.dtype), lse.float()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        plain = torch.autograd.grad(oracle.attention(*leaves, *arguments[:3])[0], leaves, dout)
+        got = run(q, k, v, dout, *saved, layout, deterministic)
+        for i, (x, p, want) in enumerate(zip(got, plain, wants, strict=True)):
+            errors[i].append(x.double() - want)
+            plain_errors[i].append(p.double() - want)
+            wanted[i].append(want)
+        again = run(q, k, v, dout, *saved, layout, deterministic)
+        for a, b in zip(got[0 if deterministic else 1 :], again[0 if deterministic else 1 :], strict=True):
+            assert torch.equal(a, b)
+    for name, *found in zip(("dq", "dk", "dv"), errors, plain_errors, wanted, strict=True):
+        error, plain_error, want = map(torch.cat, found)
         assert error.abs().max() <= 2 * plain_error.abs().max() + 1e-5, name
-        assert error.norm() <= 2 * plain_error.norm() + 1e-5 * want.norm() + 1e-5, name
-    again = run(q, k, v, dout, *saved, layout, deterministic)
-    for a, b in zip(got[0 if deterministic else 1 :], again[0 if deterministic else 1 :], strict=True):
-        assert torch.equal(a, b)
+        # A gradient that is 0 (one key: dS = dP - rowsum(dO O)) keeps the rounding of its two equal terms.
+        floor = 1e-5 * (want.norm() + want.numel() ** 0.5)
+        assert error.norm() <= 2 * plain_error.norm() + floor, name
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, head_dim, dtype):
+    layout = LAYOUTS[name]
+    draws = 16 if layout.num_tokens < 16 else 1  # the largest of so few errors is luck
     for ratio in (1, 4):
-        check(*inputs(LAYOUTS[name], 2 * ratio, 2, head_dim, dtype), LAYOUTS[name])
+        check_draws([inputs(layout, 2 * ratio, 2, head_dim, dtype, seed) for seed in range(draws)], layout)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_deterministic(name, head_dim):
-    check(*inputs(LAYOUTS[name], head_dim=head_dim), LAYOUTS[name], deterministic=True)
+    layout = LAYOUTS[name]
+    draws = 16 if layout.num_tokens < 16 else 1
+    check_draws([inputs(layout, head_dim=head_dim, seed=seed) for seed in range(draws)], layout, deterministic=True)
 
 
 @pytest.mark.parametrize("ratio", [*range(1, 17), 17, 40])

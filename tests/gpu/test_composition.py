@@ -26,8 +26,9 @@ LAYOUTS = {
 
 
 def inputs(layout, heads, kv_heads, head_dim, dtype):
-    draw = [torch.randn(layout.num_tokens, h, head_dim, device="cuda") for h in (heads, kv_heads, kv_heads, heads)]
-    return [x.to(dtype) for x in draw]
+    generator = torch.Generator("cuda").manual_seed(layout.num_tokens * 1000 + heads * head_dim)
+    shapes = [(layout.num_tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
 
 
 def errors(got, want):
@@ -67,8 +68,9 @@ def test_composition(name, heads, dtype, deterministic):
         ("out", "dq", "dk", "dv"),
         strict=True,
     ):
-        assert worst <= 2 * plain_worst + 1e-5, (what, worst, plain_worst)
-        assert rel <= 2 * plain_rel + 1e-5, (what, rel, plain_rel)
+        # Each part comes rounded to the dtype, and their sum is rounded again: up to three roundings for plain's one.
+        assert worst <= 3 * plain_worst + 1e-5, (what, worst, plain_worst)
+        assert rel <= 3 * plain_rel + 1e-5, (what, rel, plain_rel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
