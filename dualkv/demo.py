@@ -234,7 +234,7 @@ class _Demo:
         ]
         to_truth = {}
         if settings.dtype not in TOLERANCE if settings.check is None else settings.check:
-            truth = self.truth(trained_on[0])
+            truth = self.truth(self.given or trained_on[0])
             to_truth = {way: differences(trace.gradients[0], truth) for way, trace in traces.items()}
         exact, verdict = judge(settings.dtype, updates, to_truth)
         same = None

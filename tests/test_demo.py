@@ -109,6 +109,13 @@ def test_half_precision_is_judged_by_a_wider_dtype() -> None:
     assert unchecked.to_truth == {}
 
 
+def test_rollouts_from_a_file_are_checked_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
+    result = run_demo(DemoSettings(rollouts=path, dtype="bfloat16", steps=1, device="cpu"))
+    assert set(result.to_truth) == {"replicated", "packed"}
+    assert all(d.gradients > 1e-4 for d in result.to_truth.values())  # bf16 is not fp32: something was compared
+
+
 def test_gradient_checkpointing_agrees() -> None:
     plain = run_demo(DemoSettings(dtype="float64", **SMALL | {"steps": 1}))
     again = run_demo(DemoSettings(dtype="float64", gradient_checkpointing=True, **SMALL | {"steps": 1}))
