@@ -209,7 +209,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        code = _failed(_sentence(error), getattr(error, "exit_code", 1))
+        code = getattr(error, "exit_code", 1)
+        if type(error).__name__ != "NoArgsIsHelpError":  # the help is on screen, there is nothing to add
+            _failed(_sentence(error), code)
     sys.exit(code)
 
 

@@ -160,6 +160,13 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main()
 
 
+def test_no_command_shows_the_help_and_nothing_else(run: Run) -> None:
+    code, out, err = run()
+    assert code == 2
+    assert "demo" in out
+    assert err == ""
+
+
 def test_every_setting_is_an_option(run: Run) -> None:
     code, out, _ = run("demo", "--help")
     assert code == 0
