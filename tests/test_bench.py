@@ -260,7 +260,7 @@ def test_table_shows_every_side(no_gpu, monkeypatch):
 def test_environment_names_what_was_used():
     found = bench.environment(None)
     assert set(found) == {"date", "commit", "changed_files", "gpu", "python", "cuda", "versions"}
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # which may lack the build, as +cu130
     assert set(found["versions"]) == set(peers.PACKAGES)
 
 
