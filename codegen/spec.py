@@ -105,9 +105,7 @@ class KernelSpec(Generic[AnyTile]):
 
 def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec[ForwardTile]:
     """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles."""
-    return KernelSpec(
-        "fwd", dtype, kernel_head_dim(head_dim), packed_heads(heads_per_kv), forward_tile(head_dim, heads_per_kv)
-    )
+    return KernelSpec("fwd", dtype, kernel_head_dim(head_dim), packed_heads(heads_per_kv), forward_tile(head_dim))
 
 
 class BackwardSpecs(NamedTuple):

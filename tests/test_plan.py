@@ -146,7 +146,7 @@ def test_every_head_dim_and_ratio_has_a_tile():
         heads = packed_heads(ratio)
         assert ratio % heads == 0
         assert heads == ratio or ratio > MAX_PACKED_HEADS
-        assert forward_tile(128, ratio).tokens(heads) >= 1
+        assert forward_tile(128).tokens(heads) >= 1
     for wrong in (0, 4, 100, 264):
         with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
             kernel_head_dim(wrong)
@@ -156,7 +156,7 @@ def test_a_plan_is_quick():
     """5 ms is the promise for 64 groups of 32 responses; the best of a few, as other work shares the machine."""
     rng = np.random.default_rng(0)
     seg = segments([1024] * 64, rng.integers(64, 2048, (64, 32)))
-    tile = forward_tile(128, 4)
+    tile = forward_tile(128)
     forward_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
 
     def milliseconds():
