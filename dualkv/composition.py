@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualkv.layout import IntArray, Segments
+from dualkv.layout import IntArray, Segments, positions
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Part:
 
 def _rows(begin: IntArray, length: IntArray) -> IntArray:
     """The rows [begin[i], begin[i] + length[i]) one after another."""
-    return np.repeat(begin - (np.cumsum(length) - length), length) + np.arange(length.sum())
+    return np.repeat(begin, length) + positions(length)
 
 
 def parts(segments: Segments, device: torch.device) -> list[Part]:

@@ -63,6 +63,11 @@ def _cumulative(name: str, values: Lengths) -> IntArray:
     return array
 
 
+def positions(counts: IntArray) -> IntArray:
+    """0, 1, ..., counts[i] - 1 for each i, one after another."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 class Segments:
     """The host side of a layout: checked numpy arrays, and what is derived from them, made once.
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cute_kernels import items
-from dualkv.layout import IntArray, Segments
+from dualkv.layout import IntArray, Segments, positions
 
 WorkItems = npt.NDArray[np.int32]
 
@@ -38,10 +38,8 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     roots = np.flatnonzero(segments.parent == -1)
     group_begin, group_end = offsets[roots], segments.subtree_end[roots]
     count = -(-(group_end - group_begin) // tokens)  # tiles of each group
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-
     context_begin, prompt_end = np.repeat(group_begin, count), np.repeat(offsets[roots + 1], count)
-    row = context_begin + within * tokens
+    row = context_begin + positions(count) * tokens
     row_end = np.minimum(row + tokens, np.repeat(group_end, count))
     context_end = np.minimum(prompt_end, row_end)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from codegen.tiles import BackwardTile
 from cute_kernels import bwd_items as items
-from dualkv.layout import IntArray, Segments
+from dualkv.layout import IntArray, Segments, positions
 
 Table = npt.NDArray[np.int32]
 
@@ -65,7 +65,7 @@ def backward_work(
     step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
 
     count = -(-(group_end - group_begin) // step)  # items of each group
-    within = _positions(count)
+    within = positions(count)
     key = np.repeat(group_begin, count) + within * step
     key_end = np.minimum(key + step, np.repeat(group_end, count))
     block_begin = key // tile.tile_m
@@ -86,7 +86,7 @@ def backward_work(
     limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * max(num_sms // tile.cluster, 1))
     length = _piece_length(blocks, run, per_kv, limit, slab_budget)
     pieces = -(-blocks // length)
-    item, piece = np.repeat(np.arange(len(key)), pieces), _positions(pieces)
+    item, piece = np.repeat(np.arange(len(key)), pieces), positions(pieces)
     piece_end = block_end[item] - piece * length[item]
     piece_begin = np.maximum(piece_end - length[item], block_begin[item])
     split = pieces > 1
@@ -145,7 +145,7 @@ def _by_kv_head(base: Table, run: IntArray, kv_heads: int, num_slabs: int) -> Ta
         return base
     starts = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
     counts = np.diff(np.append(starts, len(run)))
-    place = np.repeat(kv_heads * starts, counts) + _positions(counts)
+    place = np.repeat(kv_heads * starts, counts) + positions(counts)
     work = np.empty((kv_heads * len(base), items.NUM_FIELDS), np.int32)
     for kv_head in range(kv_heads):
         base[:, items.KV_HEAD] = kv_head
@@ -153,11 +153,6 @@ def _by_kv_head(base: Table, run: IntArray, kv_heads: int, num_slabs: int) -> Ta
         place += np.repeat(counts, counts)
         base[:, items.SLAB] += np.where(base[:, items.SLAB] < 0, 0, num_slabs)
     return work
-
-
-def _positions(counts: IntArray) -> IntArray:
-    """0, 1, ..., counts[i] - 1 for each i, one after another."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _over_keys(op: Any, begin: IntArray, end: IntArray, key: IntArray, key_end: IntArray) -> IntArray:
