@@ -8,24 +8,30 @@ from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.microbatch import MicroBatch, plan_micro_batches
 from dualkv.packing import PackedBatch, pack, pack_padded
+from dualkv.trees import PackedSequences, pack_sequences
 
 __version__ = "0.1.0"
 __all__ = [
     "Layout",
     "MicroBatch",
     "PackedBatch",
+    "PackedSequences",
     "attention",
+    "flash_attn_dualkv_varlen_func",
     "grpo",
     "integrations",
     "pack",
     "pack_padded",
+    "pack_sequences",
     "plan_micro_batches",
     "response_logprobs",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Submodules that `import dualkv` leaves for when they are used."""
+    """What `import dualkv` leaves for when it is used: submodules, and the paper's function."""
     if name in ("grpo", "integrations"):
         return import_module(f"dualkv.{name}")
+    if name == "flash_attn_dualkv_varlen_func":
+        return import_module("dualkv.compat").flash_attn_dualkv_varlen_func
     raise AttributeError(f"module 'dualkv' has no attribute {name!r}")

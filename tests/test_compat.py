@@ -1,0 +1,265 @@
+"""`flash_attn_dualkv_varlen_func` on the CPU: every alignment of queries, gradients of all five tensors, bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualkv
+from dualkv import compat
+from dualkv.compat import flash_attn_dualkv_varlen_func
+from tests.strategies import LENGTH
+
+BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+
+
+def cumulative(lens, device="cpu"):
+    return torch.tensor([0, *torch.tensor(lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32).to(device)
+
+
+def dense(q, kc, vc, kd, vd, q_lens, k_lens, scale, causal):
+    """The meaning, one sequence at a time, written apart from the library; differentiable."""
+    ratio, context, outs = q.shape[1] // kc.shape[1], kc.shape[0], [q[:0]]
+    for qs, ks, vs in zip(q.split(q_lens), kd.split(k_lens), vd.split(k_lens), strict=True):
+        k, v = (torch.cat(pair).repeat_interleave(ratio, 1) for pair in ((kc, ks), (vc, vs)))
+        scores = torch.einsum("qhd,khd->hqk", qs, k) * scale
+        if causal:
+            position = context + len(ks) - len(qs) + torch.arange(len(qs), device=q.device)
+            hidden = torch.arange(len(k), device=q.device)[None] > position[:, None]
+            scores = scores.masked_fill(hidden, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outs)
+
+
+def inputs(q_lens, context, k_lens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(sum(q_lens), heads), *[(n, kv_heads) for n in (context, context, sum(k_lens), sum(k_lens))]]
+    drawn = [torch.randn(n, h, head_dim, dtype=torch.float64, generator=generator) for n, h in rows]
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def call(tensors, q_lens, context, k_lens, scale=None, causal=True):
+    cu = cumulative(q_lens, tensors[0].device), cumulative(k_lens, tensors[0].device)
+    longest = max(q_lens, default=0), context, max(k_lens, default=0)
+    return flash_attn_dualkv_varlen_func(*tensors, *cu, *longest, softmax_scale=scale, causal=causal)
+
+
+def placement(q_lens, context, k_lens):
+    q_bytes, k_bytes = (np.array(x, np.int64).tobytes() for x in (q_lens, k_lens))
+    return compat._placement(context, q_bytes, k_bytes, torch.device("cpu"))
+
+
+def check(q_lens, context, k_lens, causal, dtype=torch.float64, scale=None, **shape):
+    tensors = inputs(q_lens, context, k_lens, dtype=dtype, **shape)
+    out = call(tensors, q_lens, context, k_lens, scale, causal)
+    assert out.shape == tensors[0].shape
+    assert out.dtype == dtype
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    want = dense(*wide, q_lens, k_lens, scale or tensors[0].shape[2] ** -0.5, causal)
+    dout = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = [out.detach(), *torch.autograd.grad(out, tensors, dout, materialize_grads=True)]
+    wants = [want.detach(), *torch.autograd.grad(want, wide, dout.double(), materialize_grads=True)]
+    for name, a, b in zip(
+        ("out", "dq", "dk_context", "dv_context", "dk_decoded", "dv_decoded"), got, wants, strict=True
+    ):
+        if b.numel():
+            error, size = (a.double() - b).abs().max().item(), max(1.0, b.abs().max().item())
+            assert error <= BOUND[dtype] * size, f"{name}: {error:.2e} {(q_lens, context, k_lens, causal)}"
+
+
+@st.composite
+def calls(draw):
+    """q_lens, context, k_lens: any alignment, and often the two that packed rollouts give."""
+    context, k_lens = draw(LENGTH), draw(st.lists(LENGTH, min_size=1, max_size=5))
+    kind = draw(st.sampled_from(["first has the context", "responses", "any"]))
+    if kind == "any":
+        return [draw(st.integers(0, context + r)) for r in k_lens], context, k_lens
+    return [(context if kind != "responses" and i == 0 else 0) + r for i, r in enumerate(k_lens)], context, k_lens
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls(), st.booleans(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2)]))
+def test_any_alignment(lens, causal, dtype, heads):
+    check(*lens, causal, dtype, heads=heads[0], kv_heads=heads[1], head_dim=8)
+
+
+EDGES = {
+    "packed": ([12, 4, 5], 9, [3, 4, 5]),
+    "responses": ([3, 4, 5], 9, [3, 4, 5]),
+    "the prompt's last token in front of each": ([4, 5, 6], 9, [3, 4, 5]),
+    "all positions of all": ([12, 13, 14], 9, [3, 4, 5]),
+    "the last token of each": ([1, 1, 1], 9, [3, 4, 5]),
+    "none of some": ([0, 13, 0], 9, [3, 4, 5]),
+    "none": ([0, 0], 9, [3, 4]),
+    "no own tokens": ([9, 0, 5], 9, [0, 0, 0]),
+    "no context": ([3, 4], 0, [3, 5]),
+    "nothing at all": ([0], 0, [0]),
+    "no sequences": ([], 5, []),
+    "more than a chunk of queries": ([150, 130, 140], 140, [20, 0, 140]),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name, causal):
+    check(*EDGES[name], causal)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
+def test_head_dims_and_scale(head_dim):
+    for causal in (True, False):
+        check(*EDGES["responses"], causal, head_dim=head_dim, scale=0.3)
+
+
+def test_gradcheck():
+    for causal in (True, False):
+        lens = [3, 2], 3, [2, 1]
+        tensors = inputs(*lens, heads=2, kv_heads=1, head_dim=8)
+        torch.autograd.gradcheck(lambda *x, lens=lens, causal=causal: call(x, *lens, causal=causal), tensors)
+
+
+def test_packed_rollouts_are_one_call_and_no_more():
+    """No padding and no gathering: the answer is dualkv.attention's, bit for bit."""
+    q_lens, context, k_lens = EDGES["packed"]
+    q, kc, vc, kd, vd = inputs(q_lens, context, k_lens, dtype=torch.float32)
+    place = placement(q_lens, context, k_lens)
+    assert place.query_rows is None
+    assert place.key_rows is None
+    layout = dualkv.Layout.from_lengths([context], [k_lens])
+    assert place.layout == layout
+    plain = dualkv.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), layout)
+    assert torch.equal(call((q, kc, vc, kd, vd), q_lens, context, k_lens), plain)
+
+
+def test_rows_nobody_asks_for_are_few():
+    """What a call computes besides its answer: rows of the packed group."""
+
+    def unasked(name):
+        return placement(*EDGES[name]).layout.num_tokens - sum(EDGES[name][0])
+
+    assert unasked("packed") == 0
+    assert unasked("responses") == 9
+    assert unasked("the prompt's last token in front of each") == 8
+    assert unasked("all positions of all") == 0
+
+
+def test_keys_that_many_sequences_copy_get_their_gradient_in_fp32():
+    """300 copies of one context token: sums in bf16 would stop growing after 256."""
+    n = 300
+    q, kc, vc, kd, vd = inputs([1] * n, 1, [0] * n, heads=1, kv_heads=1, head_dim=8, dtype=torch.bfloat16)
+    call((q, kc, vc, kd, vd), [1] * n, 1, [0] * n).sum().backward()
+    assert torch.equal(vc.grad, torch.full_like(vc, n))
+
+
+def test_autocast():
+    lens = EDGES["responses"]
+    for causal in (True, False):
+        tensors = inputs(*lens, dtype=torch.float32)
+        tensors[0] = tensors[0].detach().bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(tensors, *lens, causal=causal)
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        assert [x.grad.dtype for x in tensors] == [torch.bfloat16, *[torch.float32] * 4]
+
+
+def test_it_can_be_part_of_a_compiled_function():
+    lens = EDGES["packed"]
+    tensors = inputs(*lens, dtype=torch.float32)
+    compiled = torch.compile(lambda *x: call(x, *lens) * 2, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), call(tensors, *lens) * 2)
+
+
+def test_lengths_on_a_device_are_read_again_after_a_write(monkeypatch):
+    reads = []
+    read = compat._cumulative
+    monkeypatch.setattr(compat, "_cumulative", lambda name, x: reads.append(name) or read(name, x))
+
+    class OnADevice(torch.Tensor):
+        device = torch.device("meta")
+
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32).as_subclass(OnADevice)
+    for _ in range(3):
+        assert compat._lengths("cu", cu).tolist() == [3, 2]
+    assert len(reads) == 1
+    cu[1] = 4
+    assert compat._lengths("cu", cu).tolist() == [4, 1]
+    assert len(reads) == 2
+    with torch.inference_mode():
+        frozen = torch.tensor([0, 3, 5], dtype=torch.int32).as_subclass(OnADevice)
+        for _ in range(2):
+            assert compat._lengths("cu", frozen).tolist() == [3, 2]
+    assert len(reads) == 4
+
+
+# ---------------------------------------------------------------- bad input
+Q_LENS, CONTEXT, K_LENS = [5, 2], 3, [2, 2]
+GOOD = dict(
+    zip(("q", "k_context", "v_context", "k_decoded", "v_decoded"), inputs(Q_LENS, CONTEXT, K_LENS), strict=True),
+    cu_seqlens_q=cumulative(Q_LENS), cu_seqlens_k_decoded=cumulative(K_LENS),
+    max_seqlen_q=5, context_seqlen=CONTEXT, max_seqlen_k_decoded=2, softmax_scale=None, causal=True,
+)  # fmt: skip
+
+
+def tensor(rows, heads=2, head_dim=16, dtype=torch.float64, device="cpu"):
+    return torch.zeros(rows, heads, head_dim, dtype=dtype, device=device)
+
+
+BAD = [
+    ({"q": tensor(7)[0]}, ValueError, r"q has shape \(2, 16\), expected \[sum\(len_q\), H, D\]"),
+    ({"v_context": tensor(3)[None]}, ValueError, r"v_context has shape .* expected \[P, Hk, D\]"),
+    ({"k_decoded": tensor(4)[None]}, ValueError, r"k_decoded has shape .* expected \[sum\(R\), Hk, D\]"),
+    ({"q": tensor(7, 4).int()}, TypeError, "q is torch.int32"),
+    ({"k_context": tensor(3).half()}, TypeError, "k_context is torch.float16 and q is torch.float64"),
+    ({"v_decoded": tensor(4, device="meta")}, ValueError, "v_decoded is on meta and q on cpu"),
+    ({"k_decoded": tensor(4, head_dim=8)}, ValueError, "k_decoded has head_dim 8 and q 16"),
+    ({"k_decoded": tensor(4, 1)}, ValueError, "k_decoded has 1 heads and k_context 2"),
+    ({"q": tensor(7, 3)}, ValueError, "q has 3 heads and k_context 2"),
+    ({"v_context": tensor(4)}, ValueError, "v_context has 4 tokens and k_context 3"),
+    ({"v_decoded": tensor(3)}, ValueError, "v_decoded has 3 tokens and k_decoded 4"),
+    ({"context_seqlen": 4}, ValueError, "context_seqlen is 4, k_context has 3 tokens"),
+    ({"cu_seqlens_q": cumulative([7])}, ValueError, "cu_seqlens_q describes 1 sequences, cu_seqlens_k_decoded 2"),
+    ({"cu_seqlens_q": cumulative([5, 1])}, ValueError, "cu_seqlens_q ends at 6, q has 7 tokens"),
+    ({"cu_seqlens_k_decoded": cumulative([2, 3])}, ValueError, "cu_seqlens_k_decoded ends at 5, k_decoded has 4"),
+    ({"cu_seqlens_q": cumulative([1, 6]), "max_seqlen_q": 6}, ValueError, "sequence 1 6 queries, it has 5 positions"),
+    ({"cu_seqlens_q": cumulative([5, 2])[1:]}, ValueError, "cu_seqlens_q must start with 0"),
+    ({"cu_seqlens_q": torch.tensor([0, 9, 7])}, ValueError, "cu_seqlens_q must not decrease"),
+    ({"cu_seqlens_q": torch.tensor([0.0, 5.0, 7.0])}, TypeError, "cu_seqlens_q must hold integers"),
+    ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, expected at least the longest of cu_seqlens_q, 5"),
+    ({"max_seqlen_k_decoded": 1}, ValueError, "max_seqlen_k_decoded is 1, expected at least"),
+    ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0, expected a positive finite number"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
+]
+
+
+def bad_call(change, causal, device="cpu"):
+    arguments = {**GOOD, "causal": causal, **change}
+    return flash_attn_dualkv_varlen_func(**{
+        name: x.detach().to(device) if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
+        for name, x in arguments.items()
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("change", "error", "words"), BAD)
+def test_bad_input_gets_one_sentence(change, error, words, causal, monkeypatch):
+    for name in ("attention", "_unmasked"):
+        monkeypatch.setattr(compat, name, lambda *a: pytest.fail("something ran"))
+    with pytest.raises(error, match=words) as caught:
+        bad_call(change, causal)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("head_dim", [12, 264, 0])
+def test_bad_head_dims(head_dim):
+    change = {n: tensor(r, 2, head_dim) for n, r in zip(list(GOOD)[:5], (7, 3, 3, 4, 4), strict=True)}
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}, expected a multiple of 8 up to 256"):
+        bad_call(change, True)
+
+
+def test_it_is_found_at_the_top_level():
+    assert dualkv.flash_attn_dualkv_varlen_func is flash_attn_dualkv_varlen_func
+    assert "flash_attn_dualkv_varlen_func" in dualkv.__all__
