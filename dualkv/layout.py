@@ -321,6 +321,27 @@ class Layout:
         return cls._from_groups(prompts, responses, counts, device)
 
     @classmethod
+    def from_token_sequences(
+        cls,
+        sequences: Sequence[Lengths] | torch.Tensor,
+        min_shared: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """The layout in which :func:`dualkv.pack_sequences` packs these sequences, every shared prefix once.
+
+        Args:
+            sequences, min_shared: as there.
+            device: where per-token tensors are made.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        from dualkv.trees import shared_prefixes  # which needs layouts itself
+
+        _, tree, _ = shared_prefixes(sequences, min_shared)
+        return cls.from_segments(tree.offsets, tree.parent, device)
+
+    @classmethod
     def _from_groups(
         cls, prompts: IntArray, responses: IntArray, counts: IntArray, device: torch.device | str
     ) -> Layout:

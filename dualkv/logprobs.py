@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from dualkv.layout import IntArray
 from dualkv.packing import PackedBatch
+from dualkv.trees import PackedSequences
 
 # Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
 Chunk = tuple[int, int, int, int]
@@ -23,7 +25,7 @@ Chunk = tuple[int, int, int, int]
 def response_logprobs(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | PackedSequences,
     temperature: float = 1.0,
     *,
     chunk_size: int = 1024,
@@ -40,12 +42,12 @@ def response_logprobs(
     Args:
         hidden: [1, T, C] or [T, C] last hidden states of the packed tokens; bf16, fp16, fp32 or fp64.
         lm_head_weight: [V, C] the head without bias; dtype and device of `hidden`.
-        batch: what :func:`dualkv.pack` returned, on the device of `hidden`.
+        batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`.
         temperature: above 0; divides the logits.
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
 
     Returns:
-        logp: [M] fp32 (fp64 for fp64 inputs), responses in packed order; `batch.unpack` makes rows of it.
+        logp: [M] fp32 (fp64 for fp64 inputs), in the order of `batch.targets`; `batch.unpack` makes rows of it.
         entropy: [M] the same, in nats.
 
     Raises:
@@ -64,17 +66,21 @@ def response_logprobs(
         raise ValueError(f"hidden is {states.dtype}, lm_head_weight {lm_head_weight.dtype}, expected one dtype")
 
     # Tokens in the order of the rows that predict them; the rows, each once; the place among them of each token's row.
-    chunks, num_rows = _chunks(batch, chunk_size)
+    chunks = _chunks(batch._tokens_of_row, chunk_size)
     predicting, token = batch.predict_rows.sort(stable=True)
     row = torch.zeros_like(predicting)
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
-    rows = predicting.new_empty(num_rows).scatter_(0, row, predicting)
+    rows = predicting.new_empty(len(batch._tokens_of_row)).scatter_(0, row, predicting)
     targets = batch.targets.index_select(0, token)
     return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, float(temperature))
 
 
 def _checked(
-    hidden: torch.Tensor, lm_head_weight: torch.Tensor, batch: PackedBatch, temperature: float, chunk_size: int
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    batch: PackedBatch | PackedSequences,
+    temperature: float,
+    chunk_size: int,
 ) -> torch.Tensor:
     """hidden as [T, C], once everything is as it should be."""
     for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
@@ -107,24 +113,12 @@ def _checked(
     return hidden.reshape(total, width)
 
 
-def _chunks(batch: PackedBatch, chunk_size: int) -> tuple[list[Chunk], int]:
-    """Chunks of the predicting rows with the tokens they predict, and the number of rows; from host numbers only.
-
-    Rows ascend, each once. In the gather style the first one of a group, its prompt's last row, predicts a token for
-    every response that has any; every other row predicts one.
-    """
-    lens = batch._packed_lens
-    group = np.unique(batch._parent, return_inverse=True)[1]
-    tokens = np.bincount(group, lens).astype(np.int64)
-    more = np.maximum(np.bincount(group, lens > 0).astype(np.int64) - 1, 0)  # tokens beyond one a row
-    if batch.label_style == "roll":
-        more[:] = 0
-    first = np.cumsum(tokens - more) - (tokens - more)
-    num_rows = int((tokens - more).sum())
-    row_ends = np.append(np.arange(0, num_rows, chunk_size), num_rows)
-    token_ends = row_ends + np.append(0, np.cumsum(more))[np.searchsorted(first, row_ends, side="left")]
+def _chunks(tokens_of_row: IntArray, chunk_size: int) -> list[Chunk]:
+    """Chunks of the predicting rows with the tokens they predict; from host numbers only."""
+    row_ends = np.append(np.arange(0, len(tokens_of_row), chunk_size), len(tokens_of_row))
+    token_ends = np.append(0, np.cumsum(tokens_of_row))[row_ends]
     ends = np.stack([row_ends[:-1], row_ends[1:], token_ends[:-1], token_ends[1:]], 1)
-    return [(u0, u1, t0, t1) for u0, u1, t0, t1 in ends.tolist()], num_rows
+    return [(u0, u1, t0, t1) for u0, u1, t0, t1 in ends.tolist()]
 
 
 def _logits(states: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -133,28 +133,11 @@ class PackedBatch:
         Raises:
             ValueError: another number of values than response tokens, or an unknown form.
         """
-        m = self.num_response_tokens
-        if values.dim() == 0 or values.shape[0] != m:
-            raise ValueError(
-                f"values has shape {tuple(values.shape)}, expected [{m}, ...]: one value for each response token"
-            )
-        if form not in get_args(Form):
-            raise ValueError(f"form is {form!r}, expected 'list', 'padded' or 'nested'")
-        if form == "padded":
-            rest = values.shape[1:]
-            into = _ranges(self.order * self.padded_width, self._packed_lens, values.device)
-            flat = values.new_full((self.num_rollouts * self.padded_width, *rest), padding_value)
-            return flat.index_copy(0, into, values).view(self.num_rollouts, self.padded_width, *rest)
         lens = self._packed_lens[self._inverse]
+        _check_unpacked(values, self.num_response_tokens, "response token", form)
         if not np.array_equal(self.order, np.arange(len(self.order))):
-            starts = self._packed_starts[self._inverse]
-            values = values.index_select(0, _ranges(starts, lens, values.device))
-        if form == "list":
-            return list(values.split(lens.tolist()))
-        offsets = torch.from_numpy(np.append(0, np.cumsum(lens))).to(values.device)
-        return torch.nested.nested_tensor_from_jagged(
-            values, offsets, min_seqlen=int(lens.min()), max_seqlen=int(lens.max())
-        )
+            values = values.index_select(0, _ranges(self._packed_starts[self._inverse], lens, values.device))
+        return _as_rows(values, lens, form, self.padded_width, padding_value)
 
     def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Values of packed rows as full sequences, prompt and response, in the order of the input; differentiable.
@@ -222,6 +205,19 @@ class PackedBatch:
     def _packed_starts(self) -> IntArray:
         """Where each response's values begin in [M]."""
         return np.cumsum(self._packed_lens) - self._packed_lens
+
+    @cached_property
+    def _tokens_of_row(self) -> IntArray:
+        """[U] how many response tokens each row predicts, of the rows that predict any, in their order."""
+        group = np.unique(self._parent, return_inverse=True)[1]
+        tokens = np.bincount(group, self._packed_lens).astype(np.int64)
+        more = np.maximum(np.bincount(group, self._packed_lens > 0).astype(np.int64) - 1, 0)  # beyond one a row
+        if self.label_style == "roll":
+            more[:] = 0
+        count = np.ones(int((tokens - more).sum()), np.int64)
+        first = np.cumsum(tokens - more) - (tokens - more)  # of a group: its prompt's last row
+        count[first[more > 0]] += more[more > 0]
+        return count
 
     @cached_property
     def _inverse(self) -> IntArray:
@@ -366,6 +362,28 @@ def _mask_runs(mask: torch.Tensor) -> torch.Tensor:
         return torch.zeros(3, len(mask), dtype=torch.int64, device=mask.device)
     is_set = (mask != 0).view(torch.uint8)
     return torch.stack([is_set.argmax(1), width - 1 - is_set.flip(1).argmax(1), is_set.sum(1)])
+
+
+def _check_unpacked(values: torch.Tensor, count: int, of: str, form: Form) -> None:
+    if values.dim() == 0 or values.shape[0] != count:
+        raise ValueError(f"values has shape {tuple(values.shape)}, expected [{count}, ...]: one value for each {of}")
+    if form not in get_args(Form):
+        raise ValueError(f"form is {form!r}, expected 'list', 'padded' or 'nested'")
+
+
+def _as_rows(values: torch.Tensor, lens: IntArray, form: Form, width: int, padding_value: float) -> Any:
+    """values [sum(lens), ...] end to end -> one row for each length: a list, [N, width, ...] padded, or nested."""
+    if form == "list":
+        return list(values.split(lens.tolist()))
+    if form == "padded":
+        rest = values.shape[1:]
+        flat = values.new_full((len(lens) * width, *rest), padding_value)
+        into = _ranges(np.arange(len(lens)) * width, lens, values.device)
+        return flat.index_copy(0, into, values).view(len(lens), width, *rest)
+    offsets = torch.from_numpy(np.append(0, np.cumsum(lens))).to(values.device)
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, min_seqlen=int(lens.min()), max_seqlen=int(lens.max())
+    )
 
 
 def _copies(style: LabelStyle) -> int:

@@ -1,0 +1,219 @@
+"""Rollouts that share more than a prompt: turns that branch, searches, samples of samples.
+
+`pack_sequences` finds what whole sequences have in common, at any token, and packs each shared part once. A token that
+several rollouts train on is one row: its log-probability is computed once, `unpack` hands it to each of them, and the
+gradients that come back through `unpack` add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualkv.layout import IntArray, Layout
+from dualkv.packing import Form, TokenIds, _as_rows, _check_unpacked, _on_host, _ranges, _sequences, _tokens
+from dualkv.prefixes import PrefixTree, prefix_tree
+
+MAX_TOKEN = 2**32 - 1
+
+Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedSequences:
+    """Sequences packed as trees, and the way back to one row per rollout. Made by :func:`pack_sequences`.
+
+    T packed tokens, N rollouts, M trained tokens: rows that at least one rollout's mask names, each once.
+
+    Attributes:
+        input_ids: [1, T] int64.
+        layout: the segments, of any depth.
+    """
+
+    input_ids: torch.Tensor
+    layout: Layout
+    _rows: IntArray  # [sum of lengths] packed row of each token of each rollout
+    _lens: IntArray  # [N] tokens of each rollout
+    _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @property
+    def num_rollouts(self) -> int:
+        """N."""
+        return len(self._lens)
+
+    @property
+    def trained_lens(self) -> list[int]:
+        """Tokens that count of each rollout."""
+        return self._trained_lens.tolist()
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[1, T] int64: the position of each token in its own sequence."""
+        return self.layout.position_ids[None]
+
+    @cached_property
+    def predict_rows(self) -> torch.Tensor:
+        """[M] int64: the packed row that predicts each trained token."""
+        return torch.from_numpy(self._before[self._trained]).to(self.device)
+
+    @cached_property
+    def targets(self) -> torch.Tensor:
+        """[M] int64: the trained tokens, in the order of their rows."""
+        return self.input_ids[0].index_select(0, torch.from_numpy(self._trained).to(self.device))
+
+    def unpack(self, values: torch.Tensor, form: Form = "list", padding_value: float = 0) -> Any:
+        """Values of trained tokens as one row per rollout, in the order of the input; differentiable.
+
+        Args:
+            values: [M, ...] what belongs to each trained token, such as log-probabilities.
+            form: "list" for N tensors [trained_lens[i], ...]; "padded" for one tensor [N, max(trained_lens), ...];
+                "nested" for a jagged nested tensor of N rows.
+            padding_value: what "padded" holds behind each row.
+
+        Raises:
+            ValueError: another number of values than trained tokens, or an unknown form.
+        """
+        _check_unpacked(values, len(self._trained), "trained token", form)
+        place = torch.from_numpy(np.searchsorted(self._trained, self._rows[self._mask])).to(values.device)
+        width = int(self._trained_lens.max())
+        return _as_rows(values.index_select(0, place), self._trained_lens, form, width, padding_value)
+
+    def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Values of packed rows as full sequences, in the order of the input; differentiable.
+
+        Args:
+            values: [T, ...] or [1, T, ...] what belongs to each packed row, such as `input_ids` or hidden states.
+
+        Returns:
+            N tensors [length_i, ...].
+
+        Raises:
+            ValueError: another number of values than packed rows.
+        """
+        total = self.layout.num_tokens
+        if values.dim() > 1 and values.shape[:2] == (1, total):
+            values = values[0]
+        _check_unpacked(values, total, "packed row", "list")
+        return list(values.index_select(0, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
+
+    def to(self, device: torch.device | str) -> PackedSequences:
+        """The same batch with its tensors on `device`."""
+        input_ids = self.input_ids.to(device)
+        if input_ids is self.input_ids:
+            return self
+        return PackedSequences(input_ids, self.layout.to(input_ids.device), self._rows, self._lens, self._mask)
+
+    def __repr__(self) -> str:
+        return f"PackedSequences({self.num_rollouts} rollouts, {len(self._trained)} trained tokens, {self.layout!r})"
+
+    # ------------------------------------------------------------------ host side
+    @cached_property
+    def _trained(self) -> IntArray:
+        """[M] trained rows, ascending."""
+        return np.unique(self._rows[self._mask])
+
+    @cached_property
+    def _trained_lens(self) -> IntArray:
+        ends = np.append(0, np.cumsum(self._mask))[np.append(0, np.cumsum(self._lens))]
+        return np.diff(ends)
+
+    @cached_property
+    def _before(self) -> IntArray:
+        """[T] the packed row before each on its path, -1 where a tree begins."""
+        before = np.full(self.layout.num_tokens, -1, np.int64)
+        first = np.append(0, np.cumsum(self._lens))[:-1]
+        follows = np.ones(len(self._rows), bool)
+        follows[first] = False
+        before[self._rows[follows]] = self._rows[np.flatnonzero(follows) - 1]
+        return before
+
+    @cached_property
+    def _tokens_of_row(self) -> IntArray:
+        """[U] how many trained tokens each row predicts, of the rows that predict any, in their order."""
+        return np.unique(self._before[self._trained], return_counts=True)[1]
+
+
+def pack_sequences(
+    sequences: Sequence[TokenIds] | torch.Tensor,
+    loss_masks: Sequence[Mask] | torch.Tensor | None = None,
+    *,
+    min_shared: int = 1,
+    device: torch.device | str | None = None,
+) -> PackedSequences:
+    """Pack whole sequences (prompt, turns and responses of a rollout, end to end), each shared prefix once.
+
+    Sequences may branch at any token, end inside others, or be equal. Tokens on a GPU are copied to the host once, to
+    be compared.
+
+    Args:
+        sequences: N 1-D integer tensors, arrays or lists, or a jagged nested tensor.
+        loss_masks: N masks of the lengths of the sequences: which tokens count (are trained on) in each rollout. The
+            first token of a sequence cannot, nothing predicts it. By default every other token counts.
+        min_shared: a part is shared only if it has at least this many tokens; shorter ones are repeated, which keeps
+            segments long where texts happen to agree in a few tokens.
+        device: where the batch goes; where its tokens are by default.
+
+    Raises:
+        ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or of first tokens, masks
+            without any token, min_shared below 1.
+        TypeError: tokens that are not integers.
+    """
+    host, tree, origin = shared_prefixes(sequences, min_shared)
+    lens = np.array([len(tokens) for tokens in host], np.int64)
+    mask = _mask(loss_masks, lens)
+    layout = Layout.from_segments(tree.offsets, tree.parent, origin if device is None else device)
+    flat, begins = np.concatenate(host), np.cumsum(lens) - lens
+    cpu = torch.device("cpu")
+    packed = flat[_ranges(begins[tree.source] + tree.begin, tree.length, cpu).numpy()]
+    path, _ = tree.paths()
+    path_rows = _ranges(tree.offsets[path], tree.length[path], cpu).numpy()
+    return PackedSequences(torch.from_numpy(packed).to(layout.device)[None], layout, path_rows, lens, mask)
+
+
+def shared_prefixes(
+    sequences: Sequence[TokenIds] | torch.Tensor, min_shared: int
+) -> tuple[list[npt.NDArray[Any]], PrefixTree, torch.device]:
+    """The sequences on the host, what they share, and the device they came from; see :func:`pack_sequences`."""
+    rows = [_tokens(f"sequences[{i}]", x) for i, x in enumerate(_sequences("sequences", sequences))]
+    if min_shared < 1:
+        raise ValueError(f"min_shared is {min_shared}, expected 1 token or more")
+    host = _on_host(rows)
+    for i, tokens in enumerate(host):
+        if len(tokens) == 0:
+            raise ValueError(f"sequences[{i}] is empty, expected at least one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high > MAX_TOKEN:
+            raise ValueError(f"sequences[{i}] has token {low if low < 0 else high}, expected 0 to {MAX_TOKEN}")
+    return host, prefix_tree(host, min_shared), rows[0].device
+
+
+def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> npt.NDArray[np.bool_]:
+    """[sum(lens)] which tokens count."""
+    first = np.cumsum(lens) - lens
+    if loss_masks is None:
+        mask = np.ones(int(lens.sum()), bool)
+        mask[first] = False
+    else:
+        masks = _sequences("loss_masks", loss_masks)
+        if len(masks) != len(lens):
+            raise ValueError(f"loss_masks has {len(masks)} entries for {len(lens)} sequences, expected as many")
+        parts = [np.asarray(m.cpu() if isinstance(m, torch.Tensor) else m) for m in masks]
+        for i, (part, length) in enumerate(zip(parts, lens.tolist(), strict=True)):
+            if part.shape != (length,):
+                raise ValueError(f"loss_masks[{i}] has shape {part.shape}, sequences[{i}] {length} tokens")
+            if part[0]:
+                raise ValueError(f"loss_masks[{i}] counts the first token of its sequence, which nothing predicts")
+        mask = np.concatenate(parts).astype(bool)
+    if not mask.any():
+        raise ValueError("loss_masks counts no token of any sequence, expected at least one")
+    return mask
