@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from codegen import store
 from codegen.spec import KernelSpec
+from tests.watchdog import watchdog
 
 HANG_SECONDS = 300.0
 
 
+@pytest.fixture(scope="session")
+def uncaptured_stderr(pytestconfig) -> Iterator[int]:
+    """Descriptor of the terminal's stderr: while tests run, pytest has its own file in the place of number 2."""
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        descriptor = os.dup(2)
+    yield descriptor
+    os.close(descriptor)
+
+
 @pytest.fixture(autouse=True)
-def watchdog(request):
+def no_hang(request, uncaptured_stderr) -> Iterator[None]:
     """A kernel that hangs ends the run: the process waits for it inside the driver and cannot be interrupted."""
-
-    def end():
-        sys.__stderr__.write(f"\n{request.node.nodeid} has hung for {HANG_SECONDS:.0f} s: ending the run\n")
-        sys.__stderr__.flush()
-        os._exit(3)
-
-    timer = threading.Timer(HANG_SECONDS, end)
-    timer.daemon = True
-    timer.start()
-    yield
-    timer.cancel()
+    with watchdog(request.node.nodeid, HANG_SECONDS, uncaptured_stderr):
+        yield
 
 
 @pytest.fixture(scope="session")
