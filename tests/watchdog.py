@@ -30,7 +30,7 @@ def watchdog(name: str, seconds: float, stderr: int) -> Iterator[None]:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    # A call that hangs with the interpreter's lock held keeps that thread from running; this one is C and needs no lock.
+    # A call that hangs with the interpreter's lock held keeps that thread from running; this one needs no lock.
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=stderr)
     try:
         yield
