@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from codegen import toolchain
-from codegen.spec import KernelSpec
+from codegen.spec import PARTIAL, KernelSpec
 
 LINKERS = ("gcc", "cc", "clang")
 
@@ -93,7 +93,8 @@ def _kernel(spec: KernelSpec) -> Any:
         "bwd_sum": "SlabSum",
         "bwd_postprocess": "BackwardPostprocess",
     }[spec.operation]
-    return getattr(module, make)(dtype, spec.head_dim, **tile)
+    partial = {"gradients": spec.gradients} if spec.operation in PARTIAL else {}
+    return getattr(module, make)(dtype, spec.head_dim, **partial, **tile)
 
 
 def _shared_memory(ir: str) -> int:

@@ -22,6 +22,7 @@ from codegen.tiles import (
 
 DTYPES = ("bf16", "fp16")
 ARCHS = ("sm_90a",)
+GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # what a backward may be asked for
 Tile = ForwardTile | BackwardTile | RowTile | SlabTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
@@ -31,6 +32,9 @@ TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its ker
     "bwd_sum": SlabTile,
     "bwd_postprocess": RowTile,
 }
+
+
+PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # do less where fewer gradients are asked
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class KernelSpec(Generic[AnyTile]):
         packed_heads: query heads of one KV head in a tile. Forward: the GQA ratio up to 16, beyond that a divisor of
             it. Backward: 1, whatever the ratio.
         tile: the operation's tile configuration.
+        gradients: of the backward's kernels up to the sum of slabs, the gradients that are made: one of GRADIENTS.
         arch: "sm_90a".
 
     Raises:
@@ -56,6 +61,7 @@ class KernelSpec(Generic[AnyTile]):
     head_dim: int
     packed_heads: int
     tile: AnyTile
+    gradients: str = "qkv"
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -64,6 +70,7 @@ class KernelSpec(Generic[AnyTile]):
             ("dtype", DTYPES),
             ("head_dim", HEAD_DIMS),
             ("packed_heads", range(1, MAX_PACKED_HEADS + 1)),
+            ("gradients", GRADIENTS if self.operation in PARTIAL else GRADIENTS[:1]),
             ("arch", ARCHS),
         ):
             value = getattr(self, name)
@@ -82,7 +89,8 @@ class KernelSpec(Generic[AnyTile]):
     def symbol(self) -> str:
         """The exported function's name: a C identifier, different for different specifications."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
-        return f"dualkv_{self.operation}_{self.dtype}_d{self.head_dim}_h{self.packed_heads}_{self.arch}_{digest}"
+        shape = f"d{self.head_dim}_h{self.packed_heads}_{self.gradients}"
+        return f"dualkv_{self.operation}_{self.dtype}_{shape}_{self.arch}_{digest}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,7 +108,8 @@ class KernelSpec(Generic[AnyTile]):
     def __str__(self) -> str:
         tile = " ".join(f"{name}={value}" for name, value in asdict(self.tile).items())
         shape = f"head_dim={self.head_dim} packed_heads={self.packed_heads}"
-        return f"{self.operation} {self.dtype} {shape} {tile} {self.arch}"
+        gradients = "" if self.gradients == "qkv" else f"gradients={self.gradients} "
+        return f"{self.operation} {self.dtype} {shape} {gradients}{tile} {self.arch}"
 
 
 def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec[ForwardTile]:
@@ -109,35 +118,53 @@ def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec[For
 
 
 class BackwardSpecs(NamedTuple):
-    """The backward's kernels in the order of their launches; `slab_sum` runs only where items are split."""
+    """The backward's kernels in the order of their launches."""
 
     preprocess: KernelSpec[RowTile]
     main: KernelSpec[BackwardTile]
-    slab_sum: KernelSpec[SlabTile]
-    postprocess: KernelSpec[RowTile]
+    slab_sum: KernelSpec[SlabTile] | None  # for dK and dV, and launched only where items are split
+    postprocess: KernelSpec[RowTile] | None  # for dQ
+
+    @property
+    def present(self) -> list[KernelSpec]:
+        return [spec for spec in self if spec is not None]
 
 
-def backward_specs(dtype: str, head_dim: int, deterministic: bool = False) -> BackwardSpecs:
-    """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio."""
-    native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic)
+def backward_specs(
+    dtype: str, head_dim: int, deterministic: bool = False, gradients: str = GRADIENTS[0]
+) -> BackwardSpecs:
+    """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio.
+
+    Sums in a fixed order are dQ's matter: without it, `deterministic` changes nothing.
+    """
+    native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic and "q" in gradients)
 
     def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
-        return KernelSpec(operation, dtype, native, 1, tile)
+        asked = gradients if operation in PARTIAL else GRADIENTS[0]
+        return KernelSpec(operation, dtype, native, 1, tile, asked)
 
     rows = RowTile(tile.tile_m)
     return BackwardSpecs(
         spec("bwd_preprocess", rows),
         spec("bwd", tile),
-        spec("bwd_sum", SlabTile(tile.tile_n, tile.cluster)),
-        spec("bwd_postprocess", rows),
+        None if gradients == "q" else spec("bwd_sum", SlabTile(tile.tile_n, tile.cluster)),
+        spec("bwd_postprocess", rows) if "q" in gradients else None,
     )
 
 
 def table() -> list[KernelSpec]:
-    """Every specialization that the table of tiles can ask for."""
+    """Every specialization that training asks for: of the gradients all, those of the query, those of keys and values.
+
+    Other parts of the gradients have kernels too, compiled when they are first asked for.
+    """
     forward = [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
     backward = [
-        s for d in HEAD_DIMS for dtype in DTYPES for fixed in (False, True) for s in backward_specs(dtype, d, fixed)
+        spec
+        for d in HEAD_DIMS
+        for dtype in DTYPES
+        for fixed in (False, True)
+        for gradients in ("qkv", "q", "kv")
+        for spec in backward_specs(dtype, d, fixed, gradients).present
     ]
     return forward + list(dict.fromkeys(backward))
 

@@ -129,9 +129,11 @@ class BackwardFrame:
         q, dout: [T, H, D] fp16 or bf16. T >= 1.
         k, v: [T, Hk, D], dtype of q.
         stats: [H, nm * 2 * tile_m] fp32 from the preprocess, nm = ceil(T / tile_m).
-        dk, dv: [T, Hk, D], dtype of q. Rows of items with a slab are left alone, all others written.
-        dq_acc: [H * nm * tile_m * head_dim] fp32, zeros from the preprocess: unscaled dQ in the order of registers.
-        slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV in the order of registers.
+        dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with a slab are left alone, all others
+            written.
+        dq_acc: [H * nm * tile_m * head_dim] fp32, zeros from the preprocess: unscaled dQ in the order of registers. May
+            be empty where dQ is not asked.
+        slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV; what is not asked is not written.
         locks: [H * nm * lock_count()] int32, zeros from the preprocess; read if deterministic, else may be empty.
         work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
         visible_end: [T] int32.
@@ -146,6 +148,8 @@ class BackwardFrame:
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim.
+        gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
+            left out.
         tile_m, tile_n, warp_groups, stages, cluster, late: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
             it, and costs time: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are
@@ -162,6 +166,7 @@ class BackwardFrame:
         dtype: type[cutlass.Numeric],
         head_dim: int,
         *,
+        gradients: str = "qkv",
         tile_m: int,
         tile_n: int = 128,
         warp_groups: int = 2,
@@ -179,6 +184,8 @@ class BackwardFrame:
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
         self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
         self.warp_groups = warp_groups
+        self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
+        self.want_dp = self.want_dq or self.want_dk
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
         # mbarriers: one for K, V and dS, one a stage for Q and dO
         self.FULL_K, self.FULL_V, self.DS = 0, 1, 2
@@ -236,7 +243,8 @@ class BackwardFrame:
             return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
 
         q, dout, k, v = packed(heads, 8), packed(heads, 8), packed(kv_heads, 8), packed(kv_heads, 8)
-        dk, dv = packed(kv_heads, 2), packed(kv_heads, 2)
+        absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
+        dk, dv = (packed(kv_heads, 2) if wanted else absent for wanted in (self.want_dk, self.want_dv))
         width = cute.sym_int32(divisibility=2 * self.tile_m)
         stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
@@ -274,7 +282,9 @@ class BackwardFrame:
         def by_head(x: cute.Tensor) -> cute.Tensor:  # (T, H, D) -> (T, D, H)
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
 
-        def pairs(x: cute.Tensor) -> cute.Tensor:  # (T, H, D) -> 32-bit pairs of elements (T, H, D / 2)
+        def pairs(x: cute.Tensor, wanted: bool) -> cute.Tensor:  # (T, H, D) -> 32-bit pairs of elements (T, H, D / 2)
+            if const_expr(not wanted):
+                return x
             shape, stride = (x.shape[0], x.shape[1], x.shape[2] // 2), (x.stride[0] // 2, x.stride[1] // 2, 1)
             return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Int32), cute.make_layout(shape, stride=stride))
 
@@ -296,8 +306,8 @@ class BackwardFrame:
             tma_V,
             gV,
             stats,
-            pairs(dk),
-            pairs(dv),
+            pairs(dk, self.want_dk),
+            pairs(dv, self.want_dv),
             dq_acc,
             slabs,
             locks,
@@ -475,7 +485,8 @@ class BackwardFrame:
         kv_head, n0, _, mb0, mb1 = item[:5]
         M = self.tile_m
         self.load_keys(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
-        self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
+        if const_expr(self.want_dp):
+            self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         it = Int32(0)
         for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):

@@ -142,8 +142,9 @@ class NarrowBackward(BackwardFrame):
             "dS": mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS_rows)),
         }
         acc_dK, acc_dV = [cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32) for _ in range(2)]
-        acc_dK.fill(0.0)
-        acc_dV.fill(0.0)
+        for acc, wanted in ((acc_dK, self.want_dk), (acc_dV, self.want_dv)):
+            if const_expr(wanted):
+                acc.fill(0.0)
         # The preprocess has interleaved the statistics: what a thread needs of 16 query rows is 4 floats together.
         stat_layout = cute.make_layout((4, 4, M // 16, 2, self.stages), stride=(1, 4, 16, M, 2 * M))
         stat = cute.make_tensor(sStat.iterator, stat_layout)[None, lane % 4, None, None, None]
@@ -167,7 +168,8 @@ class NarrowBackward(BackwardFrame):
             Turn(locks.iterator + warp_id, num_blocks, *order),
         )  # fmt: skip
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
-        cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
+        if const_expr(self.want_dp):
+            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         acc_S, acc_new = self.scores(state, Int32(0))
         self.probabilities(state, acc_S, acc_new, Int32(0), mb)
@@ -183,26 +185,32 @@ class NarrowBackward(BackwardFrame):
                 self.step(state, it, previous, next_mb, False, False)
             self.step(state, total - 1, (h, mb), next_mb, False, True)
             mb, h = next_mb, next_h
-        cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
-        acc_dQ = self.issue_dq(state, total - 1)
-        warpgroup.wait_group(0)
-        self.await_turn(state.turn, (h, mb))
-        self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
-        self.pass_turn(state.turn, (h, mb))
-        for e in cutlass.range_constexpr(cute.size(acc_dK)):
-            acc_dK[e] = acc_dK[e] * scale
+        if const_expr(self.want_dq):
+            cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
+            acc_dQ = self.issue_dq(state, total - 1)
+            warpgroup.wait_group(0)
+            self.await_turn(state.turn, (h, mb))
+            self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
+            self.pass_turn(state.turn, (h, mb))
+        if const_expr(self.want_dk):
+            for e in cutlass.range_constexpr(cute.size(acc_dK)):
+                acc_dK[e] = acc_dK[e] * scale
         kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
         row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         if slab < 0:
-            self.store(acc_dK, dk, kv_head, n0 + row, key_end)
-            self.store(acc_dV, dv, kv_head, n0 + row, key_end)
+            if const_expr(self.want_dk):
+                self.store(acc_dK, dk, kv_head, n0 + row, key_end)
+            if const_expr(self.want_dv):
+                self.store(acc_dV, dv, kv_head, n0 + row, key_end)
         else:
             first = Int64(slab) * self.slab_floats() + self.rank() * (2 * N * D)
-            self.store_slab(acc_dK, slabs.iterator + first, row)
-            self.store_slab(acc_dV, slabs.iterator + (first + N * D), row)
+            if const_expr(self.want_dk):
+                self.store_slab(acc_dK, slabs.iterator + first, row)
+            if const_expr(self.want_dv):
+                self.store_slab(acc_dV, slabs.iterator + (first + N * D), row)
 
     def scores(self, state: State, it: Int32, between: Callable[[], None] | None = None) -> tuple[Any, Any]:
-        """Issue S^T and dP^T of block `it`; `between` is work to do before the second."""
+        """Issue S^T and dP^T (not for dV alone) of block `it`; `between` is work to do before the second."""
         stage, phase = self.ring(it)
         acc_S, acc_new = [cute.make_rmem_tensor(state.acc_dP.shape, Float32) for _ in range(2)]
         cute.arch.mbarrier_wait(state.bars + self.FULL_Q + stage, phase)
@@ -210,12 +218,13 @@ class NarrowBackward(BackwardFrame):
         if between is not None:
             between()
         cute.arch.mbarrier_wait(state.bars + self.FULL_DO + stage, phase)
-        gemm(state.mma_S, acc_new, state.frags["V"], state.frags["dO"][None, None, None, stage], True)
+        if self.want_dp:
+            gemm(state.mma_S, acc_new, state.frags["V"], state.frags["dO"][None, None, None, stage], True)
         return acc_S, acc_new
 
     def probabilities(self, state: State, acc_S: cute.Tensor, acc_new: cute.Tensor, it: Int32, mb: Int32) -> None:
         """S^T and dP^T of block `it` are in flight: P^T while dP^T runs. Leaves nothing in flight."""
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(1 if self.want_dp else 0)
         self.mask(acc_S, mb * self.tile_m, *state.masks)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
             lse2 = cute.make_rmem_tensor(4, Float32)
@@ -224,8 +233,9 @@ class NarrowBackward(BackwardFrame):
                 acc_S[e] = cute.math.exp2(acc_S[e] * state.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2], fastmath=True)
             round_to(part(acc_S, 8 * c, 8), part(state.tP, 8 * c, 8))
         warpgroup.wait_group(0)
-        for e in range(self.tile_m // 2):
-            state.acc_dP[e] = acc_new[e]
+        if self.want_dp:
+            for e in range(self.tile_m // 2):
+                state.acc_dP[e] = acc_new[e]
 
     def score_gradients(self, state: State, stage: Int32) -> cute.Tensor:
         """dS^T = P^T * (dP^T - dpsum) as the operand of dK. P^T rounded serves: no register holds it in fp32."""
@@ -246,36 +256,49 @@ class NarrowBackward(BackwardFrame):
         and few accumulators are at a time: else the compiler makes every product wait.
         """
         s, stage = state, it % self.stages
-        gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
-        tdS = self.score_gradients(s, stage)  # while dV runs
+        add_previous = self.want_dq and not first
+        if self.want_dv:
+            gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
+        if self.want_dp:
+            tdS = self.score_gradients(s, stage)  # while dV runs
         warpgroup.wait_group(0)
-        # dS^T to shared memory. Three buffers: the peer has arrived for block it - 1, so it is done with dQ of it - 3.
-        if not first:
-            cute.arch.mbarrier_wait(s.bars + self.DS, (it - 1) & 1)
-        source = cute.make_tensor(tdS.iterator, cute.make_layout(s.acc_dP.shape))
-        cute.copy(s.copy_dS, s.copy_dS.get_slice(s.tid).retile(source), s.dS_dst[None, None, None, it % self.buffers])
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(s.bars + self.DS)
-        acc_dQ = None if first else self.issue_dq(s, it - 1)
-        gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
+        if self.want_dq:
+            self.publish(s, tdS, it, first)
+        if add_previous:
+            acc_dQ = self.issue_dq(s, it - 1)
+        if self.want_dk:
+            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
         # Add dQ up: most of it while dK runs, the last `late` reductions while the next S does.
         early = self.dq_chunks - (0 if last else self.late)
-        if not first:
-            warpgroup.wait_group(1)
+        if add_previous:
+            warpgroup.wait_group(1 if self.want_dk else 0)
             self.await_turn(s.turn, previous)
             self.add_dq(s, acc_dQ, previous, 0, early)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_DO + stage)
         self.release(s.bars + self.EMPTY_Q + stage)
         if not last:
-            rest = None if first else lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)
+            rest = (lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)) if add_previous else None
             acc_S, acc_new = self.scores(s, it + 1, rest)
-        if not first:
+        if add_previous:
             self.pass_turn(s.turn, previous)
         if not last:
             self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
+
+    def publish(self, state: State, tdS: cute.Tensor, it: Int32, first: bool) -> None:
+        """dS^T of block `it` to shared memory, for dQ.
+
+        Three buffers: the peer has arrived for block it - 1, so it is done with dQ of it - 3.
+        """
+        if not first:
+            cute.arch.mbarrier_wait(state.bars + self.DS, (it - 1) & 1)
+        source = cute.make_tensor(tdS.iterator, cute.make_layout(state.acc_dP.shape))
+        dst = state.dS_dst[None, None, None, it % self.buffers]
+        cute.copy(state.copy_dS, state.copy_dS.get_slice(state.tid).retile(source), dst)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(state.bars + self.DS)
 
     def issue_dq(self, state: State, it: Int32) -> cute.Tensor:
         """Issue dQ^T of block `it`."""

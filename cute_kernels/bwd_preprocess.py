@@ -27,7 +27,7 @@ class BackwardPreprocess:
             and 0, so that their probabilities are 0. Rows in order, or (interleaved_stats) 16 of them such that what
             lane % 4 == b needs of an accumulator, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is
             written.
-        dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written.
+        dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written. May be empty where dQ is not asked.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
         stream: taken from the environment (torch's current stream), not passed.
 
@@ -35,12 +35,14 @@ class BackwardPreprocess:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel.
         tile_m: query rows a block, a multiple of 16.
+        gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. dV alone needs no dpsum: it is 0.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, gradients: str = "qkv") -> None:
         if tile_m % 16 or tile_m > THREADS:
             raise ValueError(f"tile_m is {tile_m}, expected a multiple of 16 up to {THREADS}")
         self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
+        self.want_dq, self.want_dpsum = "q" in gradients, gradients != "v"
         self.lanes = 1 << (head_dim // VECTOR - 1).bit_length()  # threads a row, at most a warp
 
     def fake_arguments(self) -> tuple[object, ...]:
@@ -93,21 +95,23 @@ class BackwardPreprocess:
         for p in cutlass.range_constexpr(-(-M // rows_a_pass)):
             m = tid // lanes + p * rows_a_pass
             t, total = mb * M + m, Float32(0.0)
-            if m < M and t < num_rows and lane * VECTOR < dim:
-                o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
-                cute.autovec_copy(cute.local_tile(out[t, h, None], (VECTOR,), (lane,)), o)
-                cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (lane,)), do)
-                for e in cutlass.range_constexpr(VECTOR):
-                    total += Float32(o[e]) * Float32(do[e])
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if cutlass.const_expr(self.want_dpsum):
+                if m < M and t < num_rows and lane * VECTOR < dim:
+                    o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
+                    cute.autovec_copy(cute.local_tile(out[t, h, None], (VECTOR,), (lane,)), o)
+                    cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (lane,)), do)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        total += Float32(o[e]) * Float32(do[e])
+                total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if lane == 0 and m < M:
                 sum_of_row[m] = total
-        zero = cute.make_rmem_tensor(4, Float32)
-        zero.fill(0.0)
-        block = dq_acc.iterator + (Int64(h) * num_blocks + mb) * (M * self.head_dim)
-        quads = cute.make_tensor(block.align(16), cute.make_layout((4, M * self.head_dim // 4)))
-        for i in cutlass.range(tid, M * self.head_dim // 4, THREADS, unroll=4):
-            cute.autovec_copy(zero, quads[None, i])
+        if cutlass.const_expr(self.want_dq):
+            zero = cute.make_rmem_tensor(4, Float32)
+            zero.fill(0.0)
+            block = dq_acc.iterator + (Int64(h) * num_blocks + mb) * (M * self.head_dim)
+            quads = cute.make_tensor(block.align(16), cute.make_layout((4, M * self.head_dim // 4)))
+            for i in cutlass.range(tid, M * self.head_dim // 4, THREADS, unroll=4):
+                cute.autovec_copy(zero, quads[None, i])
         locks_a_block = locks.shape[0] // (num_heads * num_blocks)
         if tid < locks_a_block:
             locks[(Int64(h) * num_blocks + mb) * locks_a_block + tid] = Int32(0)

@@ -11,7 +11,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, round_to
@@ -72,9 +72,9 @@ class WideBackward(BackwardFrame):
     @property
     def phases(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Column tiles of dQ and dK whose products run together. Three warp groups lack registers for both at once."""
-        if self.column_tiles == 1:
-            return ((), (0,)), ((0,), ())
-        return tuple(((t,), (t,)) for t in range(self.column_tiles))
+        both = [((t,), (t,)) for t in range(self.column_tiles)] if self.column_tiles > 1 else [((), (0,)), ((0,), ())]
+        wanted = [(dq if self.want_dq else (), dk if self.want_dk else ()) for dq, dk in both]
+        return tuple(phase for phase in wanted if any(phase))
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
@@ -133,11 +133,15 @@ class WideBackward(BackwardFrame):
             "dS": mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS)),
         }
         acc_dK, acc_dV = [
-            [cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, N)), Float32) for _ in range(tiles)] for _ in range(2)
+            [cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, N)), Float32) for _ in range(tiles if wanted else 0)]
+            for wanted in (self.want_dk, self.want_dv)
         ]
         for acc in acc_dK + acc_dV:
             acc.fill(0.0)
-        acc_dQ = [cute.make_rmem_tensor(mma_dQ.partition_shape_C((64, M)), Float32) for _ in range(tiles)]
+        acc_dQ = [
+            cute.make_rmem_tensor(mma_dQ.partition_shape_C((64, M)), Float32)
+            for _ in range(tiles if self.want_dq else 0)
+        ]
         row, col = warp_id % 4 * 16 + lane // 4, wg * self.keys_wg + lane % 4 * 2  # first element of S
         stat_layout = cute.make_layout((2, 2, self.stages), stride=(8, M, 2 * M))
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_S)
@@ -150,10 +154,11 @@ class WideBackward(BackwardFrame):
             Turn(locks.iterator + warp_id, num_blocks, *order),
         )  # fmt: skip
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
-        cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
+        if const_expr(self.want_dp):
+            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         acc_S = self.issue_scores(state, Int32(0), "Q", "K", self.FULL_Q)
-        acc_dP = self.issue_scores(state, Int32(0), "dO", "V", self.FULL_DO)
+        acc_dP = self.issue_dp(state, Int32(0))
         warpgroup.wait_group(0)
         self.probabilities(state, acc_S, Int32(0), mb)
         self.score_gradients(state, acc_dP, Int32(0))
@@ -165,20 +170,25 @@ class WideBackward(BackwardFrame):
             mb, h = self.next_block(mb, h, mb0, mb1)
             self.step(state, it, previous, block, mb, False)
         self.step(state, total - 1, (previous_h, previous_mb), (h, mb), mb, True)
-        self.add_last_dq(state, (h, mb), True)
+        if const_expr(self.want_dq):
+            self.add_last_dq(state, (h, mb), True)
         kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
-        for t in cutlass.range_constexpr(tiles):
-            for e in cutlass.range_constexpr(cute.size(acc_dK[t])):
-                acc_dK[t][e] = acc_dK[t][e] * scale
+        for acc in acc_dK:
+            for e in cutlass.range_constexpr(cute.size(acc)):
+                acc[e] = acc[e] * scale
         first_col = (wg * tiles * 4 + warp_id % 4) * 16
         for t in cutlass.range_constexpr(tiles):
             if slab < 0:
-                self.store(acc_dK[t], dk, kv_head, n0, key_end, first_col + 64 * t)
-                self.store(acc_dV[t], dv, kv_head, n0, key_end, first_col + 64 * t)
+                if const_expr(self.want_dk):
+                    self.store(acc_dK[t], dk, kv_head, n0, key_end, first_col + 64 * t)
+                if const_expr(self.want_dv):
+                    self.store(acc_dV[t], dv, kv_head, n0, key_end, first_col + 64 * t)
             else:
                 first = Int64(slab) * self.slab_floats() + self.rank() * (2 * N * D) + first_col + 64 * t
-                self.store_slab(acc_dK[t], slabs.iterator + first)
-                self.store_slab(acc_dV[t], slabs.iterator + (first + N * D))
+                if const_expr(self.want_dk):
+                    self.store_slab(acc_dK[t], slabs.iterator + first)
+                if const_expr(self.want_dv):
+                    self.store_slab(acc_dV[t], slabs.iterator + (first + N * D))
 
     def issue_scores(self, state: State, it: Int32, rows: str, keys: str, full: int) -> cute.Tensor:
         """Issue S or dP of block `it`."""
@@ -188,18 +198,29 @@ class WideBackward(BackwardFrame):
         gemm(state.mma_S, acc, state.frags[rows][None, None, None, stage], state.frags[keys], True)
         return acc
 
+    def issue_dp(self, state: State, it: Int32) -> cute.Tensor | None:
+        """Issue dP of block `it`, of which dS is made; dV alone needs only that dO is there."""
+        if self.want_dp:
+            return self.issue_scores(state, it, "dO", "V", self.FULL_DO)
+        stage, phase = self.ring(it)
+        cute.arch.mbarrier_wait(state.bars + self.FULL_DO + stage, phase)
+        return None
+
     def probabilities(self, state: State, acc_S: cute.Tensor, it: Int32, mb: Int32) -> None:
-        """P of block `it` from its scores, to registers (fp32) and shared memory."""
+        """P of block `it` from its scores, to registers (fp32) and, for dV, shared memory."""
         self.mask(acc_S, mb * self.tile_m, *state.masks)
         for r in range(2):
             lse2 = state.stat[r, 0, it % self.stages]
             for e in range(cute.size(acc_S)):
                 if e // 2 % 2 == r:
                     state.acc_P[e] = cute.math.exp2(acc_S[e] * state.scale_log2 - lse2, fastmath=True)
-        self.to_smem(state, state.acc_P, it % 2 * 2)
+        if self.want_dv:
+            self.to_smem(state, state.acc_P, it % 2 * 2)
 
-    def score_gradients(self, state: State, acc_dP: cute.Tensor, it: Int32) -> None:
+    def score_gradients(self, state: State, acc_dP: cute.Tensor | None, it: Int32) -> None:
         """dS = P * (dP - dpsum) of block `it`, to shared memory."""
+        if acc_dP is None:
+            return
         for r in range(2):
             dpsum = state.stat[r, 1, it % self.stages]
             for e in range(cute.size(acc_dP)):
@@ -225,7 +246,7 @@ class WideBackward(BackwardFrame):
         The last tile of dQ is added up during the next step, behind its first products. Nothing is in flight at either
         end: else the compiler makes every product wait.
         """
-        s, stage, tiles = state, it % self.stages, range(self.column_tiles)
+        s, stage = state, it % self.stages
         P = s.frags["Pt"][None, None, None, it % 2 * 2]
         dSt = s.frags["Pt"][None, None, None, it % 2 * 2 + 1]
         dS = s.frags["dS"][None, None, None, it % 2 * 2 + 1]
@@ -233,19 +254,20 @@ class WideBackward(BackwardFrame):
         # the next block's S with this block's dV; P while dV runs (three warp groups lack registers for S beside dQ)
         if not last and self.column_tiles > 1:
             acc_S = self.issue_scores(s, it + 1, "Q", "K", self.FULL_Q)
-        for t in tiles:
-            gemm(s.mma_dKV, s.acc_dV[t], s.frags["dOt"][t][None, None, None, stage], P, False)
-        self.add_last_dq(s, previous, it > 0)
+        for t, acc_dV in enumerate(s.acc_dV):
+            gemm(s.mma_dKV, acc_dV, s.frags["dOt"][t][None, None, None, stage], P, False)
+        if self.want_dq:
+            self.add_last_dq(s, previous, it > 0)
         if not last:
             if self.column_tiles == 1:
                 acc_S = self.issue_scores(s, it + 1, "Q", "K", self.FULL_Q)
-            warpgroup.wait_group(self.column_tiles if self.column_tiles > 1 else 0)
+            warpgroup.wait_group(len(s.acc_dV) if self.column_tiles > 1 else 0)
             self.probabilities(s, acc_S, it + 1, next_mb)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_DO + stage)
         # the next block's dP with this block's dQ and dK; dS while they run
         if not last:
-            acc_dP = self.issue_scores(s, it + 1, "dO", "V", self.FULL_DO)
+            acc_dP = self.issue_dp(s, it + 1)
         ready: tuple[int, ...] = ()
         for phase, (dq_tiles, dk_tiles) in enumerate(self.phases):
             if phase:

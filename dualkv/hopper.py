@@ -166,12 +166,12 @@ def _kernel(
 
 @cache
 def _backward_kernels(
-    dtype: torch.dtype, head_dim: int, deterministic: bool, device: torch.device
-) -> tuple[BackwardSpecs, list[Kernel]]:
-    """The specializations that serve these, whatever the batch and the GQA ratio."""
+    dtype: torch.dtype, head_dim: int, deterministic: bool, gradients: str, device: torch.device
+) -> tuple[BackwardSpecs, dict[str, Kernel]]:
+    """The specializations that serve these, whatever the batch and the GQA ratio; kernels by operation."""
     _refuse_capture(device, "the backward's kernels are not loaded")
-    specs = backward_specs(DTYPES[dtype], head_dim, deterministic)
-    return specs, [store.load(spec) for spec in specs]
+    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients)
+    return specs, {spec.operation: store.load(spec) for spec in specs.present}
 
 
 @cache
@@ -218,9 +218,9 @@ def forward(
 
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    segments: Segments, softmax_scale: float, deterministic: bool,
+    segments: Segments, softmax_scale: float, deterministic: bool, gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, in three or four launches on the current stream.
+    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, in two to four launches on the current stream.
 
     Serves what :func:`forward` serves, and first calls are like its own. dk and dv are bitwise equal from run to run;
     dq, which key blocks add to in fp32, is if deterministic, else up to the order of these sums. Workspace: dq in fp32,
@@ -231,29 +231,38 @@ def backward(
         q, k, v, segments, softmax_scale: what the forward was given.
         lse: [H, T] fp32, natural log, from the forward.
         deterministic: bitwise equal dq from run to run.
+        gradients: which of them are made, letters of "qkv" in that order; the others come empty, [0], and work that
+            only they need is left out.
 
     Raises:
         RuntimeError: as :func:`forward`.
+        ValueError: no such gradients.
     """
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
-    specs, (preprocess, main, slab_sum, postprocess) = _backward_kernels(q.dtype, head_dim, deterministic, device)
+    specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device)
     tile, native = specs.main.tile, specs.main.head_dim
     planned = backward_plan(segments, device, tile, heads, kv_heads)
     q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
     lse = lse if lse.stride(1) == 1 else lse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    dq, dk, dv = (
+        torch.empty(x.shape if name in gradients else 0, dtype=x.dtype, device=device)
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
 
     def workspace(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     blocks = -(-rows // tile.tile_m)  # of query rows
     stats = workspace(heads, blocks * 2 * tile.tile_m)
-    dq_sums = workspace(heads * blocks * tile.tile_m * native)
-    locks = workspace(heads * blocks * tile.locks if deterministic else 0, dtype=torch.int32)
-    slabs = workspace(planned.num_slabs * tile.slab_floats(native))
-    preprocess(out, dout, lse, stats, dq_sums, locks)
-    main(q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale)
-    if planned.num_slabs:
-        slab_sum(slabs, planned.sums, dk, dv)
-    postprocess(dq_sums, dq, softmax_scale)
+    dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
+    locks = workspace(heads * blocks * tile.locks if tile.deterministic else 0, dtype=torch.int32)
+    slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
+    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks)
+    kernels["bwd"](
+        q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale
+    )
+    if specs.slab_sum and planned.num_slabs:
+        kernels["bwd_sum"](slabs, planned.sums, dk, dv)
+    if specs.postprocess:
+        kernels["bwd_postprocess"](dq_sums, dq, softmax_scale)
     return dq, dk, dv

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from codegen import store
-from codegen.spec import backward_specs, forward_spec
+from codegen.spec import GRADIENTS, backward_specs, forward_spec
 from cute_kernels import items
 from dualkv import Layout, hopper, ops, plan, plan_backward
 from dualkv.layout import segments_of
@@ -74,49 +74,55 @@ def test_one_kernel_serves_every_length(launches, lens):
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(groups, st.booleans())
-@example(SPLIT, False)
-@example(SPLIT, True)
-def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, deterministic):
-    """Sizes as the kernels' docstrings ask. Over all examples, a head dim loads four kernels, each way, once."""
+@given(groups, st.booleans(), st.sampled_from(GRADIENTS))
+@example(SPLIT, False, "qkv")
+@example(SPLIT, True, "qkv")
+@example(SPLIT, True, "q")
+@example(SPLIT, True, "v")
+def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, deterministic, gradients):
+    """Sizes as the kernels' docstrings ask. Over all examples, a head dim loads its kernels, each way, once."""
     layout = Layout.from_lengths([p for p, _ in lens], [r for _, r in lens])
     tokens = layout.num_tokens
     if not tokens:
         return
     for heads, kv_heads, head_dim in ((4, 1, 64), (34, 1, 64), (6, 3, 136)):
-        specs = backward_specs("bf16", head_dim, deterministic)
+        specs = backward_specs("bf16", head_dim, deterministic, gradients)
         tile, native = specs.main.tile, specs.main.head_dim
         inputs = random_backward(tokens, heads, kv_heads, head_dim)
         launches.clear()
-        dq, dk, dv = hopper.backward(*inputs, segments(layout), 0.125, deterministic)
-        plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, deterministic)
-        assert [spec for spec, _ in launches] == [s for s in specs if s.operation != "bwd_sum" or plan.num_slabs]
+        dq, dk, dv = hopper.backward(*inputs, segments(layout), 0.125, deterministic, gradients)
+        plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, tile.deterministic)
+        assert [spec for spec, _ in launches] == [
+            spec for spec in specs.present if spec.operation != "bwd_sum" or plan.num_slabs
+        ]
         called = {spec.operation: arguments for spec, arguments in launches}
         dout, q, k, v, out, lse = inputs
         assert_same(called["bwd_preprocess"][:3], (out, dout, lse))
         stats, dq_sums, locks = called["bwd_preprocess"][3:]
         blocks = -(-tokens // tile.tile_m)
         assert stats.shape == (heads, blocks * 2 * tile.tile_m)
-        assert dq_sums.shape == (heads * blocks * tile.tile_m * native,)
+        assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
         assert {stats.dtype, dq_sums.dtype} == {torch.float32}
         assert locks.dtype == torch.int32
-        assert locks.numel() == (heads * blocks * tile.locks if deterministic else 0)
+        assert locks.numel() == (heads * blocks * tile.locks if deterministic and "q" in gradients else 0)
         slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
         assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
-        assert slabs.numel() == plan.num_slabs * tile.slab_floats(native)
+        assert slabs.numel() == (plan.num_slabs * tile.slab_floats(native) if gradients != "q" else 0)
         assert slabs.numel() <= tokens * heads * native / 4
         assert np.array_equal(work.numpy(), plan.items)
         assert visible_end.dtype == torch.int32
         assert visible_end.tolist() == segments(layout).visible_end.tolist()
         assert plan.num_slabs or lens != SPLIT or heads != 34
-        if plan.num_slabs:
+        if plan.num_slabs and gradients != "q":
             assert np.array_equal(called["bwd_sum"][1].numpy(), plan.sums)
             assert_same(called["bwd_sum"][::2], (slabs, dk))
             assert called["bwd_sum"][3] is dv
-        assert_same(called["bwd_postprocess"], (dq_sums, dq, 0.125))
-        for grad, x in ((dq, q), (dk, k), (dv, v)):
-            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (x.shape, x.dtype, True)
-    assert len(launches.loaded) <= 2 * 2 * 4
+        if "q" in gradients:
+            assert_same(called["bwd_postprocess"], (dq_sums, dq, 0.125))
+        for name, grad, x in (("q", dq, q), ("k", dk, k), ("v", dv, v)):
+            shape = x.shape if name in gradients else (0,)
+            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (shape, x.dtype, True)
+    assert len(launches.loaded) <= 2 * 2 * 4 * len(GRADIENTS)
 
 
 def assert_same(got, want):

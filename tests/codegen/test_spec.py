@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from codegen import toolchain
-from codegen.spec import TILES, KernelSpec, backward_specs, canonical_json, forward_spec, table
+from codegen.spec import GRADIENTS, TILES, KernelSpec, backward_specs, canonical_json, forward_spec, table
 from codegen.tiles import ForwardTile
 
 SPEC = forward_spec("bf16", 128, 4)
@@ -20,8 +20,8 @@ SPEC = forward_spec("bf16", 128, 4)
 
 def test_json_round_trip_and_symbols_over_the_whole_table():
     specs = table()
-    forward, of_each_tile, by_determinism = 5 * 16 * 2, 5 * 2 * 2, 5 * 2 * 2 * 2
-    assert len(specs) == len(set(specs)) == forward + of_each_tile + by_determinism
+    forward, preprocess, main, slab_sum, postprocess = 16, 3, 2 + 2 + 1, 2 + 1, 1
+    assert len(specs) == len(set(specs)) == 5 * 2 * (forward + preprocess + main + slab_sum + postprocess)
     for spec in specs:
         assert KernelSpec.from_json(spec.to_json()) == spec
         assert re.fullmatch(r"[A-Za-z_]\w*", spec.symbol)
@@ -48,7 +48,7 @@ def test_every_head_dim_and_ratio_is_served_by_the_table():
         assert heads_per_kv % spec.packed_heads == 0
     for head_dim, deterministic in itertools.product(range(8, 257, 8), (False, True)):
         specs = backward_specs("fp16", head_dim, deterministic)
-        assert known.issuperset(specs)
+        assert known.issuperset(specs.present)
         assert {spec.head_dim for spec in specs} == {forward_spec("fp16", head_dim, 1).head_dim}
 
 
@@ -58,6 +58,20 @@ def test_kernels_of_one_backward_agree_on_their_tiles():
         assert main.tile.deterministic == deterministic
         assert preprocess.tile.tile_m == postprocess.tile.tile_m == main.tile.tile_m
         assert (slab_sum.tile.tile_n, slab_sum.tile.cluster) == (main.tile.tile_n, main.tile.cluster)
+
+
+def test_parts_of_the_gradients_have_the_kernels_that_they_need():
+    for gradients in GRADIENTS:
+        specs = backward_specs("bf16", 128, gradients=gradients)
+        assert {s.gradients for s in specs.present if s.operation != "bwd_postprocess"} == {gradients}
+        assert (specs.postprocess is not None) == ("q" in gradients)
+        assert (specs.slab_sum is not None) == (gradients != "q")
+        fixed = backward_specs("bf16", 128, deterministic=True, gradients=gradients)
+        assert fixed.main.tile.deterministic == ("q" in gradients)
+        assert len({spec.symbol for spec in specs.present}) == len(specs.present)
+    assert len({backward_specs("bf16", 128, gradients=g).main.symbol for g in GRADIENTS}) == len(GRADIENTS)
+    with pytest.raises(ValueError, match="gradients is 'vk', expected qkv or qk or qv or kv or q or k or v"):
+        backward_specs("bf16", 128, gradients="vk")
 
 
 def test_each_operation_has_a_source():
@@ -74,6 +88,7 @@ def test_each_operation_has_a_source():
         ({"head_dim": 128.0}, TypeError, r"head_dim is 128.0 \(float\)"),
         ({"packed_heads": 17}, ValueError, "packed_heads is 17, expected an integer from 1 to 16"),
         ({"packed_heads": True}, TypeError, r"packed_heads is True \(bool\)"),
+        ({"gradients": "q"}, ValueError, "gradients is 'q', expected qkv"),
         ({"arch": "sm_100a"}, ValueError, "arch is 'sm_100a', expected sm_90a"),
         ({"tile": {"tile_n": 128}}, TypeError, "tile is a dict, expected a ForwardTile for fwd"),
         ({"tile": ForwardTile(tile_n=-1)}, ValueError, "tile.tile_n is -1, expected an integer of 0 or more"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from codegen.spec import backward_specs
+from codegen.spec import GRADIENTS, backward_specs
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout, hopper
 from tests import oracle
@@ -36,7 +36,8 @@ SPLIT = Layout.from_lengths([600], [[500, 433, 477]])  # at 8 heads and 1 KV hea
 def kernels(compile_all):
     if HOPPER:
         kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
-        compile_all(spec for kind in kinds for spec in backward_specs(*kind))
+        kinds += [("bf16", d, fixed, part) for d in HEAD_DIMS for fixed in (False, True) for part in GRADIENTS[1:]]
+        compile_all(spec for kind in kinds for spec in backward_specs(*kind).present)
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):
@@ -46,7 +47,7 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):
     return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
 
 
-def run(q, k, v, dout, out, lse, layout, deterministic=False):
+def run(q, k, v, dout, out, lse, layout, deterministic=False, gradients="qkv"):
     """(dq, dk, dv) of the kernels; outputs and workspace start as NaN and large integers."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
@@ -55,7 +56,8 @@ def run(q, k, v, dout, out, lse, layout, deterministic=False):
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills what it makes
     try:
         assert torch.empty(1, device="cuda").isnan()
-        return hopper.backward(dout, q, k, v, out, lse, layout._segments, q.shape[2] ** -0.5, deterministic)
+        scale = q.shape[2] ** -0.5
+        return hopper.backward(dout, q, k, v, out, lse, layout._segments, scale, deterministic, gradients)
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
@@ -124,6 +126,28 @@ def test_split_key_blocks(head_dim, deterministic):
     tile = backward_specs("bf16", head_dim, deterministic).main.tile
     assert hopper.backward_plan(SPLIT._segments, q.device, tile, 8, 1).num_slabs
     check(q, k, v, dout, SPLIT, deterministic)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS[1:])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ["ragged groups", "split"])
+def test_parts_of_the_gradients(name, head_dim, gradients):
+    """Bit for bit what all three together give, of dQ where its sums have an order."""
+    layout = LAYOUTS.get(name, SPLIT)
+    q, k, v, dout = inputs(layout, 8, 1, head_dim)
+    out, lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, head_dim**-0.5)
+    saved = out.to(BF16), lse.float()
+    for deterministic in (False, True):
+        whole = run(q, k, v, dout, *saved, layout, deterministic and "q" in gradients)
+        part = run(q, k, v, dout, *saved, layout, deterministic, gradients)
+        for which, a, b in zip("qkv", part, whole, strict=True):
+            if which not in gradients:
+                assert a.shape == (0,), which
+            elif which == "q" and not deterministic:
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4 * b.abs().max().item())
+            else:
+                assert not a.isnan().any(), which
+                assert torch.equal(a, b), which
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
