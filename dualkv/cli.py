@@ -1,4 +1,4 @@
-"""The command line: `dualkv demo`, `dualkv doctor`; also `python -m dualkv`."""
+"""The command line: `dualkv demo`, `dualkv doctor`, `dualkv bench`; also `python -m dualkv`."""
 
 from __future__ import annotations
 
@@ -141,6 +141,82 @@ def doctor(json_to: JsonOption = None, debug: DebugOption = False) -> None:
     _write_json(found.as_dict(), json_to)
     if not found.healthy:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workload",
+            "-w",
+            help="A name (--list), or lengths: '8192:32x2048', '700:130,911;40:5'. Default: the first.",
+        ),
+    ] = None,
+    prompt_len: Annotated[int | None, typer.Option(help="One group: tokens of its prompt.")] = None,
+    responses: Annotated[int | None, typer.Option(help="One group: its responses.")] = None,
+    response_len: Annotated[int | None, typer.Option(help="One group: tokens of each response.")] = None,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="The groups of such a file as `dualkv demo --rollouts` reads.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For --rollouts: local folder of a Hugging Face tokenizer. Default: bytes.")
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="For --rollouts: packed tokens of a micro-batch. Default: all in one.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the workload's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, likewise.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=8, help="Head dim, likewise.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp16, likewise.")] = None,
+    direction: Annotated[
+        str, typer.Option("--direction", "-d", help="Of fwd, bwd and both (one after the other), by commas.")
+    ] = "fwd,bwd",
+    side: Annotated[list[str] | None, typer.Option("--side", "-s", help="Sides to run. Default: all.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of a sustained turn.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 3,
+    time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which nothing new is begun.")] = None,
+    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
+    json_to: JsonOption = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as Markdown.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Print the workloads and their work, run nothing.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """This GPU's attention against its peers, forward and backward: a table, JSON, Markdown, a plot."""
+    from dualkv.bench import command, run, show
+    from dualkv.bench.workloads import NAMED
+
+    groups = command.chosen(workload, (prompt_len, responses, response_len), rollouts, tokenizer, budget)
+    groups = groups or list(NAMED.values())[: None if listing else 1]
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    workloads = [w.with_shape(**shape) for w in groups]
+    directions, sides = command.directions(direction), command.sides(side)
+    console = _console(json_to)
+    if listing:
+        console.print(command.listing(workloads))
+        return
+    if plot is not None:
+        _check_plot(plot)
+    for path in (markdown, None if json_to in (None, "-") else Path(str(json_to))):
+        if path is not None:
+            _check_folder(path)
+    command.check_gpu()
+    report: dict[str, Any] = {}
+    with tracked(Console(stderr=True)) as track:
+        for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, commit, track):
+            console.print(show.table(report["results"][-1]))
+            if json_to != "-":
+                _write_json(report, json_to)  # after each result: what is done is not lost with what fails
+    if json_to == "-":
+        _write_json(report, json_to)
+    if markdown is not None:
+        markdown.write_text(show.markdown(report), encoding="utf-8")
+    if plot is not None:
+        show.plot(report, plot)
+        console.print(f"plot: {plot}")
+    for sentence in command.failures(report):
+        print(f"dualkv: {sentence}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- output

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import statistics
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 import torch.utils.flop_counter  # before aten ops are replaced below: it looks them up
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
-from typer.testing import CliRunner
+from torch.nn.attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import dualkv
-from tools import bench, peers
-from tools.workloads import NAMED, Workload, parse
+from dualkv import cli
+from dualkv.bench import command, fa4, inputs, run, show, sides, timing
+from dualkv.bench.workloads import DIRECTIONS, NAMED, Workload, of_rollouts, parse
 
 LENS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=4)
 
@@ -41,11 +39,13 @@ def test_flops_against_brute_force(groups):
             row += length
             pairs += sum(1 for q in own for k in (*prompt_rows, *own) if k <= q)
     assert workload.visible_pairs() == pairs
-    assert workload.forward_flops() == pairs * 6 * 40 * 4
+    assert workload.flops("fwd") == pairs * 6 * 40 * 4
+    assert workload.flops("bwd") == pairs * 6 * 40 * 10  # five products instead of two
+    assert workload.flops("both") == pairs * 6 * 40 * 14
 
 
 def test_the_main_workload_has_the_known_work():
-    assert NAMED["n32-p8192-r2048"].forward_flops() == pytest.approx(10.45e12, rel=1e-3)
+    assert NAMED["n32-p8192-r2048"].flops("fwd") == pytest.approx(10.45e12, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,25 @@ def test_bad_shapes():
     assert NAMED["n32-p8192-r2048"].with_shape(heads=64, dtype=None).name == "n32-p8192-r2048 heads=64"
 
 
-# ---------------------------------------------------------------- peers
+ROLLOUTS = [{"prompt": "abcde", "responses": ["abc", [1, 2]], "rewards": [0, 1]},
+            {"prompt": [7] * 9, "responses": ["", "xy", "z"], "rewards": [0, 1, 1]}]  # fmt: skip
+
+
+def test_workloads_of_a_rollouts_file(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(json.dumps(group) for group in ROLLOUTS))
+    (whole,) = of_rollouts(path)
+    assert (whole.name, whole.prompt_lens, whole.response_lens) == ("rollouts.jsonl", (5, 9), ((3, 2), (0, 2, 1)))
+    batches = of_rollouts(path, budget=13)
+    assert [b.name for b in batches] == ["rollouts.jsonl 1/2", "rollouts.jsonl 2/2"]
+    assert sorted(zip([b.prompt_lens for b in batches], [b.response_lens for b in batches], strict=True)) == [
+        ((5,), ((3, 2),)), ((9,), ((0, 2, 1),)),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="budget"):
+        of_rollouts(path, budget=5)
+
+
+# ---------------------------------------------------------------- sides
 def _dense(q, k, v, scale, causal):
     """Attention of one sequence, the last query on the last key if causal; out [n, H, D], lse [H, n]."""
     ratio = q.shape[1] // k.shape[1]
@@ -90,57 +108,140 @@ def _dense(q, k, v, scale, causal):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
-def _varlen(q, k, v, cu_q, cu_k, scale, causal):
+def _spans(cu_q, cu_k):
     spans = [zip(c[:-1].tolist(), c[1:].tolist(), strict=True) for c in (cu_q, cu_k)]
-    parts = [_dense(q[a:b], k[c:d], v[c:d], scale, causal) for (a, b), (c, d) in zip(*spans, strict=True)]
+    return [(slice(*a), slice(*b)) for a, b in zip(*spans, strict=True)]
+
+
+def _varlen(q, k, v, cu_q, cu_k, scale, causal):
+    parts = [_dense(q[a], k[b], v[b], scale, causal) for a, b in _spans(cu_q, cu_k)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+
+def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal):
+    """As FlashAttention does it: p from the given lse, and rowsum(dout * out) from the given out."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    ratio, (rows, heads, _) = q.shape[1] // k.shape[1], q.shape
+    assert dout.shape == out.shape == q.shape
+    assert lse.shape == (heads, rows)
+    for a, b in _spans(cu_q, cu_k):
+        ks, vs = (x[b].repeat_interleave(ratio, 1) for x in (k, v))
+        n, m = len(q[a]), len(ks)
+        scores = torch.einsum("qhd,khd->hqk", q[a], ks) * scale
+        if causal:
+            scores = scores.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + m - n, float("-inf"))
+        p = (scores - lse[:, a, None]).exp()
+        ds = p * (torch.einsum("qhd,khd->hqk", dout[a], vs) - (dout[a] * out[a]).sum(-1).T[:, :, None]) * scale
+        dq[a] = torch.einsum("hqk,khd->qhd", ds, ks)
+        for grad, full in (
+            (dk, torch.einsum("hqk,qhd->khd", ds, q[a])),
+            (dv, torch.einsum("hqk,qhd->khd", p, dout[a])),
+        ):
+            grad[b] = full.unflatten(1, (-1, ratio)).sum(2)
+    return dq, dk, dv
 
 
 @pytest.fixture
 def fake_peers(monkeypatch):
     """FlashAttention-4 and PyTorch's FlashAttention as plain PyTorch; nothing is compiled."""
 
-    def fa4(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse):
-        assert return_lse
+    def check(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         assert max_seqlen_k == cu_seqlens_k.diff().max()
-        return (*_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal), None, None, None)
+        return cu_seqlens_q, cu_seqlens_k
 
+    def fwd(q, k, v, *, softmax_scale, causal, return_lse, **lengths):
+        assert return_lse
+        return (*_varlen(q, k, v, *check(**lengths), softmax_scale, causal), None, None, None)
+
+    def bwd(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic, **lengths):
+        calls.append(deterministic)
+        return _varlen_backward(dout, q, k, v, out, lse, *check(**lengths), softmax_scale, causal)
+
+    calls: list[bool] = []
     interface = types.ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_fwd = fa4
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    interface._flash_attn_fwd, interface._flash_attn_bwd = fwd, bwd
+    cute = types.ModuleType("flash_attn.cute")
+    cute.interface = interface
+    for name, module in (("flash_attn", types.ModuleType("flash_attn")), ("flash_attn.cute", cute)):
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    random = torch.zeros(1), torch.ones(1)
 
     def aten(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
-        return _varlen(q, k, v, cu_q, cu_k, scale, causal)
+        return (*_varlen(q, k, v, cu_q, cu_k, scale, causal), *random, None)
+
+    def aten_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale):
+        assert (seed, offset) == random
+        return _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
+
+    def flex(q, k, v, *, block_mask, scale, enable_gqa):
+        i = torch.arange(q.shape[2])
+        seen = block_mask.mask_mod(0, 0, i[:, None], i)
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    monkeypatch.setattr(peers.hopper, "unsupported", lambda q, segments: None)
+    monkeypatch.setattr(sides.hopper, "unsupported", lambda q, segments: None)
+    return calls
 
 
-PEER_WORKLOADS = ["40:7,1,33", "30:5,0,9;0:11,4;21:;1:6", "16:", "0:12"]
+class Fp32Inputs(inputs.Inputs):
+    def __init__(self, workload):
+        super().__init__(workload, "cpu")
+        self.q, self.k, self.v, self.dout = (x.float() for x in (self.q, self.k, self.v, self.dout))
 
 
-@pytest.mark.parametrize("name", peers.SIDES)
-@pytest.mark.parametrize("text", PEER_WORKLOADS)
-def test_every_side_computes_the_same(fake_peers, text, name):
-    workload = parse(text).with_shape(heads=4, kv_heads=2, head_dim=16)
-    inputs = peers.Inputs(workload, "cpu")
-    inputs.q, inputs.k, inputs.v = (x.float() for x in (inputs.q, inputs.k, inputs.v))
-    expected = dualkv.attention(inputs.q, inputs.k, inputs.v, inputs.layout)
-    side = peers.SIDES[name](inputs)
-    assert peers.run_checked(side, expected) < 1e-5
-    for part in side.parts.values():
-        part()
-    assert set(side.extra) <= {*side.parts, "merge"}
+SIDE_WORKLOADS = ["40:7,1,33", "30:5,0,9;0:11,4;21:;1:6", "16:", "0:12"]
 
 
-def test_unwritten_output_is_an_error():
-    side = peers.Side(lambda: None, lambda: torch.tensor([1.0, float("nan")]))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", sides.SIDES)
+@pytest.mark.parametrize("text", SIDE_WORKLOADS)
+def test_every_side_computes_the_same(fake_peers, text, name, direction):
+    if not sides.of_direction([name], direction):
+        return
+    made = Fp32Inputs(parse(text).with_shape(heads=4, kv_heads=2, head_dim=16))
+    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(*leaves, made.layout)
+    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    with torch.no_grad():
+        side = sides.SIDES[name](made, direction)
+        assert run.run_checked(side, expected) < 1e-5
+        first = [x.clone() for x in side.results()]
+        for part in side.parts.values():
+            part()
+        side.call()  # again, over what the first call left
+        assert run.difference(side.results(), tuple(first)) == 0
+    assert set(side.extra) <= set(side.parts)
+    if name.startswith("fa4") and direction != "fwd":
+        assert set(fake_peers) == {name.endswith("deterministic")}
+
+
+def test_parts_of_the_three_calls(fake_peers):
+    made = Fp32Inputs(parse("40:7,1,33").with_shape(heads=4, kv_heads=2, head_dim=16))
+    with torch.no_grad():
+        found = {direction: fa4.three_calls(made, direction) for direction in DIRECTIONS}
+    assert {direction: (list(side.parts), side.extra) for direction, side in found.items()} == {
+        "fwd": (["prompt", "context", "own", "merge"], ("merge",)),
+        "bwd": (["prompt", "context", "own", "sum"], ("sum",)),
+        "both": (["merge", "sum"], ("merge", "sum")),
+    }
+
+
+def of(*results):
+    return inputs.Side(lambda: None, lambda: tuple(torch.tensor(x) for x in results))
+
+
+def test_results_are_checked():
     with pytest.raises(RuntimeError, match="not written"):
-        peers.run_checked(side, None)
+        run.run_checked(of([1.0], [1.0, float("nan")]), None)
+    assert run.run_checked(of([3.0, 4.0], [1.0]), (torch.tensor([3.0, 4.05]), torch.tensor([1.0]))) < 0.011
+    with pytest.raises(RuntimeError, match=r"computes something else: its results are 0\.5 from"):
+        run.run_checked(of([3.0, 4.0], [1.0]), (torch.tensor([3.0, 4.0]), torch.tensor([2.0])))
 
 
 # ---------------------------------------------------------------- figures
@@ -162,30 +263,32 @@ def no_gpu(monkeypatch):
         call()
         return Event(), Event()
 
-    monkeypatch.setattr(bench, "_timed", timed)
-    monkeypatch.setattr(bench, "PAUSE", 0)
+    monkeypatch.setattr(timing, "timed", timed)
+    monkeypatch.setattr(timing, "PAUSE", 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    class CpuInputs(peers.Inputs):
-        def __init__(self, workload):
-            super().__init__(workload, "cpu")
-
-    monkeypatch.setattr(peers, "Inputs", CpuInputs)
+    monkeypatch.setattr(inputs, "Inputs", Fp32Inputs)
 
 
 def constant(value, parts=()):
-    def make(inputs):
+    def make(inputs, direction):
         out = torch.full_like(inputs.q, value)
-        return peers.Side(lambda: None, lambda: out, {p: lambda: None for p in parts}, extra=("merge",))
+        return inputs_side(out, parts)
+
+    def inputs_side(out, parts):
+        return inputs.Side(lambda: None, lambda: (out,), {p: lambda: None for p in parts}, extra=("merge",))
 
     return make
 
 
-def broken(inputs):
-    raise NotImplementedError("head_dim 16 is not supported")
+def broken(inputs, direction):
+    raise NotImplementedError("head_dim 16 is not\n supported")
 
 
-class FakeMeter(bench.Meter):
+def missing(inputs, direction):
+    raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
+
+
+class FakeMeter(timing.Meter):
     def __init__(self):
         self.absent, self.total = None, 0.0
 
@@ -196,38 +299,58 @@ class FakeMeter(bench.Meter):
     def state(self):
         return {"sm_clock_mhz": 1500, "power_w": 690.0, "temperature_c": 60}
 
-    def driver(self):
-        return "580.1"
+    def limits(self):
+        return {"driver": "580.1", "nvml": "present", "max_sm_clock_mhz": 1980, "power_limit_w": 700.0}
 
 
-def run(monkeypatch, sides, limit=None, meter=None):
-    monkeypatch.setattr(peers, "SIDES", sides)
+def measured(monkeypatch, makers, limit=None, meter=None, direction="fwd"):
+    monkeypatch.setattr(sides, "SIDES", makers)
     workload = parse("20:5,9").with_shape(heads=2, kv_heads=1, head_dim=16)
-    said = []
-    result = bench.bench(workload, list(sides), 0.01, 3, bench.Clock(limit), meter or FakeMeter(), said.append)
-    assert len(said) == len(sides) * 5
+    done = []
+
+    def track(items, what, total):
+        items = list(items)
+        assert len(items) == total
+        for item in items:
+            yield item
+            done.append(item)
+
+    clock, meter = timing.Clock(limit), meter or FakeMeter()
+    result = run.bench(workload, direction, list(makers), 0.01, 3, clock, meter, track)
+    assert len(done) == len(makers) * 4
     return workload, result
 
 
 def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
-    sides = {"dualkv": constant(1.0), "fa4-3-calls": constant(1.25, ["own", "merge"]), "flex": broken}
-    workload, result = run(monkeypatch, sides)
-    mine, theirs, failed = result["sides"].values()
-    flops = workload.forward_flops()
-    assert mine["sustained_ms"] == theirs["sustained_ms"] == mine["cold_ms"] == 2.0
-    assert mine["sustained_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
-    assert [len(side["rounds"]) for side in (mine, theirs)] == [3, 3]
-    assert mine["joules"] == pytest.approx(5.0 / statistics.median(r["calls"] for r in mine["rounds"]))
-    assert mine["sm_clock_mhz"] == 1500
-    assert mine["speed_against_reference"] == 1.0
-    assert theirs["max_difference"] == 0.25
-    assert theirs["parts"] == {"own": {"cold_ms": 2.0, "in_total": True}, "merge": {"cold_ms": 2.0, "in_total": False}}
-    assert failed == {"error": "NotImplementedError: head_dim 16 is not supported"}
+    makers = {"dualkv": constant(1.0), "fa4-3-calls": constant(1.01, ["own", "merge"]), "flex": broken}
+    for direction in DIRECTIONS:
+        workload, result = measured(monkeypatch, makers, direction=direction)
+        mine, theirs, failed = result["sides"].values()
+        flops = workload.flops(direction)
+        assert (result["direction"], result["flops"]) == (direction, flops)
+        assert mine["sustained_ms"] == theirs["sustained_ms"] == mine["cold_ms"] == 2.0
+        assert mine["sustained_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
+        assert [len(side["rounds"]) for side in (mine, theirs)] == [3, 3]
+        assert all(r["calls"] >= timing.MIN_CALLS for r in mine["rounds"])
+        assert mine["joules"] == pytest.approx(5.0 / statistics.median(r["calls"] for r in mine["rounds"]))
+        assert mine["sm_clock_mhz"] == 1500
+        assert mine["speed_against_reference"] == 1.0
+        assert theirs["difference"] == pytest.approx(0.01)
+        assert theirs["parts"] == {
+            "own": {"cold_ms": 2.0, "in_total": True}, "merge": {"cold_ms": 2.0, "in_total": False},
+        }  # fmt: skip
+        assert failed == {"error": "NotImplementedError: head_dim 16 is not supported"}
 
 
-def test_sustained_is_the_median_of_rounds(monkeypatch):
+def test_a_side_that_computes_something_else_is_not_timed(no_gpu, monkeypatch):
+    _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.25)})
+    assert "sustained_ms" not in result["sides"]["flex"]
+    assert "computes something else" in result["sides"]["flex"]["error"]
+
+
+def test_sustained_is_the_median_of_rounds():
     rounds = [{"ms": ms, "calls": 9, "joules": j} for ms, j in ((3.0, 1.0), (1.0, 7.0), (2.0, 4.0))]
-    figures = bench.summary(4.0, 33.0, rounds, 8_000_000_000)
+    figures = run.summary(4.0, 33.0, rounds, 8_000_000_000)
     assert figures["sustained_ms"] == 2.0
     assert figures["sustained_tflops"] == pytest.approx(4.0)
     assert figures["cold_tflops"] == pytest.approx(2.0)
@@ -235,60 +358,105 @@ def test_sustained_is_the_median_of_rounds(monkeypatch):
     assert figures["host_us"] == 33.0
 
 
+def test_slow_calls_are_still_sampled(no_gpu):
+    calls = []
+    assert timing.sustained(lambda: calls.append(1), 5000.0, 0.0, FakeMeter())["calls"] == timing.MIN_CALLS
+    timing.host_us(lambda: calls.append(1), 5000.0)
+    assert len(calls) == timing.MIN_CALLS + 3
+
+
 def test_the_time_limit_is_reported_not_silent(no_gpu, monkeypatch):
-    _, result = run(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.0)}, limit=-1.0)
+    _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.0)}, limit=-1.0)
     assert all("time limit" in side["error"] for side in result["sides"].values())
 
 
 def test_without_nvml_the_figures_go_without_energy(no_gpu, monkeypatch):
-    meter = bench.Meter()  # this machine has no GPU, or the test's fake sides use none
+    meter = timing.Meter()  # this machine has no GPU, or the test's fake sides use none
     meter.absent = "NVMLError: no driver"
-    _, result = run(monkeypatch, {"dualkv": constant(1.0)}, meter=meter)
+    _, result = measured(monkeypatch, {"dualkv": constant(1.0)}, meter=meter)
     assert "joules" not in result["sides"]["dualkv"]
     assert result["sides"]["dualkv"]["sustained_ms"] == 2.0
 
 
-def test_table_shows_every_side(no_gpu, monkeypatch):
-    _, result = run(monkeypatch, {"dualkv": constant(1.0, ["own", "merge"]), "flex": broken})
-    console = Console(width=300, record=True, file=io.StringIO())
-    console.print(bench.table(result))
-    text = console.export_text()
-    assert "own 2.000, + merge 2.000" in text
-    assert "head_dim 16 is not supported" in text
-
-
-def test_environment_names_what_was_used():
-    found = bench.environment(None)
-    assert set(found) == {"date", "commit", "changed_files", "gpu", "python", "cuda", "versions"}
+def test_environment_names_what_was_used(tmp_path, monkeypatch):
+    found = run.environment(None, commit="given")
+    assert set(found) == {
+        "date", "commit", "changed_files", "sources_sha256", "gpu", "python", "cuda", "versions",
+    }  # fmt: skip
     assert torch.__version__.startswith(found["versions"]["torch"])  # which may lack the build, as +cu130
-    assert set(found["versions"]) == set(peers.PACKAGES)
+    assert set(found["versions"]) == set(run.PACKAGES)
+    monkeypatch.setattr(run, "_git", lambda *arguments: {"rev-parse": "a" * 40, "status": "M x"}.get(arguments[0], ""))
+    found = run.environment(None, commit="given")
+    assert (found["commit"], found["changed_files"]) == ("a" * 40, ["M x"])
+    monkeypatch.undo()
+    # A folder that is no checkout, or one of something else that does not track this code.
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    found = run.environment(None, commit="given")
+    assert (found["commit"], found["changed_files"]) == ("given", None)
+    assert run.environment(None)["commit"] == "unknown"
+
+
+def test_sources_digest_follows_every_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    seen = [run.sources_digest()]
+    for path, text in (("codegen/a.py", "x"), ("codegen/a.py", "y"), ("dualkv/bench/b.py", ""), ("codegen/n.txt", "z")):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        seen.append(run.sources_digest())
+    assert len(set(seen)) == 4
+    assert seen[-1] == seen[-2]
 
 
 # ---------------------------------------------------------------- command line
-def command(*arguments):
-    app = typer.Typer()
-    app.command()(bench.main)
-    return CliRunner().invoke(app, arguments)
+@pytest.fixture
+def dualkv_bench(monkeypatch, capsys):
+    """Runs `dualkv bench ...` in this process: exit code, standard output, standard error."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["dualkv", "bench", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "300")
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code or 0, *capsys.readouterr()
+
+    return call
 
 
-def test_command_line_without_a_gpu(monkeypatch):
+def test_command_line_without_a_gpu(dualkv_bench, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "n28-p4096-r2048" in command("--list").output
-    assert command("--list", "-w", "5:2x3", "--head-dim", "80").exit_code == 0
-    for arguments, says in (
-        (["-w", "nothing"], "neither a name"),
-        (["--head-dim", "84"], "head_dim is 84"),
-        (["-s", "cudnn"], "none of dualkv, fa4-3-calls"),
+    code, out, _ = dualkv_bench("--list")
+    assert code == 0
+    assert all(name in out for name in NAMED)
+    code, out, _ = dualkv_bench("--list", "-w", "5:2x3", "--prompt-len", 7, "--responses", 3, "--response-len", 2)
+    assert code == 0
+    assert "7:3x2" in out
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(json.dumps(group) for group in ROLLOUTS))
+    assert "rollouts.jsonl 2/2" in dualkv_bench("--list", "--rollouts", path, "--budget", 13)[1]
+    for words, says in (
+        (["-w", "nothing"], "workload 'nothing' is neither a name"),
+        (["--head-dim", "84"], "head_dim is 84, expected"),
+        (["-s", "cudnn"], "--side is 'cudnn', expected one of dualkv,"),
+        (["-d", "fwd,back"], "--direction is 'fwd,back', expected some of fwd,bwd,both"),
+        (["--responses", "3"], "give all three"),
+        (["--budget", "3"], "go with --rollouts FILE, which is missing"),
+        (["--rollouts", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
+        ([], "measures on a CUDA GPU and PyTorch sees none here"),
     ):
-        done = command(*arguments)
-        assert done.exit_code == 2
-        assert says in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
-    done = command()
-    assert done.exit_code == 1
-    assert "this machine has none" in " ".join(done.output.split())
+        code, out, err = dualkv_bench(*words)
+        assert (code, out) == (1, "")
+        assert err.startswith("dualkv: ")
+        assert says in err
+        assert err.count("\n") == 1
 
 
-def test_json_report(no_gpu, monkeypatch, tmp_path):
+def test_directions_come_in_order():
+    assert command.directions("both, fwd") == ["fwd", "both"]
+    assert command.sides(["flex", "dualkv", "flex"]) == ["flex", "dualkv"]
+
+
+@pytest.fixture
+def fake_gpu(no_gpu, monkeypatch):
     properties = types.SimpleNamespace(name="H200", multi_processor_count=132, total_memory=2**37)
     for name, value in (
         ("is_available", lambda: True),
@@ -297,35 +465,79 @@ def test_json_report(no_gpu, monkeypatch, tmp_path):
         ("empty_cache", lambda: None),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(bench, "Meter", FakeMeter)
-    monkeypatch.setattr(peers, "SIDES", {"dualkv": constant(1.0), "flex": broken})
-    path = tmp_path / "new" / "forward.json"
-    done = command(
-        "-w", "20:5", "-w", "9:", "--head-dim", "16", "--seconds", "0.1", "--rounds", "1", "--json", str(path)
-    )
-    assert done.exit_code == 0, done.output
-    assert "not (all) measured: flex" in done.output
-    report = json.loads(path.read_text())
-    assert report["schema"] == bench.SCHEMA
-    assert set(report) == {*bench.environment(None), "schema", "settings", "results"}
+    monkeypatch.setattr(run, "Meter", FakeMeter)
+    makers = {"dualkv": constant(1.0, ["own", "merge"]), "dualkv-deterministic": constant(1.0), "flex": broken}
+    for name, value in (*makers.items(), ("fa4-3-calls", missing)):
+        monkeypatch.setitem(sides.SIDES, name, value)
+
+
+def test_a_run(fake_gpu, dualkv_bench, tmp_path):
+    paths = [tmp_path / name for name in ("b.json", "b.md", "b.png")]
+    names = ["dualkv", "dualkv-deterministic", "flex", "fa4-3-calls"]
+    code, out, err = dualkv_bench(
+        "-w", "20:5", "-w", "9:", "--heads", 2, "--kv-heads", 1, "--head-dim", 16, "--seconds", 0.1, "--rounds", 1,
+        *(word for name in names for word in ("-s", name)),
+        "--json", paths[0], "--markdown", paths[1], "--plot", paths[2],
+    )  # fmt: skip
+    assert code == 0, err
+    assert "flex was not measured 4 times: NotImplementedError: head_dim 16 is not supported" in err
+    assert "fa4-3-calls was not measured 4 times: not installed: pip install flash-attn-4" in err
+    assert "own 2.000, + merge 2.000" in out
+    report = json.loads(paths[0].read_text())
+    assert report["schema"] == run.SCHEMA
+    assert set(report) == {*run.environment(None), "schema", "settings", "results"}
     assert report["gpu"] == {
         "name": "H200", "multiprocessors": 132, "memory_gib": 128.0, "driver": "580.1", "nvml": "present",
+        "max_sm_clock_mhz": 1980, "power_limit_w": 700.0,
     }  # fmt: skip
-    assert report["settings"] == {"seconds": 0.1, "rounds": 1, "time_limit": None, "sides": ["dualkv", "flex"]}
-    assert [result["workload"]["name"] for result in report["results"]] == ["20:5 head_dim=16", "9: head_dim=16"]
+    assert report["settings"] == {"seconds": 0.1, "rounds": 1, "time_limit": None, "sides": names}
+    shape = "heads=2 kv_heads=1 head_dim=16"
+    assert [(r["workload"]["name"], r["direction"]) for r in report["results"]] == [
+        (f"20:5 {shape}", "fwd"), (f"20:5 {shape}", "bwd"), (f"9: {shape}", "fwd"), (f"9: {shape}", "bwd"),
+    ]  # fmt: skip
     for result in report["results"]:
-        assert set(result) == {"workload", "reference", "sides"}
+        assert set(result) == {"workload", "direction", "flops", "reference", "sides"}
         assert set(result["workload"]) == {
-            "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype",
-            "tokens", "dedup_ratio", "forward_flops",
+            "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype", "tokens", "dedup_ratio",
         }  # fmt: skip
         assert set(result["sides"]["dualkv"]) == {
             "compared_with", "parts", "cold_ms", "cold_tflops", "host_us", "rounds", "sustained_ms",
             "sustained_tflops", "joules", "sm_clock_mhz", "power_w", "temperature_c",
         }  # fmt: skip
         assert set(result["sides"]["flex"]) == {"error"}
+        assert ("dualkv-deterministic" in result["sides"]) == (result["direction"] == "bwd")
+    text = paths[1].read_text()
+    assert text.startswith("H200, 1980 MHz at most, held to 700 W; torch ")
+    assert f"9: {shape}, backward: H=2 Hk=1 D=16 bf16, 9 tokens" in text
+    assert len(re.findall(r"^\| dualkv \| 2.000 \|", text, re.MULTILINE)) == 4
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
 
 
-def test_module_runs():
-    done = subprocess.run([sys.executable, "-m", "tools.bench", "--help"], capture_output=True, text=True, check=True)
-    assert "--time-limit" in done.stdout
+def test_json_on_standard_output(fake_gpu, dualkv_bench):
+    code, out, err = dualkv_bench("-w", "9:", "--seconds", 0.1, "-s", "dualkv", "-d", "both", "--json", "-")
+    assert code == 0
+    assert [r["direction"] for r in json.loads(out)["results"]] == ["both"]
+    assert "forward and backward" in err
+
+
+def test_outputs_that_cannot_be_written_fail_before_the_work(fake_gpu, dualkv_bench, tmp_path):
+    for option, name in (("--json", "no/a.json"), ("--markdown", "no/a.md"), ("--plot", "no/a.png"), ("--plot", "a.x")):
+        code, out, err = dualkv_bench("-w", "9:", option, tmp_path / name)
+        assert (code, out) == (1, "")
+        assert name in err
+
+
+def test_the_plot_leaves_out_what_was_not_measured(tmp_path):
+    results = [
+        {
+            "direction": d,
+            "workload": {"name": w},
+            "sides": {"dualkv": {"sustained_tflops": 600.0}, "flex": {"error": "x"}},
+        }
+        for d in ("fwd", "both")
+        for w in ("a", "b", "c", "d")
+    ]
+    show.plot({"gpu": {"name": "H200"}, "results": results}, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "<!-- dualkv -->" in text
+    assert "<!-- flex -->" not in text

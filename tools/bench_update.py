@@ -19,12 +19,13 @@ import typer
 from rich.console import Console
 
 from dualkv import hopper
+from dualkv.bench.run import environment
+from dualkv.bench.timing import Meter
 from dualkv.cli import tracked
 from dualkv.demo import run_demo
 from dualkv.report import render
 from dualkv.rollouts import ByteTokenizer, topic_prompts
 from dualkv.settings import DemoSettings
-from tools.bench import Meter, environment
 
 ONE_UPDATE: dict[str, Any] = {"groups": 1, "steps": 1}
 QWEN = ONE_UPDATE | {
@@ -63,6 +64,7 @@ def main(
         bool, typer.Option("--random-responses", help="Random bytes as responses, which spares the time of sampling.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Compare with a wider dtype too, where the run has it.")] = True,
+    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Run one of the recorded updates and write its figures."""
     if name not in RUNS:
@@ -79,7 +81,7 @@ def main(
         "name": name,
         "attention": "PyTorch composition" if composition else "default of the device",
         "responses": "random bytes" if random_responses else "sampled by the model",
-        **environment(Meter() if torch.cuda.is_available() else None),
+        **environment(Meter() if torch.cuda.is_available() else None, commit),
         **replace(result, settings=settings).as_dict(),
     }
     json_path.parent.mkdir(parents=True, exist_ok=True)

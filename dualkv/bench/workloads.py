@@ -1,16 +1,23 @@
-"""What the benchmarks run: packed groups and the heads that attend over them."""
+"""What the benchmark runs: packed groups and the heads that attend over them."""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dualkv import Layout
+from dualkv.layout import Layout
+from dualkv.microbatch import plan_micro_batches
+from dualkv.rollouts import load_tokenizer, read_rollouts
 
 DTYPES = ("bf16", "fp16")
+DIRECTIONS = ("fwd", "bwd", "both")
+FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,19 @@ class Workload:
         """(query, key) pairs of one head, each token counted once: the row at position p sees p + 1 keys."""
         return int((self.layout().position_ids + 1).sum())
 
-    def forward_flops(self) -> int:
-        """Two products, a multiply and an add for each pair and element of a head: what deduplicated work costs."""
-        return 4 * self.head_dim * self.heads * self.visible_pairs()
+    def flops(self, direction: str) -> int:
+        """What the deduplicated work costs, each prompt once: the unit of every TFLOP/s of the benchmark.
+
+        fwd:  4 * D * H * pairs: two products (q k^T, p v) of a multiply and an add for each pair and element of a head.
+        bwd:  2.5 times that: five products (q k^T again, dout v^T, p^T dout, ds^T q, ds k).
+        both: 3.5 times that.
+        """
+        forward = 4 * self.head_dim * self.heads * self.visible_pairs()
+        return round(FLOPS_OF_FORWARD[direction] * forward)
 
 
-def _one_group(name: str, prompt: int, responses: list[int]) -> Workload:
-    return Workload(name, (prompt,), (tuple(responses),))
+def _one_group(name: str, prompt: int, responses: list[int], **shape: int) -> Workload:
+    return Workload(name, (prompt,), (tuple(responses),), **shape)  # type: ignore[arg-type]
 
 
 _UNIFORM = np.random.default_rng(0).integers(131, 2049, 32).tolist()
@@ -78,6 +91,8 @@ NAMED = {
             for head_dim in (64, 96, 192, 256)
             for ratio in (1, 4, 8)
         ),
+        # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
+        *(replace(_MAIN, name=f"{_MAIN.name}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
     ]
 }
 
@@ -103,7 +118,42 @@ def parse(text: str) -> Workload:
             lens += [int(length)] * int(times or 1)
         prompts.append(int(match[1]))
         responses.append(tuple(lens))
-    workload = Workload(text, tuple(prompts), tuple(responses))
+    return _checked(Workload(text, tuple(prompts), tuple(responses)))
+
+
+def of_rollouts(path: Path, tokenizer: str | None = None, budget: int | None = None) -> list[Workload]:
+    """The groups of a rollouts file: one workload, or one for each micro-batch of at most `budget` packed tokens.
+
+    Args:
+        path: JSON lines, as `dualkv demo --rollouts` reads them; only lengths count here.
+        tokenizer: local folder of a Hugging Face tokenizer for prompts and responses given as text; None: bytes.
+        budget: a group beyond it is split and repeats its prompt.
+
+    Raises:
+        ValueError: a file that is no such rollouts, a budget below a prompt with one of its responses.
+        OSError: a file that cannot be read.
+    """
+    rollouts = read_rollouts(path, load_tokenizer(tokenizer), sys.maxsize)
+    prompt_lens = [len(prompt) for prompt in rollouts.prompts]
+    response_lens = [[len(response) for response in group] for group in rollouts.responses]
+    if budget is None:
+        return [_of_lengths(path.name, prompt_lens, response_lens)]
+    plans = plan_micro_batches(prompt_lens, response_lens, budget)
+    return [
+        _of_lengths(
+            f"{path.name} {i}/{len(plans)}",
+            [prompt_lens[g] for g, _ in plan.parts],
+            [[response_lens[g][r] for r in some] for g, some in plan.parts],
+        )
+        for i, plan in enumerate(plans, start=1)
+    ]
+
+
+def _of_lengths(name: str, prompt_lens: Sequence[int], response_lens: Sequence[Sequence[int]]) -> Workload:
+    return _checked(Workload(name, tuple(prompt_lens), tuple(tuple(group) for group in response_lens)))
+
+
+def _checked(workload: Workload) -> Workload:
     if not workload.visible_pairs():
-        raise ValueError(f"workload {text!r} has no tokens, expected at least one")
+        raise ValueError(f"workload {workload.name!r} has no tokens, expected at least one")
     return workload

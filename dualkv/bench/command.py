@@ -1,0 +1,84 @@
+"""What the options of `dualkv bench` mean; the options themselves are in :mod:`dualkv.cli`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from dualkv.bench.sides import SIDES
+from dualkv.bench.workloads import DIRECTIONS, Workload, of_rollouts, parse
+
+
+def chosen(
+    texts: Sequence[str] | None,
+    group: tuple[int | None, int | None, int | None],
+    rollouts: Path | None,
+    tokenizer: str | None,
+    budget: int | None,
+) -> list[Workload]:
+    """The workloads asked for by name or lengths, as one group (P, N, R) and from a file.
+
+    Raises:
+        ValueError: what is no workload, a group given in part, options of a file without one.
+        OSError: a file that cannot be read.
+    """
+    found = [parse(text) for text in texts or ()]
+    if any(number is not None for number in group):
+        if None in group:
+            raise ValueError("--prompt-len, --responses and --response-len describe one group together: give all three")
+        prompt_len, responses, response_len = group
+        found.append(parse(f"{prompt_len}:{responses}x{response_len}"))
+    if rollouts is not None:
+        found += of_rollouts(rollouts, tokenizer, budget)
+    elif tokenizer is not None or budget is not None:
+        raise ValueError("--tokenizer and --budget go with --rollouts FILE, which is missing")
+    return found
+
+
+def directions(text: str) -> list[str]:
+    """Of `fwd,bwd,both`, in this order."""
+    given = [part.strip() for part in text.split(",")]
+    for part in given:
+        if part not in DIRECTIONS:
+            raise ValueError(f"--direction is {text!r}, expected some of {','.join(DIRECTIONS)}")
+    return [d for d in DIRECTIONS if d in given]
+
+
+def sides(names: Sequence[str] | None) -> list[str]:
+    """The sides asked for, all by default."""
+    for name in names or ():
+        if name not in SIDES:
+            raise ValueError(f"--side is {name!r}, expected one of {', '.join(SIDES)}")
+    return list(dict.fromkeys(names or SIDES))
+
+
+def listing(workloads: Sequence[Workload]) -> Table:
+    shown = Table("workload", "heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP")
+    for w in workloads:
+        layout, kind = w.layout(), f"{w.heads}/{w.kv_heads} x {w.head_dim} {w.dtype}"
+        work = (f"{w.flops(direction) / 1e12:.3g}" for direction in ("fwd", "bwd"))
+        shown.add_row(w.name, kind, str(layout.num_tokens), f"{layout.dedup_ratio:.2f}", *work)
+    return shown
+
+
+def check_gpu() -> None:
+    """
+    Raises:
+        ValueError: there is nothing to measure.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("dualkv bench measures on a CUDA GPU and PyTorch sees none here (--list works without one)")
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """A sentence for each side that was not measured everywhere."""
+    errors: dict[str, list[str]] = {}
+    for result in report["results"]:
+        for name, figures in result["sides"].items():
+            if "error" in figures:
+                errors.setdefault(name, []).append(figures["error"])
+    return [f"{name} was not measured {len(whys)} times: {whys[0]}" for name, whys in errors.items()]

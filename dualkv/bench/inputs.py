@@ -1,0 +1,100 @@
+"""What every side of a benchmark is built from: packed random tensors, and where prompts and responses lie in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualkv.bench.workloads import Workload
+
+Rows = npt.NDArray[np.int64]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Side:
+    """One way to compute a workload in one direction.
+
+    Attributes:
+        call: what is timed: one forward, one backward, or both one after the other.
+        results: of the last call, in packed order: (out [T, H, D],) of a forward, else (dq [T, H, D], dk and dv
+            [T, Hk, D]); for a comparison.
+        parts: pieces to time apart, by name; `extra` names those that `call` leaves out.
+    """
+
+    call: Callable[[], Any]
+    results: Callable[[], tuple[torch.Tensor, ...]]
+    parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+
+class Inputs:
+    """Random q, dout [T, H, D] and k, v [T, Hk, D] of a workload on a device, and the rows of its groups.
+
+    Attributes:
+        groups: (rows of the prompt, rows of each response) of each group.
+    """
+
+    def __init__(self, workload: Workload, device: str = "cuda", seed: int = 0) -> None:
+        self.workload, self.layout, self.device = workload, workload.layout(device), device
+        self.scale = workload.head_dim**-0.5
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self.q, self.k, self.v = (self._draw(n) for n in (workload.heads, workload.kv_heads, workload.kv_heads))
+        offsets, parent = self.layout.offsets.numpy().astype(np.int64), self.layout.parent.numpy()
+        rows = [np.arange(a, b) for a, b in itertools.pairwise(offsets)]
+        self.groups: list[tuple[Rows, list[Rows]]] = [
+            (rows[s], [rows[r] for r in np.flatnonzero(parent == s)]) for s in np.flatnonzero(parent == -1)
+        ]
+
+    @cached_property
+    def dout(self) -> torch.Tensor:
+        """The gradient of out."""
+        return self._draw(self.workload.heads)
+
+    def _draw(self, heads: int) -> torch.Tensor:
+        shape, dtype = (self.layout.num_tokens, heads, self.workload.head_dim), DTYPES[self.workload.dtype]
+        return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
+
+    def replicated(self) -> list[Rows]:
+        """The rows of each full sequence: a response behind its prompt, a prompt alone where there is no response."""
+        return [np.concatenate([p, r]) for p, group in self.groups for r in group or [p[:0]]]
+
+    def dout_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """dout of `rows`, a row that stands there n times as an nth each: gradients then add up to the packed ones."""
+        times = torch.bincount(rows, minlength=self.layout.num_tokens)
+        if int(times.max()) == 1:
+            return take(self.dout, rows)
+        return (self.dout / times.clamp(min=1).to(self.dout.dtype)[:, None, None])[rows]
+
+    def index(self, rows: list[Rows]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(self.device)
+
+    def cumulative(self, lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=self.device)
+
+    def empty(self) -> torch.Tensor:
+        """For out [T, H, D]: NaN until it is written."""
+        return torch.full_like(self.q, float("nan"))
+
+
+def take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows], without a copy where the rows lie one after another."""
+    begin, n = int(rows[0]), len(rows)
+    if int(rows[-1]) - begin == n - 1 and bool((rows == torch.arange(begin, begin + n, device=rows.device)).all()):
+        return x[begin : begin + n]
+    return x[rows]
+
+
+def added(like: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The sum in fp32 of (rows, values) parts as a tensor of the shape and dtype of `like`; rows may repeat."""
+    total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+    for rows, values in parts:
+        total.index_add_(0, rows, values.float())
+    return total.to(like.dtype)

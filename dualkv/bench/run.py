@@ -1,0 +1,227 @@
+"""Sides in turns on one workload, and the report of a run: figures, machine, versions, commit.
+
+All sides run in one process, in turns. Power, not the clock rate, limits an H200, so every round runs one side back to
+back for a while (*sustained*) before the next; the median over rounds counts. *Cold* is single calls after a pause.
+TFLOP/s are counted on deduplicated work (:meth:`Workload.flops`), the prompt once, whatever a side repeats.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import hashlib
+import itertools
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codegen import toolchain
+from dualkv.bench import inputs, sides
+from dualkv.bench.inputs import Side
+from dualkv.bench.sides import of_direction
+from dualkv.bench.timing import Clock, Meter, TimeUp, cold_ms, host_us, sustained
+from dualkv.bench.workloads import Workload
+from dualkv.sampling import Track, untracked
+
+SCHEMA = 2
+REFERENCE = "fa4-3-calls"  # the peer that speeds are given against
+MAX_DIFFERENCE = 0.03  # of results, by norms; two bf16 computations of the same differ by less than 0.01
+PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
+ROOT = Path(__file__).parents[2]
+SOURCES = ("dualkv", "codegen", "cute_kernels")
+
+
+# ---------------------------------------------------------------- one workload in one direction
+def difference(results: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]) -> float:
+    """The largest ||result - reference|| / ||reference|| of the tensors."""
+    return max(
+        ((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(results, reference, strict=True)
+    )
+
+
+def run_checked(side: Side, reference: tuple[torch.Tensor, ...] | None) -> float | None:
+    """Run once; how far the results are from the reference's, None without one.
+
+    Raises:
+        RuntimeError: an element of a result was not written; results that are not those of the reference.
+    """
+    side.call()
+    results = side.results()
+    if any(x.isnan().any() for x in results):
+        raise RuntimeError("the results hold NaN, or elements that were not written")
+    if reference is None:
+        return None
+    apart = difference(results, reference)
+    if not apart <= MAX_DIFFERENCE:
+        raise RuntimeError(f"computes something else: its results are {apart:.2g} from the first side's, by norms")
+    return apart
+
+
+def summary(cold: float, host: float, rounds: list[dict[str, Any]], flops: int) -> dict[str, Any]:
+    """The figures of one side: medians over rounds."""
+    figures: dict[str, Any] = {"cold_ms": cold, "cold_tflops": flops / cold / 1e9, "host_us": host, "rounds": rounds}
+    if rounds:
+        middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0] if name != "calls"}
+        figures |= {"sustained_ms": middle.pop("ms"), **middle}
+        figures["sustained_tflops"] = flops / figures["sustained_ms"] / 1e9
+    return figures
+
+
+@torch.no_grad()
+def bench(
+    workload: Workload, direction: str, names: Sequence[str], seconds: float, rounds: int, clock: Clock, meter: Meter,
+    track: Track = untracked,
+) -> dict[str, Any]:  # fmt: skip
+    """All sides in turns. A side that fails is reported with its error; so is what the time limit leaves out."""
+    ready: dict[str, Side] = {}
+    figures: dict[str, dict[str, Any]] = {name: {} for name in names}
+    cold: dict[str, float] = {}
+    host: dict[str, float] = {}
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    made = inputs.Inputs(workload)
+    reference: tuple[torch.Tensor, ...] | None = None
+
+    def attempt(name: str, step: Callable[[], None]) -> None:
+        if "error" in figures[name]:
+            return
+        try:
+            clock.check()
+            step()
+        except Exception as e:
+            figures[name]["error"] = _why(e)
+            ready.pop(name, None)
+
+    what = f"{workload.name} {direction}"
+    for name in track(names, f"{what}: cold", len(names)):
+
+        def prepare(name: str = name) -> None:
+            nonlocal reference
+            side = sides.SIDES[name](made, direction)
+            apart = run_checked(side, reference)
+            if reference is None:
+                reference = tuple(x.clone() for x in side.results())
+                figures[name]["compared_with"] = name
+            else:
+                figures[name]["difference"] = apart
+            ready[name] = side
+
+        def single(name: str = name) -> None:
+            side = ready[name]
+            cold[name] = cold_ms(side.call)
+            host[name] = host_us(side.call, cold[name])
+            figures[name]["parts"] = {
+                part: {"cold_ms": cold_ms(call, pause=0.0), "in_total": part not in side.extra}
+                for part, call in side.parts.items()
+            }
+
+        attempt(name, prepare)
+        attempt(name, single)
+    turns = [name for _ in range(rounds) for name in names]
+    for name in track(turns, f"{what}: sustained", len(turns)):
+
+        def turn(name: str = name) -> None:
+            measured[name].append(sustained(ready[name].call, cold[name], seconds, meter))
+
+        attempt(name, turn)
+
+    flops = workload.flops(direction)
+    for name in names:
+        if name in cold:
+            figures[name] |= summary(cold[name], host[name], measured[name], flops)
+    theirs = figures.get(REFERENCE, {}).get("sustained_ms")
+    for mine in figures.values():
+        if theirs and "sustained_ms" in mine:
+            mine["speed_against_reference"] = theirs / mine["sustained_ms"]
+    layout = workload.layout()
+    shape = {"tokens": layout.num_tokens, "dedup_ratio": layout.dedup_ratio}
+    return {
+        "workload": asdict(workload) | shape,
+        "direction": direction,
+        "flops": flops,
+        "reference": REFERENCE,
+        "sides": figures,
+    }
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeUp):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn"):
+        return "not installed: pip install flash-attn-4"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+# ---------------------------------------------------------------- a run
+def report(
+    workloads: Sequence[Workload], directions: Sequence[str], names: Sequence[str], seconds: float, rounds: int,
+    time_limit: float | None = None, commit: str | None = None, track: Track = untracked,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yields the report after each of its results; the last one is whole.
+
+    Args:
+        workloads, directions, names: what is measured: every workload in every direction by all of these sides.
+        seconds: of a sustained turn.
+        rounds: turns of a side.
+        time_limit: seconds after which nothing new is begun.
+        commit: of this code, where git cannot tell.
+        track: shows progress.
+    """
+    meter, clock = Meter(), Clock(time_limit)
+    settings = {"seconds": seconds, "rounds": rounds, "time_limit": time_limit, "sides": list(names)}
+    whole = {"schema": SCHEMA, **environment(meter, commit), "settings": settings, "results": []}
+    for workload, direction in itertools.product(workloads, directions):
+        some = of_direction(names, direction)
+        whole["results"].append(bench(workload, direction, some, seconds, rounds, clock, meter, track))
+        yield whole
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def environment(meter: Meter | None, commit: str | None = None) -> dict[str, Any]:
+    """GPU, driver, versions, commit and date of a run.
+
+    `commit` is what git says of this checkout, else the one given, else "unknown"; `sources_sha256`, over the Python
+    files of the packages in use, holds in any case. `changed_files` is None where git cannot tell.
+    """
+    gpu: dict[str, Any] = {"name": "none"}
+    if meter is not None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = {"name": properties.name, "multiprocessors": properties.multi_processor_count}
+        gpu |= {"memory_gib": properties.total_memory / 2**30, **meter.limits()}
+    # An installed package may lie inside a checkout of something else, which tracks no file of it.
+    ours = _git("ls-files", "--error-unmatch", __file__) is not None
+    changed = _git("status", "--porcelain", "--untracked-files=no", *SOURCES) if ours else None
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": (_git("rev-parse", "HEAD") if ours else None) or commit or "unknown",
+        "changed_files": None if changed is None else changed.splitlines(),
+        "sources_sha256": sources_digest(),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "versions": {package: toolchain.version(package) for package in PACKAGES},
+    }
+
+
+def sources_digest() -> str:
+    """sha256 over names and contents of the Python files of the packages in use."""
+    digest = hashlib.sha256()
+    for path in sorted(p for package in SOURCES for p in (ROOT / package).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints, None where it cannot tell."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

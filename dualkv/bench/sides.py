@@ -1,0 +1,151 @@
+"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, FlexAttention, PyTorch's own.
+
+All are built from the same packed tensors, and their results are compared in packed order. They run without gradients
+enabled; what needs autograd enables it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import dualkv
+from dualkv import hopper
+from dualkv.bench import fa4
+from dualkv.bench.inputs import Inputs, Side, added, take
+from dualkv.layout import segments_of
+
+
+def _kept(
+    call: Callable[[], Sequence[torch.Tensor]],
+    packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    apart: dict[str, Callable[[], Any]] | None = None,
+) -> Side:
+    """The side that runs `call` and keeps what it returns; `packed` brings each tensor into packed order."""
+    last: list[torch.Tensor] = []
+
+    def run() -> None:
+        last[:] = call()
+
+    return Side(run, lambda: tuple(packed(x) for x in last), apart or {}, tuple(apart or ()))
+
+
+def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
+    """`torch.ops.dualkv.fwd` and `.bwd` (all their launches); both: `dualkv.attention` under autograd.
+
+    Raises:
+        RuntimeError: this device has no kernel of ours.
+    """
+    qkv, layout = (inputs.q, inputs.k, inputs.v), (inputs.layout.offsets, inputs.layout.parent)
+    settings = (*layout, inputs.scale, deterministic)
+    reason = hopper.unsupported(inputs.q, segments_of(*layout))
+    if reason:
+        raise RuntimeError(f"no kernel for {reason}")
+    if direction == "fwd":
+        return _kept(lambda: torch.ops.dualkv.fwd(*qkv, *settings)[:1])
+    if direction == "bwd":
+        out, lse = torch.ops.dualkv.fwd(*qkv, *settings)
+        return _kept(lambda: torch.ops.dualkv.bwd(inputs.dout, *qkv, out, lse, *settings))
+
+    @torch.enable_grad()
+    def both() -> tuple[torch.Tensor, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in qkv)
+        out = dualkv.attention(q, k, v, inputs.layout, inputs.scale, deterministic)
+        return torch.autograd.grad(out, (q, k, v), inputs.dout)
+
+    return _kept(both)
+
+
+def flex_attention(inputs: Inputs, direction: str) -> Side:
+    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart."""
+    from torch.nn.attention import flex_attention as flex
+
+    torch._dynamo.reset()  # every workload is another shape
+    visible_end, total = inputs.layout.visible_end, inputs.layout.num_tokens
+
+    def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q < visible_end[k])
+
+    def make_mask() -> Any:
+        return torch.compile(flex.create_block_mask)(mask, None, None, total, total, device=inputs.device)
+
+    def as_batch(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)[None].contiguous()
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return x[0].transpose(0, 1)
+
+    block_mask = make_mask()
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    leaves = q, k, v = [as_batch(x).requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]
+
+    def attend() -> torch.Tensor:
+        return compiled(q, k, v, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
+
+    def gradients(out: torch.Tensor, again: bool = False) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=again)
+
+    if direction == "fwd":
+        return _kept(lambda: [attend()], packed, {"mask": make_mask})
+    dout = as_batch(inputs.dout)
+    if direction == "bwd":
+        # A backward that runs many times over one forward must not write into what the forward saved.
+        with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
+            out = attend()
+            gradients(out, again=True)
+        return _kept(lambda: gradients(out, again=True), packed, {"mask": make_mask})
+    return _kept(torch.enable_grad()(lambda: gradients(attend())), packed, {"mask": make_mask})
+
+
+def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
+    """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt."""
+    sequences = inputs.replicated()
+    rows, lengths = inputs.index(sequences), [len(r) for r in sequences]
+    qkv = [take(x, rows) for x in (inputs.q, inputs.k, inputs.v)]
+    cu, longest = inputs.cumulative(lengths), max(lengths)
+    spans = cu, cu, longest, longest, 0.0, True
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        """(out, lse, two tensors of the random numbers of dropout)"""
+        return torch.ops.aten._flash_attention_forward(*qkv, *spans, False, scale=inputs.scale)[:4]
+
+    def backward(saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        (out, lse, *dropout), scale = saved, inputs.scale
+        return torch.ops.aten._flash_attention_backward(dout, *qkv, out, lse, *spans, *dropout, scale=scale)
+
+    if direction == "fwd":
+
+        def placed(out: torch.Tensor) -> torch.Tensor:
+            return inputs.empty().index_copy_(0, rows, out)
+
+        return _kept(lambda: forward()[:1], placed)
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        return added(inputs.q if grad.shape[1] == inputs.q.shape[1] else inputs.k, [(rows, grad)])
+
+    dout = inputs.dout_of(rows)
+    if direction == "bwd":
+        saved = forward()
+        return _kept(lambda: backward(saved), summed)
+    return _kept(lambda: backward(forward()), summed)
+
+
+SIDES: dict[str, Callable[[Inputs, str], Side]] = {
+    "dualkv": ours,
+    "dualkv-deterministic": partial(ours, deterministic=True),
+    "fa4-3-calls": fa4.three_calls,
+    "fa4-3-calls-deterministic": partial(fa4.three_calls, deterministic=True),
+    "fa4-prompt-copied": fa4.prompt_copied,
+    "fa4-replicated": fa4.replicated,
+    "flex": flex_attention,
+    "torch-flash-replicated": torch_flash_replicated,
+}
+BACKWARD_ONLY = {"dualkv-deterministic", "fa4-3-calls-deterministic"}  # a forward is deterministic anyway
+
+
+def of_direction(names: Sequence[str], direction: str) -> list[str]:
+    """Those of `names` that have something to show in a direction."""
+    return [name for name in names if direction != "fwd" or name not in BACKWARD_ONLY]
