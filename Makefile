@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 # Waiting threads sleep: where something else runs too, spinning ones made the demo on two busy cores over four times as slow.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test test-gpu lint format bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
 	@echo "make test         lint, types and the CPU test suite"
 	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
+	@echo "make fuzz         random calls against float64, on the GPU where there is one (ARGS='--cases 20000 --seconds 900')"
 	@echo "make bench-cpu    packed against replicated on this CPU, recorded in docs/results/update-cpu.json"
 	@echo "make manifest     compile every kernel, record registers, memory and instructions (check-kernels compares)"
 	@echo "make format       ruff's formatter"
@@ -32,6 +33,10 @@ test: lint
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+# Bounded by a count and a time; prints its seed, reduces what fails and saves it under tests/fuzz/cases.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

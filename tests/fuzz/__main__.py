@@ -1,0 +1,88 @@
+"""`python -m tests.fuzz`: random cases until a count or a time is reached; see `tests/fuzz/__init__.py`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import secrets
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from tests.fuzz.case import WrongResult, reduce, run, seeded
+
+CASES = Path(__file__).parent / "cases"
+FAILURES = 5  # saved before a run ends
+
+
+def wrong(case):
+    """What is wrong with the case's results, or None."""
+    try:
+        run(case)
+    except WrongResult as e:
+        return str(e)
+    return None
+
+
+def save(case, why):
+    """The reduced case as a file that the suites replay."""
+    case = reduce(case, wrong)
+    path = CASES / f"{case.device}-{hashlib.sha256(case.to_json().encode()).hexdigest()[:10]}.json"
+    path.write_text(case.to_json() + "\n")
+    print(f"  {why}\n  reduced and saved as {path}: {wrong(case)}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000, help="stop after so many (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="stop after that long (%(default)s)")
+    parser.add_argument("--seed", default=None, help="of an earlier run; drawn by default")
+    parser.add_argument("--start", type=int, default=0, help="index of the first case (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write what was tried, and how much failed")
+    options = parser.parse_args()
+    seed = options.seed or secrets.token_hex(4)
+    print(f"seed {seed} on {options.device}: up to {options.cases} cases, {options.seconds:.0f} s", flush=True)
+    begin, worst, failed, tried = time.monotonic(), 0.0, 0, Counter()
+    said = begin
+    for index in range(options.start, options.start + options.cases):
+        now = time.monotonic()
+        if now - begin > options.seconds:
+            break
+        if now - said > 10:
+            said = now
+            print(f"  {tried['cases']} cases, {failed} failed, worst {worst:.2f} of its bound", flush=True)
+        case = seeded(seed, index, options.device)
+        tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
+        try:
+            worst = max(worst, run(case))
+        except WrongResult as e:
+            failed += 1
+            print(f"case {index} of seed {seed}:", flush=True)
+            save(case, e)
+        except Exception:
+            print(f"case {index} of seed {seed} raised:\n{case.to_json()}", flush=True)
+            raise
+        if failed == FAILURES:
+            print(f"{FAILURES} failures are enough: stopping", flush=True)
+            break
+    seconds = time.monotonic() - begin
+    print(
+        f"seed {seed} on {options.device}: {tried['cases']} cases in {seconds:.0f} s, {failed} failed, "
+        f"worst error {worst:.2f} of its bound"
+    )
+    if options.json:
+        record = {"seed": seed, "start": options.start, "device": options.device, "torch": torch.__version__,
+                  "seconds": round(seconds, 1), "failed": failed, "worst_part_of_bound": round(worst, 3),
+                  "tried": dict(sorted(tried.items()))}  # fmt: skip
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # small tensors: more threads would only wait for each other
+    sys.exit(main())

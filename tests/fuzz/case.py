@@ -1,0 +1,352 @@
+"""One random call: how it is drawn, run, and judged."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+import dualkv
+from dualkv import Layout
+from tests.fuzz import dense
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+STRIDES = ("contiguous", "fused", "heads first", "unaligned", "wider rows")
+VALUES = ("normal", "large scores", "small scores", "equal keys", "an outlier")
+RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
+NATIVE_HEAD_DIMS = (64, 96, 128, 192, 256)
+# Around the sizes of tiles and of the reference's chunks.
+EDGES = tuple(n + d for n in (16, 32, 64, 80, 96, 112, 128, 176, 192, 256) for d in (-1, 0, 1))
+
+
+class WrongResult(AssertionError):
+    """A result that differs from float64 by more than it may."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `dualkv.attention` (kind "attention") or `flash_attn_dualkv_varlen_func` (kind "compat").
+
+    attention: `lengths` and `parent` of the segments. compat: `lengths` [P, R_0, R_1, ...], `q_lens`, `causal`.
+    """
+
+    kind: str
+    device: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    parent: tuple[int, ...] = ()
+    q_lens: tuple[int, ...] = ()
+    causal: bool = True
+    deterministic: bool = False
+    scale: float | None = None
+    strides: str = "contiguous"
+    values: str = "normal"
+    needs: str = "qkv"
+    seed: int = 0
+
+    def to_json(self):
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text):
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()})
+
+
+# ---------------------------------------------------------------- draw
+def _length(rng, longest):
+    kind = rng.random()
+    if kind < 0.35:
+        return rng.randint(0, 4)
+    if kind < 0.7:
+        return rng.randint(0, min(70, longest))
+    if kind < 0.9:
+        return min(rng.choice(EDGES), longest)
+    return rng.randint(0, longest)
+
+
+def _segments(rng, longest, tokens):
+    """lengths, parent: groups of responses mostly, sometimes deeper trees; at most `tokens` in all."""
+    shape = rng.random()
+    lengths, parent, path = [], [], []
+    groups, responses = (rng.randint(10, 40), 3) if shape < 0.1 else (rng.randint(1, 4), rng.randint(0, 8))
+    for _ in range(groups):
+        path = [len(lengths)]
+        lengths.append(_length(rng, longest))
+        parent.append(-1)
+        for _ in range(rng.randint(0, responses)):
+            if shape > 0.9:
+                path = path[: rng.randint(1, len(path))]
+            parent.append(path[-1] if shape > 0.9 else path[0])
+            path.append(len(lengths))
+            lengths.append(_length(rng, longest))
+    while sum(lengths) > tokens:
+        at = max(range(len(lengths)), key=lengths.__getitem__)
+        lengths[at] //= 2
+    if sum(lengths) == 0 and rng.random() < 0.9:
+        lengths[-1] = 1
+    return tuple(lengths), tuple(parent)
+
+
+def _compat(rng, longest, tokens):
+    """lengths [P, R_0, ...], q_lens, causal; at most `tokens` positions in all sequences together."""
+    lengths = [_length(rng, longest) for _ in range(1 + rng.randint(1, 6))]
+    while lengths[0] * (len(lengths) - 1) + sum(lengths[1:]) > tokens:
+        at = max(range(len(lengths)), key=lengths.__getitem__)
+        lengths[at] //= 2
+    context, *own = lengths
+    kind = rng.random()
+    if kind < 0.35:
+        q_lens = [r + (context if i == 0 else 0) for i, r in enumerate(own)]
+    elif kind < 0.6:
+        q_lens = own
+    else:
+        q_lens = [rng.randint(0, context + r) for r in own]
+    return tuple(lengths), tuple(q_lens), rng.random() < 0.7
+
+
+def draw(rng, device):
+    """A case for "cpu" or "cuda"; `rng` a random.Random."""
+    gpu = device == "cuda"
+    longest, tokens = (600, 900) if gpu else (140, 220) if rng.random() < 0.05 else (24, 80)
+    kinds = ("bf16", "fp16") if gpu and rng.random() < 0.95 else tuple(DTYPES)
+    common = {
+        "device": device,
+        "dtype": rng.choice(kinds),
+        "seed": rng.getrandbits(31),
+        "strides": rng.choice(STRIDES),
+        "values": rng.choice((VALUES[0], *VALUES)),
+        "scale": rng.choice((None, None, None, 0.02, 0.5)),
+    }
+    if gpu:
+        ratio = rng.choice(RATIOS)
+        common["kv_heads"] = rng.randint(1, 3 if ratio < 8 else 1)
+        native = rng.random() < 0.7
+        common["head_dim"] = rng.choice(NATIVE_HEAD_DIMS) if native else 8 * rng.randint(1, 32)
+    else:
+        ratio = rng.choice((1, 2, 3, 5))
+        common["kv_heads"] = rng.randint(1, 2)
+        common["head_dim"] = 8 * rng.choice((1, 1, 2, 3, 8))
+    common["heads"] = ratio * common["kv_heads"]
+    if rng.random() < 0.2:
+        lengths, q_lens, causal = _compat(rng, longest, tokens)
+        return Case("compat", lengths=lengths, q_lens=q_lens, causal=causal, **common)
+    lengths, parent = _segments(rng, longest, tokens)
+    # Each choice of gradients is a kernel of its own: few of them on a GPU.
+    partial = not gpu or (common["dtype"] == "bf16" and common["head_dim"] == 128)
+    needs = rng.choice(("qkv", "qkv", "q", "kv", "k", "v") if partial else ("qkv",))
+    return Case(
+        "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4, **common
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- run
+def _strided(x, strides):
+    """The same values, laid out as another program might hold them."""
+    if strides == "heads first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if strides == "unaligned":
+        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    if strides == "wider rows":
+        return x.new_full((*x.shape[:2], x.shape[2] + 8), float("nan"))[..., : x.shape[2]].copy_(x)
+    return x
+
+
+def _inputs(case, *shapes):
+    """Tensors of [rows, heads], and the gradient of the output, all from the case's seed."""
+    generator = torch.Generator(case.device).manual_seed(case.seed)
+
+    def random(rows, heads):
+        x = torch.randn(rows, heads, case.head_dim, device=case.device, dtype=torch.float32, generator=generator)
+        return x.to(DTYPES[case.dtype])
+
+    q, *kv = [random(*shape) for shape in shapes]
+    keys = kv[0]
+    if case.values == "large scores":
+        q.mul_(8)
+    elif case.values == "small scores":
+        q.mul_(1e-3)
+    elif case.values == "equal keys" and len(keys):
+        keys.copy_(keys[:1].expand_as(keys).clone())
+    elif case.values == "an outlier" and len(keys):
+        keys[case.seed % len(keys)].mul_(40)
+    tensors = [q, *kv]
+    if case.strides == "fused" and case.kind == "attention":
+        fused = torch.cat([x.flatten(1) for x in tensors], 1).unflatten(1, (-1, case.head_dim))
+        tensors = list(fused.split([x.shape[1] for x in tensors], 1))
+    else:
+        tensors = [_strided(x, case.strides) for x in tensors]
+    return tensors, _strided(random(*shapes[0]), case.strides)
+
+
+def segment_mask(lengths, parent):
+    """[T, T] bool: a row sees the rows before it, and itself, of its own segment and of those on the path above it."""
+    on_path = np.zeros((len(lengths), len(lengths)), bool)
+    for s, up in enumerate(parent):
+        if up >= 0:
+            on_path[s] = on_path[up]
+        on_path[s, s] = True
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    return on_path[segment][:, segment] & np.tri(len(segment), dtype=bool)
+
+
+def compat_mask(context, k_lens, q_lens, causal):
+    """[sum(q_lens), context + sum(k_lens)] bool."""
+    begins = context + np.cumsum(k_lens) - k_lens
+    key = np.arange(context + sum(k_lens))
+    rows = [np.zeros((0, len(key)), bool)]
+    for begin, own, n in zip(begins, k_lens, q_lens, strict=True):
+        position = np.where(key < context, key, context + key - begin)
+        mine = (key < context) | ((key >= begin) & (key < begin + own))
+        last = (context + own - n + np.arange(n))[:, None] if causal else np.full((n, 1), len(key))
+        rows.append(mine & (position <= last))
+    return np.concatenate(rows)
+
+
+@contextmanager
+def _poisoned(wanted):
+    """torch.empty fills what it makes with NaN, and backwards order their sums."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(wanted or before, warn_only=wanted or warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def _attention(case):
+    """-> call() -> {name: tensor}; dense results by name; which results must repeat bit for bit."""
+    layout = Layout.from_segments([0, *np.cumsum(case.lengths).tolist()], case.parent, case.device)
+    total = layout.num_tokens
+    (q, k, v), dout = _inputs(case, (total, case.heads), *[(total, case.kv_heads)] * 2)
+    leaves = {n: x.detach().requires_grad_(n in case.needs) for n, x in zip("qkv", (q, k, v), strict=True)}
+
+    def call():
+        out, lse = dualkv.attention(
+            *leaves.values(), layout, case.scale, deterministic=case.deterministic, return_lse=True
+        )
+        grads = torch.autograd.grad(out, [leaves[n] for n in case.needs], dout)
+        return {"out": out.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(case.needs, grads, strict=True)}}
+
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    mask = torch.from_numpy(segment_mask(case.lengths, case.parent)).to(case.device)
+    composed = case.device == "cuda" and layout.depth > 2
+    want = dense.attention(q, k, v, mask, scale, dout, 3.0 if composed else 1.0)
+    exact = {"out", "lse", "dk", "dv"} | ({"dq"} if case.deterministic else set())
+    return call, want, set() if composed or case.dtype in ("fp32", "fp64") else exact
+
+
+def _compat_call(case):
+    context, *own = case.lengths
+    q_lens, kv = list(case.q_lens), case.kv_heads
+    shapes = (sum(q_lens), case.heads), *[(n, kv) for n in (context, context, sum(own), sum(own))]
+    tensors, dout = _inputs(case, *shapes)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    cu = [torch.tensor([0, *np.cumsum(x).tolist()], dtype=torch.int32, device=case.device) for x in (q_lens, own)]
+
+    def call():
+        out = dualkv.flash_attn_dualkv_varlen_func(
+            *leaves, *cu, max(q_lens), context, max(own), softmax_scale=case.scale, causal=case.causal
+        )
+        dq, *dkv = torch.autograd.grad(out, leaves, dout)
+        return {"out": out.detach(), "dq": dq, "dk": torch.cat(dkv[::2]), "dv": torch.cat(dkv[1::2])}
+
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    mask = torch.from_numpy(compat_mask(context, own, q_lens, case.causal)).to(case.device)
+    q, kc, vc, kd, vd = tensors
+    # Copies of the context, and sequences one at a time, add gradients that were rounded on their own.
+    want = dense.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), mask, scale, dout, 2.0)
+    return call, want, set()
+
+
+def run(case):
+    """The largest error of any result as a part of what it may be.
+
+    Raises:
+        WrongResult: that is above 1, a result's shape or dtype is not the input's, or two runs differ.
+    """
+    call, want, exact = _attention(case) if case.kind == "attention" else _compat_call(case)
+    with _poisoned(case.deterministic and case.device == "cuda"):
+        got = call()
+        again = call() if case.device == "cuda" and exact else got
+    worst = 0.0
+    for name, x in got.items():
+        if x.shape != want[name].value.shape:
+            raise WrongResult(f"{name} has shape {tuple(x.shape)}, expected {tuple(want[name].value.shape)}")
+        if name != "lse" and x.dtype != DTYPES[case.dtype]:
+            raise WrongResult(f"{name} is {x.dtype}, expected {case.dtype}")
+        ratio = want[name].ratio(x)
+        if not ratio <= 1.0:
+            raise WrongResult(f"{name} is off by {ratio:.3g} times what it may be")
+        if name in exact and not torch.equal(x, again[name]):
+            raise WrongResult(f"{name} differs from run to run")
+        worst = max(worst, ratio)
+    return worst
+
+
+# ---------------------------------------------------------------- reduce
+def _without(items, at):
+    return items[:at] + items[at + 1 :]
+
+
+def _simpler(case):
+    """Cases that say less, the boldest first."""
+    base = asdict(case)
+
+    def changed(**change):
+        return Case(**{**base, **change})
+
+    for s in reversed(range(len(case.lengths))):
+        if case.kind == "attention":
+            up = case.parent[s]
+            parent = [up if p == s else p for p in case.parent]
+            parent = tuple(p - (p > s) for p in _without(tuple(parent), s))
+            if up >= 0 or s not in case.parent:  # a prompt's responses would have none
+                yield changed(lengths=_without(case.lengths, s), parent=parent)
+        elif s > 0 and len(case.lengths) > 2:
+            yield changed(lengths=_without(case.lengths, s), q_lens=_without(case.q_lens, s - 1))
+    for s, n in enumerate(case.lengths):
+        for less in {n // 2, n - n // 8, n - 1} - {n}:
+            if less >= 0:
+                lengths = (*case.lengths[:s], less, *case.lengths[s + 1 :])
+                fits = tuple(min(q, lengths[0] + r) for q, r in zip(case.q_lens, lengths[1:], strict=False))
+                yield changed(lengths=lengths, q_lens=fits)
+    for name, value in (
+        ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False), ("scale", None),
+        ("needs", "qkv"), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
+        ("head_dim", 64 if case.device == "cuda" else 8),
+    ):  # fmt: skip
+        if base[name] != value:
+            heads = case.heads // case.kv_heads * value if name == "kv_heads" else case.heads
+            yield changed(**{"heads": heads, name: value})
+    if case.heads > case.kv_heads:
+        yield changed(heads=case.kv_heads)
+
+
+def reduce(case, fails, tries=400):
+    """A case that still fails and of which nothing simpler does (as far as `tries` calls of `fails` reach)."""
+    found = True
+    while found:
+        found = False
+        for candidate in _simpler(case):
+            tries -= 1
+            if tries < 0:
+                return case
+            if fails(candidate):
+                case, found = candidate, True
+                break
+    return case
+
+
+def seeded(seed, index, device):
+    """Case `index` of a run: the same whatever ran before it."""
+    return draw(random.Random(f"{seed}/{index}/{device}"), device)

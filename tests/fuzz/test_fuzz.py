@@ -1,0 +1,108 @@
+"""The fuzzer: saved cases, a few fresh ones, and that it sees a single wrong element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dualkv import reference
+from tests.fuzz import __main__ as fuzz
+from tests.fuzz.case import Case, compat_mask, reduce, run, seeded, segment_mask
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_saved_cases():
+    for path in sorted(fuzz.CASES.glob("cpu-*.json")):
+        run(Case.from_json(path.read_text()))
+
+
+def test_fresh_cases():
+    for index in range(200):
+        run(seeded("suite", index, "cpu"))
+
+
+def test_cases_come_back_from_their_seed_and_from_json():
+    for device in ("cpu", "cuda"):
+        for index in range(20):
+            case = seeded("again", index, device)
+            assert case == seeded("again", index, device)
+            assert case == Case.from_json(case.to_json())
+
+
+def test_masks():
+    assert segment_mask((1, 2, 0, 1), (-1, 0, 0, 0)).tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, False, False, True],
+    ]
+    want = [[True, False, True, False, False], [True, True, False, True, False], [True, True, False, True, True]]
+    # Two context positions; the first sequence's own token is hidden, the second asks with its own two.
+    assert compat_mask(2, [1, 2], [0, 2], True).tolist() == want[1:]
+    assert compat_mask(2, [0, 2], [1, 0], True).tolist() == [[True, True, False, False]]
+    assert compat_mask(2, [0, 2], [2, 0], True).tolist() == [[True, False, False, False], [True, True, False, False]]
+    assert compat_mask(2, [1, 2], [1, 1], False).tolist() == [
+        [True, True, True, False, False],
+        [True, True, False, True, True],
+    ]
+
+
+WRONG = {
+    "an element of out": (
+        "forward",
+        0,
+        lambda out: out[3, 0, 0:1].add_(4 * torch.finfo(out.dtype).eps * out.abs().max()),
+    ),
+    "a row of dq": ("backward", 0, lambda dq: dq[5].mul_(1.02)),
+    "an element of dv": ("backward", 2, lambda dv: dv[6, 0, 1:2].mul_(1.03)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path, capsys):
+    function, which, damage = WRONG[name]
+    right = getattr(reference, function)
+
+    def damaged(*arguments):
+        results = right(*arguments)
+        if len(results[which]) > 6:
+            damage(results[which])
+        return results
+
+    monkeypatch.setattr(reference, function, damaged)
+    monkeypatch.setattr(fuzz, "CASES", tmp_path)
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
+    assert fuzz.main() == 1
+    assert "case" in capsys.readouterr().out
+    saved = [Case.from_json(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert saved
+    for case in saved:
+        assert fuzz.wrong(case)
+        assert sum(case.lengths) <= 8, "7 rows show it"
+        assert (case.heads, case.head_dim, case.strides, case.values) == (1, 8, "contiguous", "normal")
+    monkeypatch.setattr(reference, function, right)
+    assert all(fuzz.wrong(case) is None for case in saved)
+
+
+def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
+    record = tmp_path / "record.json"
+    monkeypatch.setattr(
+        "sys.argv", ["fuzz", "--cases", "5", "--seed", "suite", "--device", "cpu", "--json", str(record)]
+    )
+    assert fuzz.main() == 0
+    assert "seed suite on cpu: 5 cases" in capsys.readouterr().out
+    assert '"failed": 0' in record.read_text()
+
+
+def test_reduction_ends_where_nothing_simpler_fails():
+    case = seeded("reduce", 1, "cpu")
+    assert reduce(case, lambda other: False) == case
+    assert sum(reduce(case, lambda other: True).lengths) == 0
