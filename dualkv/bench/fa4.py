@@ -145,7 +145,7 @@ def three_calls(inputs: Inputs, direction: str, deterministic: bool = False) -> 
     prompt = Varlen(inputs, prompts, prompts, True, deterministic)
     context = Varlen(inputs, together, prompts, False, deterministic)
     own = Varlen(inputs, responses, responses, True, deterministic)
-    merge = torch.compile(_merge, dynamic=False)
+    merge = torch.compile(_merge, dynamic=True)  # one compile for all lengths
     # Where the rows of `context` lie among those of `own` and of `prompt`; None: they are the same.
     in_own, in_prompt = (
         None if len(some) == len(every) else torch.searchsorted(every, some)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 import dualkv
 from dualkv import hopper
@@ -33,30 +34,47 @@ def _kept(
     return Side(run, lambda: tuple(packed(x) for x in last), apart or {}, tuple(apart or ()))
 
 
+def _attended(
+    direction: str,
+    attend: Callable[[], torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    dout: Callable[[], torch.Tensor],
+    packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    apart: dict[str, Callable[[], Any]] | None = None,
+) -> Side:
+    """The side of an attention under autograd: `attend` of `leaves`, `dout` its gradient."""
+    if direction == "fwd":
+        return _kept(lambda: [attend()], packed, apart)
+    given = dout()
+
+    def gradients(out: torch.Tensor, again: bool = False) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, given, retain_graph=again)
+
+    if direction == "both":
+        return _kept(torch.enable_grad()(lambda: gradients(attend())), packed, apart)
+    # What is compiled must not write into what its forward saved: the backward runs many times over one forward.
+    with torch.enable_grad(), functorch_config.patch(donated_buffer=False):
+        out = attend()
+        gradients(out, again=True)
+    return _kept(lambda: gradients(out, again=True), packed, apart)
+
+
 def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
-    """`torch.ops.dualkv.fwd` and `.bwd` (all their launches); both: `dualkv.attention` under autograd.
+    """`dualkv.attention`, backward and both under autograd: all launches that a user's call makes.
 
     Raises:
         RuntimeError: this device has no kernel of ours.
     """
-    qkv, layout = (inputs.q, inputs.k, inputs.v), (inputs.layout.offsets, inputs.layout.parent)
-    settings = (*layout, inputs.scale, deterministic)
-    reason = hopper.unsupported(inputs.q, segments_of(*layout))
+    layout = inputs.layout
+    reason = hopper.unsupported(inputs.q, segments_of(layout.offsets, layout.parent))
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
-    if direction == "fwd":
-        return _kept(lambda: torch.ops.dualkv.fwd(*qkv, *settings)[:1])
-    if direction == "bwd":
-        out, lse = torch.ops.dualkv.fwd(*qkv, *settings)
-        return _kept(lambda: torch.ops.dualkv.bwd(inputs.dout, *qkv, out, lse, *settings))
+    leaves = q, k, v = [x.detach().requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]
 
-    @torch.enable_grad()
-    def both() -> tuple[torch.Tensor, ...]:
-        q, k, v = (x.detach().requires_grad_() for x in qkv)
-        out = dualkv.attention(q, k, v, inputs.layout, inputs.scale, deterministic)
-        return torch.autograd.grad(out, (q, k, v), inputs.dout)
+    def attend() -> torch.Tensor:
+        return dualkv.attention(q, k, v, layout, inputs.scale, deterministic)
 
-    return _kept(both)
+    return _attended(direction, attend, leaves, lambda: inputs.dout)
 
 
 def flex_attention(inputs: Inputs, direction: str) -> Side:
@@ -85,19 +103,7 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
     def attend() -> torch.Tensor:
         return compiled(q, k, v, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
 
-    def gradients(out: torch.Tensor, again: bool = False) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=again)
-
-    if direction == "fwd":
-        return _kept(lambda: [attend()], packed, {"mask": make_mask})
-    dout = as_batch(inputs.dout)
-    if direction == "bwd":
-        # A backward that runs many times over one forward must not write into what the forward saved.
-        with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
-            out = attend()
-            gradients(out, again=True)
-        return _kept(lambda: gradients(out, again=True), packed, {"mask": make_mask})
-    return _kept(torch.enable_grad()(lambda: gradients(attend())), packed, {"mask": make_mask})
+    return _attended(direction, attend, leaves, lambda: as_batch(inputs.dout), packed, {"mask": make_mask})
 
 
 def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
