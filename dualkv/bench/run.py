@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import hashlib
 import itertools
 import platform
 import statistics
@@ -186,8 +185,8 @@ def report(
 def environment(meter: Meter | None, commit: str | None = None) -> dict[str, Any]:
     """GPU, driver, versions, commit and date of a run.
 
-    `commit` is what git says of this checkout, else the one given, else "unknown"; `sources_sha256`, over the Python
-    files of the packages in use, holds in any case. `changed_files` is None where git cannot tell.
+    `commit` is what git says of this checkout, else the one given, else "unknown"; `changed_files` is None where git
+    cannot tell.
     """
     gpu: dict[str, Any] = {"name": "none"}
     if meter is not None:
@@ -201,21 +200,11 @@ def environment(meter: Meter | None, commit: str | None = None) -> dict[str, Any
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": (_git("rev-parse", "HEAD") if ours else None) or commit or "unknown",
         "changed_files": None if changed is None else changed.splitlines(),
-        "sources_sha256": sources_digest(),
         "gpu": gpu,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {package: toolchain.version(package) for package in PACKAGES},
     }
-
-
-def sources_digest() -> str:
-    """sha256 over names and contents of the Python files of the packages in use."""
-    digest = hashlib.sha256()
-    for path in sorted(p for package in SOURCES for p in (ROOT / package).rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
 
 
 def _git(*arguments: str) -> str | None:
