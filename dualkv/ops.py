@@ -1,12 +1,15 @@
 """`torch.ops.dualkv.fwd` and `torch.ops.dualkv.bwd`: schema, checks, dispatch, fake and autograd.
 
     fwd(q, k, v, offsets, parent, softmax_scale, deterministic=False) -> (out, lse)
-    bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False) -> (dq, dk, dv)
+    bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False, gradients="qkv") -> (dq, dk, dv)
 
-q, dout, out [T, H, D]; k, v [T, Hk, D]; lse [H, T] fp32, natural log (fp64 for fp64 inputs). `offsets` [S+1] and
-`parent` [S] are the host tensors of a :class:`dualkv.Layout`, wherever q, k, v live: nothing is read back from a GPU,
-and inductor, which never puts an op with CPU inputs into a CUDA graph of its own, cannot replay one layout's work for
-another. What a layout needs on the device is made at its first call and kept as long as those two tensors.
+q, dout, out [T, H, D]; k, v [T, Hk, D]; lse [H, T] fp32, natural log (fp64 for fp64 inputs). `gradients` names the
+inputs whose gradients are asked, in the order of "qkv"; those of the others come back empty, of shape [0].
+
+`offsets` [S+1] and `parent` [S] are the host tensors of a :class:`dualkv.Layout`, wherever q, k, v live: nothing is
+read back from a GPU, and inductor, which never puts an op with CPU inputs into a CUDA graph of its own, cannot replay
+one layout's work for another. What a layout needs on the device is made at its first call and kept as long as those two
+tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dualkv import composition, hopper, reference
 from dualkv.layout import Segments, segments_of
 
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
+GRADIENTS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _lib = torch.library.Library("dualkv", "DEF")
@@ -29,7 +33,7 @@ _lib.define(
 )
 _lib.define(
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, Tensor parent,"
-    " float softmax_scale, bool deterministic=False) -> (Tensor dq, Tensor dk, Tensor dv)"
+    " float softmax_scale, bool deterministic=False, str gradients='qkv') -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
@@ -79,7 +83,9 @@ def _checked(
     return segments
 
 
-def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: str) -> None:
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients is {gradients!r}, expected one of {', '.join(GRADIENTS)}")
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
@@ -123,13 +129,22 @@ def _fwd_cpu(
     return reference.forward(q, k, v, _checked(q, k, v, offsets, parent), softmax_scale)
 
 
+def _asked(
+    gradients: str, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) with what is not asked left out, where all three are made in any case."""
+    dq, dk, dv = (x if name in gradients else x.new_empty(0) for name, x in zip("qkv", grads, strict=True))
+    return dq, dk, dv
+
+
 def _bwd_cpu(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
+    gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     segments = _checked(q, k, v, offsets, parent)
-    _check_backward(dout, q, out, lse)
-    return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+    _check_backward(dout, q, out, lse, gradients)
+    return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
 
 
 def _fwd_cuda(
@@ -141,27 +156,31 @@ def _fwd_cuda(
         return reference.forward(q, k, v, segments, softmax_scale)
     no_kernel = hopper.unsupported(q, segments)
     if no_kernel is None:
-        return hopper.forward(q, k, v, segments, softmax_scale)
-    if _composed(q, no_kernel):
-        return composition.forward(q, k, v, segments, softmax_scale)
-    return reference.forward(q, k, v, segments, softmax_scale)
+        with torch.cuda.device(q.device):
+            return hopper.forward(q, k, v, segments, softmax_scale)
+    composed = _composed(q, no_kernel)
+    return (composition if composed else reference).forward(q, k, v, segments, softmax_scale)
 
 
 def _bwd_cuda(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
+    gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     segments = _checked(q, k, v, offsets, parent)
-    _check_backward(dout, q, out, lse)
+    _check_backward(dout, q, out, lse, gradients)
     if segments.total == 0:
-        return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+        return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     no_kernel = hopper.unsupported(q, segments)
     if no_kernel is None:
-        return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
+        with torch.cuda.device(q.device):
+            return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients)
     if _composed(q, no_kernel):
-        return composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
-    return reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+        grads = composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
+    else:
+        grads = reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+    return _asked(gradients, grads)
 
 
 _lib.impl("fwd", _fwd_cpu, "CPU")
@@ -184,8 +203,10 @@ def _fwd_fake(
 def _bwd_fake(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
+    gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    _check_backward(dout, q, out, lse, gradients)
+    return _asked(gradients, (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -197,8 +218,10 @@ def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, to
 
 def _fwd_backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dout = dout if dout.stride(2) == 1 else dout.contiguous()  # out.sum() sends an expanded gradient
-    grads = torch.ops.dualkv.bwd(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic)
-    wanted = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True)]
+    needed = ctx.needs_input_grad[:3]
+    gradients = "".join(name for name, need in zip("qkv", needed, strict=True) if need)
+    grads = torch.ops.dualkv.bwd(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic, gradients)
+    wanted = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
     return (*wanted, None, None, None, None)
 
 
