@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from dualkv.attention import attention
 from dualkv.layout import Layout, segments_of
+from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -178,9 +179,20 @@ def _position_ids(
     stops the process at the next synchronisation and does not wait for the device here.
     """
     layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
-    if tokens.shape[1] != layout.num_tokens:
-        raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {layout.num_tokens}")
-    own = layout.position_ids[None]
+    return _checked_positions(tokens, position_ids, layout.position_ids[None])
+
+
+@_position_ids.register_fake
+def _(
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
+) -> torch.Tensor:
+    return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
+
+
+def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
+    """A copy of `own` [1, T], the layout's positions; raises if the given tokens or positions are not those."""
+    if tokens.shape[1] != own.shape[1]:
+        raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[1]}")
     if position_ids is not None:
         if position_ids.shape != own.shape or position_ids.device != own.device:
             raise ValueError(
@@ -199,13 +211,6 @@ def _position_ids(
     return own.clone()
 
 
-@_position_ids.register_fake
-def _(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
-) -> torch.Tensor:
-    return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
-
-
 def _enter_decoder(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -213,7 +218,7 @@ def _enter_decoder(
     layout = kwargs.get("dualkv")
     if layout is None:
         return None
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, Layout | Shard):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     name = type(module).__name__
     if _base(module.config) is None:
@@ -234,7 +239,11 @@ def _enter_decoder(
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
     mask = torch.empty(NO_MASK, device=tokens.device)  # transformers makes no mask where it gets one in four dimensions
-    position_ids = _position_ids(tokens.detach(), kwargs.get("position_ids"), layout.offsets, layout.parent)
+    given = kwargs.get("position_ids")
+    if isinstance(layout, Shard):
+        position_ids = _checked_positions(tokens, given, layout.position_ids.to(tokens.device)[None])
+    else:
+        position_ids = _position_ids(tokens.detach(), given, layout.offsets, layout.parent)
     return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
 
 
@@ -278,7 +287,7 @@ def _packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    layout: Layout,
+    layout: Layout | Shard,
     deterministic: bool,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -297,7 +306,10 @@ def _packed_attention(
             " position bias: neither is computed by dualkv.attention"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = attention(q, k, v, layout, softmax_scale=scaling, deterministic=deterministic)
+    if isinstance(layout, Shard):
+        out = layout.attention(q, k, v, softmax_scale=scaling, deterministic=deterministic)
+    else:
+        out = attention(q, k, v, layout, softmax_scale=scaling, deterministic=deterministic)
     return out.unsqueeze(0), None
 
 
@@ -313,7 +325,7 @@ def _register(base: str, deterministic: bool) -> str:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        dualkv: Layout | None = None,
+        dualkv: Layout | Shard | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:
@@ -350,10 +362,11 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
         model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
 
     input_ids is [1, T], all groups in one packed row (or inputs_embeds [1, T, C]); position_ids [1, T] must be the
-    layout's and are the layout's when left out. On a GPU wrong ones end in a device-side assertion. Labels cannot be
-    shifted by the model. Rotary embeddings that depend on the longest sequence of a batch see the longest one packed.
-    Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared
-    prompt once; the replicated sequences count it once a response.
+    layout's and are the layout's when left out. On a GPU wrong ones end in a device-side assertion. With sequence
+    parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. Labels cannot
+    be shifted by the model. Rotary embeddings that depend on the longest sequence of a batch see the longest one
+    packed. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt once;
+    the replicated sequences count it once a response.
 
     Works on wrapped models (DDP, FSDP, PEFT, `torch.compile`), before or after the wrapping. Calling it again is
     harmless and sets `deterministic` anew.

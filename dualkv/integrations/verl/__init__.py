@@ -1,0 +1,21 @@
+"""Packed groups in veRL, without a fork: an engine and trainers that a configuration names (see docs/verl.md).
+
+    actor_rollout_ref.model.model_type=dualkv      the engine of actor and reference policy
+    trainer.v1.trainer_mode=dualkv_sync            a trainer that keeps groups on one rank; also dualkv_colocate_async
+                                                   and dualkv_separate_async
+
+veRL imports this package by itself in every process (entry point `verl.plugins`).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+try:
+    from dualkv.integrations.verl.engine import MODEL_TYPE, DualKVEngine
+except Exception as error:
+    # veRL drops what its plugins raise, and would later not know the engine's name.
+    warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
+    raise
+
+__all__ = ["MODEL_TYPE", "DualKVEngine"]

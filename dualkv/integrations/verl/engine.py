@@ -1,0 +1,274 @@
+"""veRL's FSDP engine on packed groups: `model.model_type=dualkv`.
+
+veRL's own computation of a micro-batch stays as it is, heads, temperature, losses and sequence parallelism included. It
+is handed the packed rows in place of the sequences. Each response starts with its own copy of the prompt's last token
+there, so that the next row is every row's label, as in veRL's sequences. Rows that predict no response token do not
+reach the head, and the values of the others are put where the sequences would have had them.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_torch_device
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import postprocess_batch_func
+
+from dualkv.integrations import transformers
+from dualkv.integrations.verl import data as verl_data
+from dualkv.integrations.verl import work
+from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.microbatches import plan_on_all_ranks
+from dualkv.layout import Layout
+from dualkv.sequence_parallel import Shard, padded
+
+MODEL_TYPE = "dualkv"
+
+# What veRL reads from a micro-batch, beside its tensors, to make a model's inputs and outputs.
+SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Which rows of the decoder's output the head sees, on one of the ranks that share them.
+
+    Attributes:
+        rows: [K] int64: of this rank's rows; the same number K on every rank, 1 or more.
+        values: [M] int64: where the values of the M response tokens are among those of all ranks, laid end to end.
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
+        """predict_rows [M], on the host, ascending: of all packed rows."""
+        owner = predict_rows // shard_rows
+        counts = torch.bincount(owner, minlength=ranks)
+        width = max(int(counts.max()), 1)
+        start = counts.cumsum(0) - counts
+        mine = predict_rows[owner == rank] - rank * shard_rows
+        rows = nn.functional.pad(mine, (0, width - len(mine)))  # what fills up is computed and dropped
+        return cls(rows, owner * width + torch.arange(len(owner)) - start[owner])
+
+
+@dataclass
+class Running:
+    """The packed micro-batch that the model runs, for the hooks of its decoder."""
+
+    packed: PackedRollouts
+    layout: Layout | Shard | None = None
+    head: HeadRows | None = None
+
+
+@EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device="cuda")
+class DualKVEngine(FSDPEngineWithLMHead):
+    """veRL's FSDP and FSDP2 engine for language models, which packs the rollouts of equal prompts.
+
+    A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as veRL runs it, and a
+    warning says so once. A model whose attention cannot be packed raises while it is built.
+    """
+
+    def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        model_config.model_type = "language_model"  # what it is to the rest of veRL
+        self._running: Running | None = None
+        self._done: tuple[work.Work, work.Work, int] | None = None
+        super().__init__(model_config, *args, **kwargs)
+
+    def _build_module(self) -> nn.Module:
+        module = super()._build_module()
+        transformers.enable(module, deterministic=self.engine_config.full_determinism)
+        decoder = module.get_decoder()
+        # Before the checks of `enable`. Keyword arguments of the decoder's layers are replayed by checkpointing, what
+        # else a hook leaves behind is not; and fused heads do not pass keyword arguments on to the decoder.
+        decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True, prepend=True)
+        decoder.register_forward_hook(self._leave_decoder)
+        return module
+
+    def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self._running is None:
+            return args, kwargs
+        return args, {**kwargs, "dualkv": self._running.layout}
+
+    def _leave_decoder(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if self._running is not None and self._running.head is not None:
+            output.last_hidden_state = output.last_hidden_state[:, self._running.head.rows]
+        return output
+
+    # ------------------------------------------------------------------ a batch, in micro-batches of whole groups
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        reason = verl_data.not_packable(data)
+        rollouts = None if reason else verl_data.read(data)
+        dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
+        parts = plan_on_all_ranks(
+            rollouts,
+            max_tokens=data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size if dynamic else None,
+            max_rollouts=0 if dynamic else data["micro_batch_size_per_gpu"],
+            group=self.get_data_parallel_group(),
+            device=get_device_id(),
+        )
+        if parts is None or rollouts is None:
+            why = reason or "another data-parallel rank cannot pack its own"
+            warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=2)
+            return super().forward_backward_batch(data, loss_function, forward_only)
+
+        # What veRL's losses divide by.
+        tokens = data["loss_mask"].sum().to(get_device_id())
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())
+        tu.assign_non_tensor(
+            data,
+            batch_num_tokens=tokens.item(),
+            dp_size=self.get_data_parallel_size(),
+            sp_size=self.ulysses_sequence_parallel_size,
+        )
+        keep_values = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        outputs, done = [], work.NOTHING
+        for i, part in enumerate(parts):
+            micro_batch = tu.index_select_tensor_dict(data, part)
+            mine = Rollouts(rollouts.prompt_lens[part], rollouts.response_lens[part], rollouts.group[part])
+            done += work.packed(mine)
+            self._running = Running(verl_data.pack(micro_batch, mine))
+            try:
+                outputs.append(self._run(micro_batch, loss_function, forward_only, i == len(parts) - 1))
+            finally:
+                self._running = None
+            if not keep_values:
+                outputs[-1].pop("model_output", None)
+        self._done = (done, work.replicated(rollouts), len(parts))
+        # The values come in the order of `parts`, as with veRL's dynamic batch size.
+        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
+        return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+
+    def _run(
+        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool, last: bool
+    ) -> dict[str, Any]:
+        if forward_only:
+            with torch.no_grad():
+                return self.forward_step(micro_batch, loss_function=loss_function, forward_only=True)[1]
+        with self._gradient_sync_context(is_last_micro_batch=last):
+            loss, output = self.forward_step(micro_batch, loss_function=loss_function, forward_only=False)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return output
+
+    # ------------------------------------------------------------------ a micro-batch
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        running = self._running
+        if running is None:
+            return super().prepare_model_inputs(micro_batch)
+        packed = running.packed
+        device = micro_batch["input_ids"].device
+        batch = packed.batch.to(device)
+        rows = _as_sequences(micro_batch, batch.input_ids[0], batch.layout.offsets.to(device, torch.int64))
+        rows["position_ids"] = torch.nested.nested_tensor_from_jagged(
+            batch.position_ids[0], rows["input_ids"].offsets()
+        )
+        tu.assign_non_tensor(rows, temperature=_temperature(micro_batch["temperature"], packed))
+        inputs, outputs = super().prepare_model_inputs(rows)
+
+        # veRL pads up to a bucket, then to a multiple of the sequence-parallel ranks.
+        bucket = self._get_packed_pad_size(batch.layout.num_tokens)
+        layout = padded(padded(batch.layout, bucket), outputs["pad_size"] - bucket)
+        if self.use_ulysses_sp:
+            shard = Shard(layout, self.ulysses_parallel_group)
+            running.layout, rank, ranks = shard, shard.rank, shard.world_size
+        else:
+            running.layout, rank, ranks = layout, 0, 1
+        head = HeadRows.of(packed.batch.predict_rows, rank, layout.num_tokens // ranks, ranks)
+        running.head = HeadRows(head.rows.to(device), head.values.to(device))
+        for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
+            outputs[name] = outputs[name][running.head.rows]
+        outputs["pad_size"] = 0
+        if "shift_labels" in inputs:
+            inputs["shift_labels"] = outputs["input_ids_rmpad_rolled"][None]
+        return inputs, outputs
+
+    def prepare_model_outputs(
+        self,
+        output: Any,
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Callable[..., Any] | None,
+    ) -> dict[str, torch.Tensor]:
+        running = self._running
+        if running is None:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        assert running.head is not None
+        sequences = micro_batch["input_ids"]
+        computed = len(running.head.rows) * self.ulysses_sequence_parallel_size
+        rows = _as_sequences(
+            micro_batch, sequences.values().new_zeros(computed), torch.tensor([0, computed], device=sequences.device)
+        )
+        values = super().prepare_model_outputs(output, output_args, rows, logits_processor_func)
+        to = running.packed.sequence_rows.to(sequences.device)
+        total = int(sequences.values().shape[0])
+        for name, nested in values.items():
+            of_tokens = nested.values()[running.head.values]
+            whole = of_tokens.new_zeros(total, *of_tokens.shape[1:]).index_copy(0, to, of_tokens)
+            values[name] = torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
+        return values
+
+    # ------------------------------------------------------------------ what a batch cost
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        return self._measured(super().train_batch, data, loss_function, passes=3)
+
+    def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
+        return self._measured(super().infer_batch, data, loss_function, passes=1)
+
+    def _measured(
+        self, run: Callable[..., Any], data: TensorDict, loss_function: Callable[..., Any] | None, passes: int
+    ) -> Any:
+        """`passes`: 3 for forward and backward, 1 for a forward; the FLOP counter counts all three."""
+        self._done = None
+        start = time.perf_counter()
+        result = run(data, loss_function)
+        get_torch_device().synchronize()
+        seconds = time.perf_counter() - start
+        if self._done is None or not self.is_mp_src_rank_with_outputs():
+            return result
+        packed, replicated, micro_batches = self._done
+        counter = FlopsCounter(self.model_config.hf_config)
+        peak = get_device_flops() * seconds * self.ulysses_sequence_parallel_size
+        metrics = {
+            "micro_batches": micro_batches,
+            "tokens_packed": packed.tokens,
+            "tokens_replicated": replicated.tokens,
+            "dedup_ratio": replicated.tokens / packed.tokens,
+            "mfu_hardware": packed.flops(counter) * passes / 3 / peak,
+            "mfu_effective": replicated.flops(counter) * passes / 3 / peak,
+        }
+        result["metrics"].update({f"dualkv/{name}": [value] for name, value in metrics.items()})
+        return result
+
+
+def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:
+    """A micro-batch of the given rows, `offsets` [S+1] of them, in which veRL finds the settings of `micro_batch`."""
+    rows = TensorDict(
+        {"input_ids": torch.nested.nested_tensor_from_jagged(ids, offsets)}, batch_size=[len(offsets) - 1]
+    )
+    found = {name: tu.get_non_tensor_data(micro_batch, name, None) for name in SETTINGS if name in micro_batch}
+    tu.assign_non_tensor(rows, use_remove_padding=True, **found)
+    return rows
+
+
+def _temperature(of_rollouts: Any, packed: PackedRollouts) -> Any:
+    """A number as it is; [N] of the rollouts as [S] of the packed segments, 1 for prompts."""
+    if not isinstance(of_rollouts, torch.Tensor):
+        return of_rollouts
+    parent = packed.batch.layout.parent.numpy()
+    segments = torch.from_numpy(np.flatnonzero(parent >= 0)).to(of_rollouts.device)
+    order = torch.from_numpy(packed.batch.order).to(of_rollouts.device)
+    return of_rollouts.new_ones(len(parent)).index_copy(0, segments, of_rollouts[order])

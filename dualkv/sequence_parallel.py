@@ -1,0 +1,107 @@
+"""Packed groups over the ranks of one sequence-parallel group (DeepSpeed-Ulysses).
+
+Every rank holds an equal share of the packed rows. Attention needs all rows, so it runs on a share of the heads: one
+all-to-all turns [rows of this rank, all heads] into [all rows, heads of this rank], another one turns the output back.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dualkv.attention import attention
+from dualkv.layout import Layout
+
+
+def padded(layout: Layout, rows: int) -> Layout:
+    """`layout` with a segment of `rows` rows behind it that sees itself alone; the same layout for 0 rows."""
+    if rows == 0:
+        return layout
+    offsets = np.append(layout.offsets.numpy(), layout.num_tokens + rows)
+    return Layout.from_segments(offsets, np.append(layout.parent.numpy(), -1), layout.device)
+
+
+class Shard:
+    """This rank's rows of packed groups: rows `[rank * num_tokens, (rank + 1) * num_tokens)`.
+
+    Attributes:
+        layout: of all rows, padded to a multiple of the number of ranks; the same on every rank.
+        group: the ranks that share the rows.
+        num_tokens: rows of one rank.
+    """
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.layout = padded(layout, -layout.num_tokens % self.world_size)
+        self.num_tokens = self.layout.num_tokens // self.world_size
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """[num_tokens] int64: the position of each of this rank's rows in its own unpacked sequence."""
+        start = self.rank * self.num_tokens
+        return self.layout.position_ids[start : start + self.num_tokens]
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        """:func:`dualkv.attention` of all rows, for those of this rank; every rank of the group calls it.
+
+        Args:
+            q: [num_tokens, H, D], H a multiple of the number of ranks.
+            k: [num_tokens, Hk, D]. Where Hk is no multiple of the number of ranks, heads are sent to several of them.
+            v: [num_tokens, Hk, D].
+            softmax_scale: as for :func:`dualkv.attention`.
+            deterministic: as for :func:`dualkv.attention`.
+
+        Returns:
+            out [num_tokens, H, D].
+
+        Raises:
+            ValueError: heads that the ranks cannot share, another number of rows, and what the attention refuses.
+        """
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if heads % self.world_size:
+            raise ValueError(
+                f"q has {heads} heads, expected a multiple of the {self.world_size} sequence-parallel ranks"
+            )
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
+        if q.shape[0] != self.num_tokens:
+            raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
+        # A rank's query heads read consecutive key heads: repeated until every rank gets equally many, each in order.
+        repeats = self.world_size // math.gcd(kv_heads, self.world_size)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        shares = [x.unflatten(1, (self.world_size, -1)) for x in (q, k, v)]
+        sizes = [x.shape[2] for x in shares]
+        mine = _Exchange.apply(torch.cat(shares, 2).transpose(0, 1), self.group)
+        q, k, v = mine.flatten(0, 1).split(sizes, 1)
+        out = attention(q, k, v, self.layout, softmax_scale, deterministic)
+        back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
+        return back.transpose(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """x [ranks, ...] -> [ranks, ...]: x[r] goes to rank r, result[r] comes from there. Its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(grad, ctx.group), None
