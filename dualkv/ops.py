@@ -156,7 +156,7 @@ def _fwd_cuda(
         return reference.forward(q, k, v, segments, softmax_scale)
     no_kernel = hopper.unsupported(q, segments)
     if no_kernel is None:
-        with torch.cuda.device(q.device):
+        with torch.cuda.device_of(q):
             return hopper.forward(q, k, v, segments, softmax_scale)
     composed = _composed(q, no_kernel)
     return (composition if composed else reference).forward(q, k, v, segments, softmax_scale)
@@ -174,7 +174,7 @@ def _bwd_cuda(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     no_kernel = hopper.unsupported(q, segments)
     if no_kernel is None:
-        with torch.cuda.device(q.device):
+        with torch.cuda.device_of(q):
             return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients)
     if _composed(q, no_kernel):
         grads = composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
