@@ -1,0 +1,5 @@
+"""From a specification to a loadable kernel."""
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be found, compiled or loaded: which, why, and what to do, in one sentence."""

@@ -6,6 +6,7 @@ its target from the environment when it is imported, and so that nothing it does
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -16,29 +17,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from codegen import toolchain
+from codegen import KernelError, cubin, toolchain
 from codegen.spec import PARTIAL, KernelSpec
 
 LINKERS = ("gcc", "cc", "clang")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
-    """Write `kernel.so` and `kernel.cubin` of `spec` into `folder`, which exists.
+    """Write `kernel.so`, `kernel.cubin` and `kernel.ptx` of `spec` into `folder`, which exists.
 
     Returns:
-        What the compiler says: ptxas version, registers a thread, stack and spilled bytes, dynamic shared memory of a
-        CTA in bytes, and the codes of ptxas warnings about wgmma (C7512 and the like: products run one by one).
+        What the compiler says: ptxas version, registers a thread, stack and spilled bytes, threads and dynamic shared
+        memory of a CTA (bytes), CTAs that an SM holds, and the codes of ptxas warnings about wgmma (C7512 and the like:
+        products run one by one).
 
     Raises:
-        RuntimeError: no compiler or linker here, or the compile failed; says which and why.
+        KernelError: no compiler or linker here, or the compile failed; says which and why.
+        OSError: the folder cannot be written, or has no space left.
     """
     if not toolchain.can_compile():
-        raise RuntimeError(
+        raise KernelError(
             f"kernel {spec} must be compiled and this machine has only the runtime of the CuTe DSL: "
             "pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9', or set DUALKV_KERNEL_DIR to a folder that holds it"
         )
     if not any(map(shutil.which, LINKERS)):
-        raise RuntimeError(
+        raise KernelError(
             f"kernel {spec} must be compiled and no linker is on PATH (gcc, cc or clang): install one, "
             "or set DUALKV_KERNEL_DIR to a folder that holds it"
         )
@@ -46,18 +50,28 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     environment |= {
         "CUTE_DSL_ARCH": spec.arch,
         "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+        "CUTE_DSL_KEEP_PTX": "1",
+        "LC_ALL": "C",
         "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p),
     }
     worker = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-m", "codegen.compile"],
         cwd=folder, env=environment, input=spec.to_json(), capture_output=True, text=True,
     )  # fmt: skip
+    said = (worker.stdout + worker.stderr).strip()
     if worker.returncode:
-        raise RuntimeError(f"compiling {spec} failed: {(worker.stdout + worker.stderr).strip()[-2000:]}")
+        for code in NO_SPACE:
+            if os.strerror(code) in said:
+                raise OSError(code, os.strerror(code), str(folder))
+        raise KernelError(f"compiling {spec} failed: {said[-2000:]}")
     report = folder / "worker.json"
-    found: dict[str, Any] = json.loads(report.read_text()) | ptxas_report(worker.stdout + worker.stderr)
+    found: dict[str, Any] = json.loads(report.read_text()) | ptxas_report(said)
     report.unlink()
-    return found
+    own = cubin.resources((folder / "kernel.cubin").read_bytes())
+    if (own.registers, own.stack) != (found["registers"], found["stack"]):
+        raise KernelError(f"compiling {spec} failed: ptxas reported {found}, its cubin says {own}")
+    ctas = cubin.ctas_per_sm(own.registers, own.threads, found["shared_memory"])
+    return found | {"threads": own.threads, "ctas_per_sm": ctas}
 
 
 def ptxas_report(text: str) -> dict[str, Any]:
@@ -66,7 +80,7 @@ def ptxas_report(text: str) -> dict[str, Any]:
     registers = re.findall(r"Used (\d+) registers", text)
     bytes_ = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if len(registers) != 1 or len(bytes_) != 1:
-        raise RuntimeError(f"ptxas reported on {len(registers)} kernels, expected 1: {text[-2000:]}")
+        raise KernelError(f"ptxas reported on {len(registers)} kernels, expected 1: {text[-2000:]}")
     stack, stores, loads = map(int, bytes_[0])
     return {
         "registers": int(registers[0]),
@@ -126,13 +140,14 @@ def _worker() -> None:
     compiled = cute.compile(kernel, *kernel.fake_arguments(), options=options)
     for dumped in Path().iterdir():
         dumped.unlink()
-    cubin = compiled.artifacts.CUBIN
-    Path("kernel.cubin").write_bytes(cubin)
+    code = compiled.artifacts.CUBIN
+    Path("kernel.cubin").write_bytes(code)
+    Path("kernel.ptx").write_text(compiled.artifacts.PTX)
     compiled.export_to_c("kernel.o", function_name=spec.symbol, export_only_tvm_ffi_symbols=True)
     linker = next(filter(None, map(shutil.which, LINKERS)))
     subprocess.run([linker, "-shared", "-o", "kernel.so", "kernel.o", *find_runtime_libraries()], check=True)
     Path("kernel.o").unlink()
-    ptxas = re.search(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", cubin)
+    ptxas = re.search(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", code)
     report = {
         "ptxas": ptxas[1].decode() if ptxas else "unknown",
         "shared_memory": _shared_memory(str(compiled.ir_module)),

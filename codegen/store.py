@@ -1,8 +1,8 @@
 """Compiled kernels, found or made: memory, `DUALKV_KERNEL_DIR`, the user's cache, then a compile.
 
-An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin` and the record `kernel.json`. It appears whole by
-one rename, and counts only if its record fits what is asked for and `kernel.so` has the recorded hash; anything else is
-a miss.
+An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin`, `kernel.ptx` and the record `kernel.json`. It
+appears whole by one rename, and counts only if its record fits what is asked for and `kernel.so` has the recorded hash
+and exports the symbol; anything else is a miss.
 
 Environment:
     DUALKV_KERNEL_DIR: folder of entries made elsewhere, only ever read.
@@ -12,12 +12,15 @@ Environment:
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import pwd
+import secrets
 import shutil
 import stat
 import tempfile
@@ -30,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from codegen import compile, toolchain
+from codegen import KernelError, compile, select, toolchain
 from codegen.spec import KernelSpec, canonical_json
 
 _log = logging.getLogger("dualkv.codegen")
@@ -42,40 +45,58 @@ counts: Counter[str] = Counter()
 
 _loaded: dict[KernelSpec, Kernel] = {}
 _lock = threading.RLock()
+_held: set[int] = set()  # descriptors of lock files
 
 
 def load(spec: KernelSpec) -> Kernel:
     """The kernel of `spec`, ready to be called; compiled first if it is nowhere to be found (seconds).
 
     Raises:
-        RuntimeError: it must be compiled and cannot or may not be; a cache folder that is not safe to load code from.
+        KernelError: it must be compiled and cannot or may not be; a cache folder that is not safe to load code from.
     """
     kernel = _loaded.get(spec)
     if kernel is None:
         with _lock:
             kernel = _loaded.get(spec)
             if kernel is None:
-                kernel = _loaded[spec] = _open(entry(spec) / "kernel.so", spec.symbol)
+                kernel = _loaded[spec] = open_entry(entry(spec), spec)
     return kernel
 
 
 def entry(spec: KernelSpec) -> Path:
     """The entry of `spec` on disk, found or compiled."""
     found, where, why_not = _find(spec)
-    if found is None:
-        if not _may_compile():
-            raise RuntimeError(
-                f"kernel {spec} is not compiled and DUALKV_JIT=0 forbids compiling it here; looked in "
-                f"{' and '.join(why_not)}. Unset DUALKV_JIT, or point DUALKV_KERNEL_DIR at a folder that holds it "
-                "(any DUALKV_CACHE_DIR that was filled by a run with this version)"
-            )
-        folder = cache_dir()
-        with _writing(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if found is not None:
+        counts[where] += 1
+        return found
+    if not _may_compile():
+        words = select.words(spec)
+        make = f"`dualkv precompile --out DIR {' '.join(words)}` makes it" if words else "no command makes it"
+        raise KernelError(
+            f"kernel {spec} is not compiled and DUALKV_JIT=0 forbids compiling it here; looked in "
+            f"{' and '.join(why_not)}. {make}; set DUALKV_KERNEL_DIR=DIR then, or unset DUALKV_JIT"
+        )
+    folder = cache_dir()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
-        return add(spec, folder)
-    counts[where] += 1
-    return found
+        return _add(spec, folder)
+    except OSError as e:
+        cannot = f"the kernel cache {folder} cannot be written ({e.strerror or e})"
+    try:
+        path = _add(spec, _temporary_folder(os.getpid()))
+    except OSError as e:
+        raise KernelError(
+            f"{cannot}, nor can {tempfile.gettempdir()} ({e.strerror or e}): set DUALKV_CACHE_DIR to a folder that can"
+        ) from e
+    _warn(f"{cannot}: kernels are compiled for this process alone; set DUALKV_CACHE_DIR to keep them")
+    return path
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once a process."""
+    _log.warning(text)
 
 
 def where(spec: KernelSpec) -> str | None:
@@ -83,11 +104,24 @@ def where(spec: KernelSpec) -> str | None:
     return "memory" if spec in _loaded else _find(spec)[1] or None
 
 
+def has(spec: KernelSpec, folder: Path) -> bool:
+    """Whether `add` would find the entry of `spec` in `folder`."""
+    return mismatch(folder / _name(spec), spec, same_compiler=True) is None
+
+
 def fill(specs: list[KernelSpec], folder: Path, jobs: int = 1) -> Iterator[tuple[KernelSpec, Path]]:
-    """Compile what `folder` lacks of `specs`, `jobs` at a time; yields each spec and its entry, in order."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from zip(specs, pool.map(lambda spec: add(spec, folder), specs), strict=True)
+    """Compile what `folder` lacks of `specs`, `jobs` at a time; yields each spec and its entry, in order.
+
+    Raises:
+        KernelError: a compile failed, or the folder cannot be written. What is under way is finished, no more begun.
+    """
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        futures = [pool.submit(add, spec, folder) for spec in specs]
+        for spec, future in zip(specs, futures, strict=True):
+            yield spec, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------- look up
@@ -105,24 +139,32 @@ def _name(spec: KernelSpec) -> str:
     return f"{spec.symbol}-{key(spec)[:16]}"
 
 
+def find_in(folder: Path, spec: KernelSpec) -> tuple[Path | None, list[str]]:
+    """The entry of `spec` in a folder made anywhere, and why those of its name that come before do not do."""
+    reasons: list[str] = []
+    for path in sorted(folder.glob(f"{spec.symbol}-*")):
+        reason = mismatch(path, spec, same_compiler=False)
+        if reason is None:
+            return path, reasons
+        reasons.append(f"{path.name} {reason}")
+    return None, reasons
+
+
 def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
     """(entry, "kernel_dir" or "cache", []) or (None, "", what was looked at and why it does not do)."""
     why_not = []
     kernel_dir = os.environ.get("DUALKV_KERNEL_DIR")
     if kernel_dir:
         if not Path(kernel_dir).is_dir():
-            raise RuntimeError(f"DUALKV_KERNEL_DIR is {kernel_dir!r}, expected an existing folder of compiled kernels")
-        reasons = []
-        for path in sorted(Path(kernel_dir).glob(f"{spec.symbol}-*")):
-            reason = _mismatch(path, spec, same_compiler=False)
-            if reason is None:
-                return path, "kernel_dir", []
-            reasons.append(f"{path.name} {reason}")
+            raise KernelError(f"DUALKV_KERNEL_DIR is {kernel_dir!r}, expected an existing folder of compiled kernels")
+        found, reasons = find_in(Path(kernel_dir), spec)
+        if found is not None:
+            return found, "kernel_dir", []
         why_not.append(f"DUALKV_KERNEL_DIR={kernel_dir} ({'; '.join(reasons) or 'no entry of it'})")
     path = cache_dir() / _name(spec)
     if path.is_dir():
         _check_private(cache_dir())
-        reason = _mismatch(path, spec, same_compiler=True)
+        reason = mismatch(path, spec, same_compiler=True)
         if reason is None:
             return path, "cache", []
         why_not.append(f"the cache ({path} {reason})")
@@ -131,11 +173,16 @@ def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
     return None, "", why_not
 
 
-def _mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
-    """Why the entry at `path` must not be loaded for `spec` here, or None."""
+def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
+    """Why the entry at `path` must not be loaded for `spec` here, or None.
+
+    Args:
+        same_compiler: as is asked of entries made here. Those made elsewhere must fit what loads them here; what
+            compiled them there may be absent here.
+    """
     try:
         record = json.loads((path / "kernel.json").read_text())
-        so_hash = hashlib.sha256((path / "kernel.so").read_bytes()).hexdigest()
+        code = (path / "kernel.so").read_bytes()
         compiler = dict(record["compiler"])
         if record["schema"] != SCHEMA:
             return f"has schema {record['schema']}, expected {SCHEMA}"
@@ -143,18 +190,23 @@ def _mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
             return "is of another specification"
         if record["sources"] != toolchain.source_digest(spec.operation):
             return "was made from other kernel sources"
-        if record["so_sha256"] != so_hash:
+        if record["so_sha256"] != hashlib.sha256(code).hexdigest():
             return "is corrupt (kernel.so does not have the recorded hash)"
+        if f"__tvm_ffi_{spec.symbol}\0".encode() not in code:
+            return f"is corrupt (kernel.so does not export {spec.symbol})"
     except (OSError, ValueError, KeyError, TypeError) as e:
         return f"is corrupt ({type(e).__name__}: {e})"
+    ours = dict(toolchain.compiler())
     if same_compiler:
-        return None if compiler == dict(toolchain.compiler()) else "was made by another compiler"
-    # Made elsewhere: what loads it here must fit, what compiled it there may be absent here.
-    if compiler.get("flavour") != toolchain.flavour():
-        return f"was made for the {compiler.get('flavour')} runtime, here is {toolchain.flavour()}"
-    ours, theirs = toolchain.version("apache-tvm-ffi"), str(compiler.get("apache-tvm-ffi"))
-    if ours.split(".")[:2] != theirs.split(".")[:2]:
-        return f"was made for apache-tvm-ffi {theirs}, here is {ours}"
+        return None if compiler == ours else "was made by another compiler"
+    for name in ("machine", "flavour"):
+        if compiler.get(name) != ours[name]:
+            return f"was made for {name} {compiler.get(name)}, here is {ours[name]}"
+    for name in ("apache-tvm-ffi", "nvidia-cutlass-dsl-libs"):
+        here, there = ours[name], str(compiler.get(name))
+        # A machine that only loads kernels may have the DSL's runtime library without its package.
+        if here != "absent" and here.split(".")[:2] != there.split(".")[:2]:
+            return f"was made for {name} {there}, here is {here}"
     return None
 
 
@@ -163,23 +215,35 @@ def add(spec: KernelSpec, folder: Path) -> Path:
     """The entry of `spec` in `folder`, compiled if there is none. One process compiles, others wait for it.
 
     Raises:
-        RuntimeError: the compile failed, or the folder cannot be written.
+        KernelError: the compile failed, or the folder cannot be written.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _add(spec, folder)
+    except OSError as e:
+        raise KernelError(f"kernels cannot be written to {folder} ({e.strerror or e})") from e
+
+
+def _add(spec: KernelSpec, folder: Path) -> Path:
+    """As `add`, with OSError where the folder cannot be written."""
     path = folder / _name(spec)
-    with _writing(folder), _locked(folder / f".{path.name}.lock"):
-        if _mismatch(path, spec, same_compiler=True) is None:
+    with locked(folder / f".{path.name}.lock"):
+        if has(spec, folder):
             counts["cache"] += 1
             return path
-        made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=folder))
+        for left in folder.glob(f".{path.name}.*"):  # by a process that was killed: this one holds the lock
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+        made, replaced = (folder / f".{path.name}.{what}{secrets.token_hex(4)}" for what in ("new", "old"))
         try:
+            made.mkdir()
             _make(spec, made)
-            if path.exists():  # corrupt: a process that has it open keeps its files
-                path.rename(made / "replaced")
+            if path.exists():  # not to be used; a process that has it open keeps its files
+                path.rename(replaced)
             made.rename(path)
-            shutil.rmtree(path / "replaced", ignore_errors=True)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
+        finally:
+            for left in (made, replaced):
+                shutil.rmtree(left, ignore_errors=True)
     return path
 
 
@@ -194,7 +258,7 @@ def _make(spec: KernelSpec, folder: Path) -> None:
         **compile.compile_kernel(spec, folder),
     }
     if toolchain.read_source_digest(spec.operation) != record["sources"]:
-        raise RuntimeError(f"the kernel sources changed under this process while it compiled {spec}: start it again")
+        raise KernelError(f"the kernel sources changed under this process while it compiled {spec}: start it again")
     for name in ("so", "cubin"):
         record[f"{name}_sha256"] = hashlib.sha256((folder / f"kernel.{name}").read_bytes()).hexdigest()
     (folder / "kernel.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
@@ -202,34 +266,65 @@ def _make(spec: KernelSpec, folder: Path) -> None:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time, and one thread of it; a process that dies lets go."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _held.add(file)
     try:
-        yield
-    except OSError as e:
-        raise RuntimeError(
-            f"the kernel cache {folder} cannot be written ({e.strerror or e}); set DUALKV_CACHE_DIR to one of yours"
-        ) from e
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # not by closing alone: a child forked meanwhile has it open too
+    finally:
+        _held.discard(file)
+        os.close(file)
+
+
+def _in_forked_child() -> None:
+    """What other threads of the parent were doing is not being done here: free its locks."""
+    global _lock
+    _lock = threading.RLock()
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # ---------------------------------------------------------------- settings and load
 def cache_dir() -> Path:
+    """Folder of the entries made here, which may not exist yet."""
     given = os.environ.get("DUALKV_CACHE_DIR")
     if given:
         return Path(given).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "dualkv"
+    caches, home = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")
+    if not caches and not home:
+        try:
+            home = pwd.getpwuid(os.geteuid()).pw_dir
+        except KeyError:  # a container run as a user that its image does not know
+            return Path(tempfile.gettempdir()).absolute() / f"dualkv-{os.geteuid()}"
+    return Path(caches or f"{home}/.cache").absolute() / "dualkv"
+
+
+@cache
+def _temporary_folder(process: int) -> Path:
+    """Of one process, removed at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="dualkv-"))
+
+    def remove() -> None:
+        if os.getpid() == process:  # not its parent's to remove
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def _may_compile() -> bool:
     value = os.environ.get("DUALKV_JIT", "1")
     if value not in ("", "0", "1"):
-        raise RuntimeError(f"DUALKV_JIT is {value!r}, expected 0 (never compile) or 1")
+        raise KernelError(f"DUALKV_JIT is {value!r}, expected 0 (never compile) or 1")
     return value != "0"
 
 
@@ -237,12 +332,12 @@ def _check_private(folder: Path) -> None:
     """Code is loaded from `folder`: it must belong to this user, and nobody else may write to it."""
     info = folder.stat()
     if info.st_uid != os.geteuid():
-        raise RuntimeError(
+        raise KernelError(
             f"the kernel cache {folder} belongs to uid {info.st_uid}, this process runs as {os.geteuid()}: code is not "
             "loaded from another user's folder; set DUALKV_CACHE_DIR to a folder of yours"
         )
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RuntimeError(
+        raise KernelError(
             f"the kernel cache {folder} can be written by others (mode {stat.S_IMODE(info.st_mode):o}): code is not "
             f"loaded from there; chmod 700 {folder} or set DUALKV_CACHE_DIR"
         )
@@ -254,9 +349,17 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(str(toolchain.runtime_library()), mode=ctypes.RTLD_GLOBAL)
 
 
-def _open(path: Path, symbol: str) -> Kernel:
-    import tvm_ffi
+def open_entry(path: Path, spec: KernelSpec) -> Kernel:
+    """The kernel in an entry that :func:`mismatch` has nothing against.
 
-    _runtime()
-    kernel: Kernel = tvm_ffi.load_module(str(path))[symbol]
+    Raises:
+        KernelError: the DSL's runtime library, tvm-ffi or the entry cannot be loaded.
+    """
+    try:
+        import tvm_ffi
+
+        _runtime()
+        kernel: Kernel = tvm_ffi.load_module(str(path / "kernel.so"))[spec.symbol]
+    except (ImportError, OSError, RuntimeError, AttributeError) as e:
+        raise KernelError(f"kernel {spec} in {path} cannot be loaded ({type(e).__name__}: {e})") from e
     return kernel

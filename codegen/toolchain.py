@@ -11,9 +11,12 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
+import platform
 import re
 from functools import cache
 from pathlib import Path
+
+from codegen import KernelError
 
 _COMPILER = re.compile(r"_cutlass_ir\.cu(\d+)\..*\.so")
 
@@ -23,11 +26,14 @@ def dsl_folder() -> Path:
     """The installed `nvidia_cutlass_dsl` folder.
 
     Raises:
-        RuntimeError: it is not installed.
+        KernelError: it is not installed.
     """
     found = importlib.util.find_spec("nvidia_cutlass_dsl")
     if found is None or not found.submodule_search_locations:
-        raise RuntimeError("nvidia-cutlass-dsl is not installed: pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'")
+        raise KernelError(
+            "nvidia-cutlass-dsl is not installed: pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9', "
+            "or, only to run kernels compiled elsewhere, its runtime library (see docs/deployment.md)"
+        )
     return Path(next(iter(found.submodule_search_locations)))
 
 
@@ -49,7 +55,7 @@ def flavour() -> str:
     Each flavour carries a ptxas of its own, so the same source compiles to different code.
 
     Raises:
-        RuntimeError: none is installed, or none that the driver can run.
+        KernelError: none is installed, or none that the driver can run.
     """
     root = dsl_folder()
     majors = {int(p.parent.parent.name[2:]) for p in root.glob("cu*/lib/libcute_dsl_runtime.so")}
@@ -57,7 +63,7 @@ def flavour() -> str:
     usable = [m for m in majors if driver is None or m <= driver]
     if not usable:
         have = ", ".join(f"cu{m}" for m in sorted(majors)) or "none"
-        raise RuntimeError(
+        raise KernelError(
             f"no CuTe DSL runtime in {root} fits the driver (CUDA {driver or 'absent'}): installed {have}; "
             f"install nvidia-cutlass-dsl[cu{driver or 13}] or a newer driver"
         )
@@ -89,15 +95,26 @@ def version(package: str) -> str:
 def compiler() -> tuple[tuple[str, str], ...]:
     """(name, version) of everything outside this project that shapes a compiled kernel.
 
-    ptxas is built into the DSL's `libs` package of its flavour, whose version therefore stands for it; a compiled
-    kernel's record names the version that ptxas itself reports.
+    ptxas is built into the library of the DSL's compiler, whose hash therefore stands for it; a compiled kernel's
+    record names the version that ptxas itself reports.
     """
     return (
+        ("machine", platform.machine()),
         ("flavour", flavour()),
         ("nvidia-cutlass-dsl", version("nvidia-cutlass-dsl")),
         ("nvidia-cutlass-dsl-libs", version(f"nvidia-cutlass-dsl-libs-{flavour()}")),
+        ("compiler-sha256", _compiler_hash()),
         ("apache-tvm-ffi", version("apache-tvm-ffi")),
     )
+
+
+def _compiler_hash() -> str:
+    """Of the library with the compiler and ptxas, as its package recorded it: reading 190 MB would take long."""
+    try:
+        files = importlib.metadata.files(f"nvidia-cutlass-dsl-libs-{flavour()}") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    return next((f.hash.value for f in files if f.hash and _COMPILER.fullmatch(f.name)), "absent")
 
 
 @cache
@@ -119,7 +136,7 @@ def _sources(operation: str) -> dict[str, Path]:
     """`cute_kernels/<operation>.py`, what it imports of its package, and the module that compiles it."""
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:
-        raise RuntimeError("the package cute_kernels, which dualkv is installed with, is missing")
+        raise KernelError("the package cute_kernels, which dualkv is installed with, is missing")
     root = Path(next(iter(found.submodule_search_locations)))
     sources = {"codegen.compile": Path(__file__).with_name("compile.py")}
     wanted = ["cute_kernels", f"cute_kernels.{operation}"]

@@ -1,4 +1,4 @@
-"""The command line: `dualkv demo`, `dualkv doctor`, `dualkv bench`; also `python -m dualkv`."""
+"""The command line: `dualkv demo`, `dualkv doctor`, `dualkv bench`, `dualkv precompile`; also `python -m dualkv`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from codegen import KernelError
 from dualkv.settings import DemoSettings
 
 app = typer.Typer(
@@ -219,6 +220,63 @@ def bench(
         print(f"dualkv: {sentence}", file=sys.stderr)
 
 
+@app.command()
+def precompile(
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to compile into, made if need be.")] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Compile nothing: check such a folder, and that it has what is named."),
+    ] = None,
+    models: Annotated[
+        str, typer.Option(help="Names by commas (qwen3-8b, llama-3-8b, ...), or paths of a config.json.")
+    ] = "",
+    tp: Annotated[str, typer.Option(help="Tensor-parallel degrees of the models, by commas.")] = "1",
+    head_dims: Annotated[str, typer.Option(help="Head dims by commas, each with every --gqa.")] = "",
+    gqa: Annotated[str, typer.Option(help="GQA ratios (query heads a KV head) by commas.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Of bf16 and fp16, by commas.")] = "bf16",
+    directions: Annotated[str, typer.Option(help="Of forward and backward, by commas.")] = "forward,backward",
+    gradients: Annotated[
+        str,
+        typer.Option(help="What backwards are asked for, by commas: of qkv, qk, qv, kv, q, k, v, or all of these."),
+    ] = "qkv",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The kernels of deterministic backwards too.")
+    ] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compiles at a time. Default: CPUs.")] = None,
+    emit: Annotated[str, typer.Option(help="Write code out to DIR/code: of cubin, ptx and sass, by commas.")] = "",
+    json_to: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Compile the kernels of models, or of head dims and GQA ratios, on a machine without a GPU, into a folder."""
+    from dualkv import precompile as kernels
+
+    specs = kernels.requested(
+        _commas(models), _numbers("tp", tp), _numbers("head-dims", head_dims), _numbers("gqa", gqa),
+        _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic,
+    )  # fmt: skip
+    console = _console(json_to)
+    if (out is None) == (check is None):
+        raise ValueError("expected --out DIR (compile into it) or --check DIR (look at it), one of them")
+    if check is not None:
+        found = kernels.check(check, specs)
+        for sentence in kernels.described(found):
+            console.print(sentence, markup=False, highlight=False)
+        _write_json(dataclasses.asdict(found), json_to)
+        if found.problems:
+            raise typer.Exit(1)
+        return
+    if not specs:
+        raise ValueError("nothing to compile: expected --models, or --head-dims with --gqa")
+    with tracked(console) as track:
+        result = kernels.precompile(specs, Path(str(out)), jobs or kernels.default_jobs(), _commas(emit), track)
+    table = Table(*kernels.COLUMNS)
+    for row in kernels.rows(result):
+        table.add_row(*row)
+    console.print(table)
+    console.print(kernels.summary(result), markup=False, highlight=False)
+    _write_json(result.as_dict(), json_to)
+
+
 # ---------------------------------------------------------------------- output
 def _console(json_to: str | None) -> Console:
     """Standard output, unless the JSON goes there."""
@@ -245,6 +303,17 @@ def tracked(console: Console) -> Iterator[Any]:
                 progress.advance(task)
 
         yield track
+
+
+def _commas(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = _commas(text)
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--{option} is {text!r}, expected integers by commas")
+    return [int(word) for word in words]
 
 
 def _check_folder(path: Path) -> None:
@@ -304,7 +373,7 @@ def _sentence(error: Exception) -> str:
         package = error.name.partition(".")[0]
         what = f"'dualkv[{EXTRAS[package]}]'" if package in EXTRAS else package
         return f"{package} is missing: pip install {what}"
-    if isinstance(error, ValueError | TypeError | OSError | ImportError):
+    if isinstance(error, ValueError | TypeError | OSError | ImportError | KernelError):
         return text
     return f"{type(error).__name__}: {text} (run again with --debug for the traceback)"
 

@@ -1,50 +1,31 @@
-"""The store: what is a hit, what is a miss, who may be trusted. The compile is a stand-in that writes two files."""
+"""The store: what is a hit, what is a miss, who may be trusted. The compile is a stand-in."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
 import threading
-import time
 
 import pytest
 
-from codegen import compile, store, toolchain
-from codegen.spec import forward_spec
+from codegen import KernelError, compile, store, toolchain
+from codegen.select import words
+from codegen.spec import backward_specs, forward_spec
+from tests.codegen import stand_in
 
 SPEC = forward_spec("bf16", 128, 4)
-
-
-@pytest.fixture
-def compiles(monkeypatch, tmp_path):
-    """The list of specs compiled; the cache is an empty folder."""
-    done = []
-
-    def compile_kernel(spec, folder):
-        time.sleep(0.05)
-        done.append(spec)
-        (folder / "kernel.so").write_bytes(b"code of " + spec.symbol.encode())
-        (folder / "kernel.cubin").write_bytes(b"cubin")
-        return {"registers": 168}
-
-    for name in ("DUALKV_KERNEL_DIR", "DUALKV_JIT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile, "compile_kernel", compile_kernel)
-    digest = toolchain.source_digest("fwd")  # held still, whoever edits kernels while this runs
-    monkeypatch.setattr(toolchain, "read_source_digest", lambda operation: digest)
-    return done
 
 
 def test_second_time_is_a_hit(compiles):
     assert store.where(SPEC) is None
     path = store.entry(SPEC)
     assert store.entry(SPEC) == path
-    assert compiles == [SPEC]
+    assert compiles() == [SPEC]
     assert store.where(SPEC) == "cache"
-    assert sorted(p.name for p in path.iterdir()) == ["kernel.cubin", "kernel.json", "kernel.so"]
+    assert sorted(p.name for p in path.iterdir()) == ["kernel.cubin", "kernel.json", "kernel.ptx", "kernel.so"]
     record = json.loads((path / "kernel.json").read_text())
     assert record["spec"] == SPEC.to_dict()
     assert record["registers"] == 168
@@ -57,13 +38,14 @@ def test_key_covers_spec_compiler_and_sources(compiles, monkeypatch):
     keys.add(store.key(dataclasses.replace(SPEC, dtype="fp16")))
     keys.add(store.key(dataclasses.replace(SPEC, tile=dataclasses.replace(SPEC.tile, tile_n=112))))
     compiler = dict(toolchain.compiler())
-    for name in ("flavour", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs", "apache-tvm-ffi"):
+    for name in compiler:
         monkeypatch.setattr(toolchain, "compiler", lambda name=name: tuple((compiler | {name: "other"}).items()))
         keys.add(store.key(SPEC))
     monkeypatch.setattr(toolchain, "compiler", lambda: tuple(compiler.items()))
     monkeypatch.setattr(toolchain, "source_digest", lambda operation: "edited")
     keys.add(store.key(SPEC))
-    assert len(keys) == 8
+    assert len(keys) == 4 + len(compiler)
+    assert {"machine", "flavour", "nvidia-cutlass-dsl-libs", "compiler-sha256", "apache-tvm-ffi"} < set(compiler)
 
 
 def test_source_digest_covers_what_a_kernel_imports(tmp_path, monkeypatch):
@@ -95,17 +77,22 @@ def _truncate(path):
 
 
 def _flip(path):
-    code = bytearray((path / "kernel.so").read_bytes())
-    code[3] ^= 1
-    (path / "kernel.so").write_bytes(code)
+    stand_in.flipped(path / "kernel.so", 3)
 
 
 def _record(**changes):
-    def change(path):
-        record = json.loads((path / "kernel.json").read_text())
-        (path / "kernel.json").write_text(json.dumps(record | changes))
+    return lambda path: stand_in.changed(path / "kernel.json", **changes)
 
-    return change
+
+def _compiler(**changes):
+    return _record(compiler=dict(toolchain.compiler()) | changes)
+
+
+def _other_kernel(path):
+    """Another kernel's code under this one's record, hash and all."""
+    code = stand_in.code_of(forward_spec("fp16", 128, 4))
+    (path / "kernel.so").write_bytes(code)
+    stand_in.changed(path / "kernel.json", so_sha256=hashlib.sha256(code).hexdigest())
 
 
 @pytest.mark.parametrize(
@@ -119,8 +106,14 @@ def _record(**changes):
         lambda path: (path / "kernel.json").write_text("[]"),
         _record(schema=store.SCHEMA + 1),
         _record(spec=forward_spec("fp16", 128, 4).to_dict()),
+        _record(spec=SPEC.to_dict() | {"arch": "sm_100a"}),
         _record(sources="other"),
         _record(compiler={"flavour": "cu99"}),
+        _compiler(**{"nvidia-cutlass-dsl": "4.9.0"}),
+        _compiler(**{"compiler-sha256": "another ptxas"}),
+        _compiler(flavour="cu12"),
+        _compiler(machine="aarch64"),
+        _other_kernel,
     ],
 )
 def test_damaged_and_foreign_entries_are_misses_that_heal(compiles, damage):
@@ -128,7 +121,7 @@ def test_damaged_and_foreign_entries_are_misses_that_heal(compiles, damage):
     damage(path)
     assert store.where(SPEC) is None
     assert store.entry(SPEC) == path
-    assert len(compiles) == 2
+    assert len(compiles()) == 2
     assert store.where(SPEC) == "cache"
     assert not [p for p in store.cache_dir().iterdir() if p.name.startswith(".") and p.is_dir()]
 
@@ -144,7 +137,7 @@ def test_a_failed_compile_leaves_no_entry(compiles, monkeypatch):
             store.entry(SPEC)
     assert [p.name for p in store.cache_dir().iterdir() if p.is_dir()] == []
     store.entry(SPEC)
-    assert compiles == [SPEC]
+    assert compiles() == [SPEC]
 
 
 def test_sources_edited_under_a_running_process_are_not_stored(compiles, monkeypatch):
@@ -163,7 +156,7 @@ def test_many_askers_one_compile(compiles):
         thread.join()
     assert len(set(paths)) == 1
     assert len(paths) == 8
-    assert compiles == [SPEC]
+    assert compiles() == [SPEC]
 
 
 def test_kernel_dir_is_found_first_and_never_touched(compiles, monkeypatch, tmp_path):
@@ -173,8 +166,9 @@ def test_kernel_dir_is_found_first_and_never_touched(compiles, monkeypatch, tmp_
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(there))
     monkeypatch.setenv("DUALKV_JIT", "0")
     # A machine that only runs kernels has no compiler, and its cache does not exist.
-    compiler = {"flavour": toolchain.flavour(), "apache-tvm-ffi": toolchain.version("apache-tvm-ffi")}
-    monkeypatch.setattr(toolchain, "compiler", lambda: tuple((compiler | {"nvidia-cutlass-dsl": "absent"}).items()))
+    absent = dict.fromkeys(("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs", "compiler-sha256"), "absent")
+    compiler = dict(toolchain.compiler()) | absent
+    monkeypatch.setattr(toolchain, "compiler", lambda: tuple(compiler.items()))
     assert store.where(SPEC) == "kernel_dir"
     assert store.entry(SPEC) == made
     assert {p: p.stat().st_mtime_ns for p in there.rglob("*")} == before
@@ -185,23 +179,34 @@ def test_kernel_dir_is_found_first_and_never_touched(compiles, monkeypatch, tmp_
     ("damage", "says"),
     [
         (_flip, "is corrupt"),
+        (_other_kernel, f"is corrupt (kernel.so does not export {SPEC.symbol})"),
         (_record(sources="other"), "was made from other kernel sources"),
-        (_record(compiler={"flavour": "cu99"}), "was made for the cu99 runtime, here is cu1"),
-        (
-            _record(compiler={"flavour": toolchain.flavour(), "apache-tvm-ffi": "9.1.0"}),
-            "apache-tvm-ffi 9.1.0, here is",
-        ),
+        (_compiler(flavour="cu99"), "was made for flavour cu99, here is cu1"),
+        (_compiler(machine="aarch64"), "was made for machine aarch64, here is "),
+        (_compiler(**{"apache-tvm-ffi": "9.1.0"}), "was made for apache-tvm-ffi 9.1.0, here is 0."),
+        (_compiler(**{"nvidia-cutlass-dsl-libs": "3.9"}), "was made for nvidia-cutlass-dsl-libs 3.9, here is 4."),
     ],
 )
 def test_without_jit_the_missing_kernel_is_named_with_reasons(compiles, monkeypatch, tmp_path, damage, says):
     damage(dict(store.fill([SPEC], tmp_path / "there"))[SPEC])
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "there"))
     monkeypatch.setenv("DUALKV_JIT", "0")
-    with pytest.raises(RuntimeError, match="DUALKV_JIT=0 forbids") as caught:
+    with pytest.raises(KernelError, match="DUALKV_JIT=0 forbids") as caught:
         store.load(SPEC)
     assert f"kernel {SPEC} is not compiled" in str(caught.value)
     assert says in str(caught.value)
-    assert len(compiles) == 1
+    assert "--head-dims 128 --gqa 4 --dtypes bf16 --directions forward` makes it" in str(caught.value)
+    assert len(compiles()) == 1
+
+
+def test_without_jit_the_command_is_that_of_the_kernel(compiles, monkeypatch):
+    monkeypatch.setenv("DUALKV_JIT", "0")
+    for spec in backward_specs("fp16", 96, deterministic=True, gradients="qk").present:
+        with pytest.raises(KernelError, match=f"`dualkv precompile --out DIR {' '.join(words(spec))}` makes it"):
+            store.load(spec)
+    own = dataclasses.replace(SPEC, tile=dataclasses.replace(SPEC.tile, tile_n=112))
+    with pytest.raises(KernelError, match="no command makes it"):
+        store.load(own)
 
 
 def test_settings_that_make_no_sense(compiles, monkeypatch, tmp_path):
@@ -223,13 +228,6 @@ def test_cache_of_another_user_or_open_to_others_is_refused(compiles, monkeypatc
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(RuntimeError, match="this process runs as 12345"):
         store.load(SPEC)
-
-
-def test_cache_that_cannot_be_written(compiles, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(RuntimeError, match=r"cannot be written .*; set DUALKV_CACHE_DIR"):
-        store.entry(SPEC)
 
 
 def test_default_cache(monkeypatch):

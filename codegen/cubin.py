@@ -1,0 +1,175 @@
+"""What a cubin says about itself: registers, stack, shared memory and threads, from its ELF file, its machine code as
+text, and, where there is a GPU, from the driver that loaded it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from codegen import KernelError, toolchain
+
+# What an SM of compute capability 9.0 has to share out (CUDA Programming Guide, "Compute Capabilities"), and in which
+# portions: registers by the warp, shared memory by the CTA, of which the system takes 1 KiB of each.
+SM_REGISTERS, WARP_REGISTERS_UNIT = 65536, 256
+SM_WARPS, SM_CTAS, WARP = 64, 32, 32
+SM_SHARED_MEMORY, SHARED_MEMORY_UNIT, SYSTEM_SHARED_MEMORY = 228 * 1024, 128, 1024
+
+# Attributes of `.nv.info` sections, and how their values are stored.
+_REGISTERS, _FRAME_SIZE, _REQUIRED_THREADS = 0x2F, 0x11, 0x10
+_SIZED = 4
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of the one kernel in a cubin: registers a thread, bytes of stack a thread, threads a CTA, its symbol."""
+
+    registers: int
+    stack: int
+    threads: int
+    function: str
+
+
+def resources(cubin: bytes) -> Resources:
+    """Read from the ELF file, as the driver will read it.
+
+    Raises:
+        ValueError: not a cubin, or not one with one kernel.
+    """
+    try:
+        sections = _sections(cubin)
+        functions = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+        if len(functions) != 1:
+            raise ValueError(f"the cubin has {len(functions)} kernels, expected 1")
+        found = _attributes(sections[".nv.info"]) | _attributes(sections[f".nv.info.{functions[0]}"])
+        x, y, z = struct.unpack_from("<3I", found[_REQUIRED_THREADS])
+        return Resources(
+            registers=struct.unpack_from("<2I", found[_REGISTERS])[1],
+            stack=struct.unpack_from("<2I", found[_FRAME_SIZE])[1],
+            threads=x * y * z,
+            function=functions[0],
+        )
+    except (struct.error, KeyError, IndexError, UnicodeDecodeError) as e:
+        raise ValueError(f"the cubin cannot be read ({type(e).__name__}: {e})") from e
+
+
+def _sections(elf: bytes) -> dict[str, bytes]:
+    """Name and content of an ELF64 file's sections."""
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError("the cubin is no ELF file")
+    (at,) = struct.unpack_from("<Q", elf, 40)
+    size, count, names = struct.unpack_from("<3H", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQ", elf, at + i * size) for i in range(count)]
+    strings = headers[names][4]
+
+    def name(header: tuple[int, ...]) -> str:
+        begin = strings + header[0]
+        return elf[begin : elf.index(b"\0", begin)].decode()
+
+    return {name(header): elf[header[4] : header[4] + header[5]] for header in headers}
+
+
+def _attributes(section: bytes) -> dict[int, bytes]:
+    """Values of an `.nv.info` section that come with a size, by attribute."""
+    found, at = {}, 0
+    while at + 4 <= len(section):
+        form, attribute, size = struct.unpack_from("<BBH", section, at)
+        at += 4
+        if form == _SIZED:
+            found[attribute] = section[at : at + size]
+            at += size
+    return found
+
+
+def ctas_per_sm(registers: int, threads: int, shared_memory: int) -> int:
+    """CTAs that an SM of compute capability 9.0 holds at once.
+
+    Args:
+        registers: a thread. threads: a CTA. shared_memory: dynamic, bytes a CTA.
+    """
+    warps = -(-threads // WARP)
+    registers_a_warp = -(-registers * WARP // WARP_REGISTERS_UNIT) * WARP_REGISTERS_UNIT
+    shared = -(-(shared_memory + SYSTEM_SHARED_MEMORY) // SHARED_MEMORY_UNIT) * SHARED_MEMORY_UNIT
+    # Each of the SM's four parts has a quarter of the registers for a quarter of the warps.
+    warps_by_registers = SM_REGISTERS // 4 // registers_a_warp * 4
+    return min(SM_CTAS, SM_WARPS // warps, warps_by_registers // warps, SM_SHARED_MEMORY // shared)
+
+
+def unreadable(device: int = 0) -> str | None:
+    """Why :func:`on_device` cannot read kernels back here, or None."""
+    try:
+        _call("cuInit", 0)
+        if device >= _call("cuDeviceGetCount"):
+            return f"there is no GPU {device}"
+        attribute = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
+        major, minor = (_call("cuDeviceGetAttribute", f"{attribute}{part}", device) for part in ("MAJOR", "MINOR"))
+    except KernelError as e:
+        return str(e)
+    return None if (major, minor) == (9, 0) else f"GPU {device} has compute capability {major}.{minor}, expected 9.0"
+
+
+def on_device(cubin: bytes, shared_memory: int, device: int = 0) -> dict[str, int]:
+    """The same by the driver, from the loaded cubin, with `shared_memory` dynamic bytes a CTA.
+
+    Returns:
+        registers, stack (bytes of local memory a thread), threads (most of a CTA) and ctas_per_sm.
+
+    Raises:
+        KernelError: no cuda-python, no GPU, or a cubin that it does not load or launch so.
+    """
+    _call("cuInit", 0)
+    gpu = _call("cuDeviceGet", device)
+    _call("cuCtxPushCurrent", _call("cuDevicePrimaryCtxRetain", gpu))
+    try:
+        module = _call("cuModuleLoadData", cubin)
+        try:
+            function = _call("cuModuleGetFunction", module, resources(cubin).function.encode())
+            attribute = "CU_FUNC_ATTRIBUTE_"
+            _call("cuFuncSetAttribute", function, f"{attribute}MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_memory)
+            registers, stack, threads = (
+                _call("cuFuncGetAttribute", f"{attribute}{name}", function)
+                for name in ("NUM_REGS", "LOCAL_SIZE_BYTES", "MAX_THREADS_PER_BLOCK")
+            )
+            ctas = _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_memory)
+            return {"registers": registers, "stack": stack, "threads": threads, "ctas_per_sm": ctas}
+        finally:
+            _call("cuModuleUnload", module)
+    finally:
+        _call("cuCtxPopCurrent")
+        _call("cuDevicePrimaryCtxRelease", gpu)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """A function of the driver's API and what it returns; names of attributes stand for their values."""
+    if toolchain.driver_cuda() is None:
+        raise KernelError("there is no NVIDIA driver")
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise KernelError("cuda-python is not installed") from None
+    enums = {"CU_FUNC_": driver.CUfunction_attribute, "CU_DEVIC": driver.CUdevice_attribute}
+    values = [getattr(enums[a[:8]], a) if isinstance(a, str) else a for a in arguments]
+    error, *results = getattr(driver, name)(*values)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"{name} failed with {driver.CUresult(error).name}")
+    return results[0] if results else None
+
+
+def sass(cubin: Path) -> str:
+    """Machine code as text."""
+    return subprocess.run([_nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+def _nvdisasm() -> str:
+    """nvdisasm on PATH, or the one of PyPI's nvidia-cuda-nvdisasm."""
+    candidates = [shutil.which("nvdisasm"), *(f"{p}/nvidia/{toolchain.flavour()}/bin/nvdisasm" for p in sys.path if p)]
+    for path in candidates:
+        if path and os.access(path, os.X_OK):
+            return path
+    raise KernelError("nvdisasm is neither on PATH nor installed: pip install nvidia-cuda-nvdisasm")

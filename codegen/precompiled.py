@@ -1,0 +1,203 @@
+"""Folders of kernels for machines that compile nothing: their manifest.json, checks, and code written out for reading.
+
+`manifest.json` says what is in a folder, for people and for :func:`check`. Kernels are loaded by their own records,
+whatever it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from codegen import KernelError, cubin, store, toolchain
+from codegen.spec import ARCHS, KernelSpec
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+CODE = ("cubin", "ptx", "sass")
+CODE_FOLDER = "code"
+# What manifest.json repeats of an entry's record.
+FIELDS = (
+    "spec", "symbol", "registers", "stack", "spill_stores", "spill_loads", "threads", "shared_memory", "ctas_per_sm",
+    "sources", "ptxas", "cubin_sha256", "so_sha256",
+)  # fmt: skip
+
+
+@dataclass
+class Checked:
+    """What :func:`check` found.
+
+    Attributes:
+        kernels: of the manifest.
+        problems: one sentence each.
+        read_back: kernels whose registers, stack, threads and occupancy the driver confirms.
+        not_read_back: why none is, on a machine that cannot.
+    """
+
+    kernels: int = 0
+    problems: list[str] = field(default_factory=list)
+    read_back: int = 0
+    not_read_back: str | None = None
+
+
+# ---------------------------------------------------------------- write
+def record_of(entry: Path) -> dict[str, Any]:
+    """`kernel.json` of an entry."""
+    record: dict[str, Any] = json.loads((entry / "kernel.json").read_text())
+    return record
+
+
+def write_manifest(folder: Path) -> dict[str, Any]:
+    """Write `manifest.json`: every kernel in the folder that this installation made, or would make the same.
+
+    Raises:
+        KernelError: the folder cannot be written.
+    """
+    try:
+        with store.locked(folder / ".manifest.lock"):
+            kernels = {}
+            for path in sorted(folder.iterdir()):
+                spec = _spec_of(path)
+                if spec is not None and store.mismatch(path, spec, same_compiler=True) is None:
+                    record = record_of(path)
+                    kernels[path.name] = {name: record[name] for name in FIELDS}
+            manifest = {
+                "schema": SCHEMA,
+                "arch": ARCHS[0],
+                "versions": {"dualkv": toolchain.version("dualkv"), **dict(toolchain.compiler())},
+                "kernels": kernels,
+            }
+            new = folder / f".{MANIFEST}.new"
+            new.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+            new.replace(folder / MANIFEST)
+    except OSError as e:
+        raise KernelError(f"{folder / MANIFEST} cannot be written ({e.strerror or e})") from e
+    return manifest
+
+
+def _spec_of(path: Path) -> KernelSpec | None:
+    """The specification that an entry's record names, None for what is no entry, or one of another version."""
+    try:
+        return KernelSpec.from_json(json.dumps(record_of(path)["spec"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def emit(entry: Path, spec: KernelSpec, kinds: Iterable[str], into: Path) -> Iterator[Path]:
+    """Write an entry's code out as `<symbol>.<kind>`, of CODE.
+
+    Raises:
+        ValueError: another kind. KernelError: sass without nvdisasm.
+    """
+    for kind in kinds:
+        if kind not in CODE:
+            raise ValueError(f"code is written out as {', '.join(CODE)}, got {kind!r}")
+        into.mkdir(exist_ok=True)
+        path = into / f"{spec.symbol}.{kind}"
+        if kind == "sass":
+            path.write_text(cubin.sass(entry / "kernel.cubin"))
+        else:
+            shutil.copyfile(entry / f"kernel.{kind}", path)
+        yield path
+
+
+# ---------------------------------------------------------------- check
+def check(folder: Path, specs: Iterable[KernelSpec] = ()) -> Checked:
+    """Whether what `manifest.json` says is so, every kernel of it loads here, and those of `specs` are among them.
+
+    Nothing in the folder is written. On a machine with a Hopper GPU and cuda-python the kernels are loaded there too,
+    and what the driver says of them is compared.
+    """
+    found = Checked(not_read_back=cubin.unreadable())
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        kernels = dict(manifest["kernels"])
+        if manifest["schema"] != SCHEMA:
+            found.problems.append(f"{MANIFEST} has schema {manifest['schema']}, expected {SCHEMA}")
+            return found
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        found.problems.append(f"{folder / MANIFEST} cannot be read ({type(e).__name__}: {e})")
+        return found
+    usable = set()
+    for name, said in kernels.items():
+        found.kernels += 1
+        try:
+            problems = list(_problems(folder / name, said))
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            problems = [f"is not described as kernels are ({type(e).__name__}: {e})"]
+        spec = _spec_of(folder / name)
+        if spec is not None and not problems:
+            usable.add(spec)
+            if found.not_read_back is None:
+                problems += _differences_on_device(folder / name, said)
+                found.read_back += not problems
+        found.problems += [f"{name} {problem}" for problem in problems]
+    found.problems += [f"no usable kernel {spec}" for spec in specs if spec not in usable]
+    return found
+
+
+def _problems(path: Path, said: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with an entry or with what the manifest says of it."""
+    if not path.is_dir():
+        yield f"is in {MANIFEST} and not in the folder"
+        return
+    spec = _spec_of(path)
+    if spec is None:
+        yield "has no readable record of this version (kernel.json)"
+        return
+    if reason := store.mismatch(path, spec, same_compiler=False):
+        yield reason
+        return
+    record = record_of(path)
+    lies = [
+        f"{name}={said.get(name)!r}, its record {record.get(name)!r}"
+        for name in FIELDS
+        if not _same(name, said, record)
+    ]
+    yield from (f"differs: {MANIFEST} says {lie}" for lie in lies)
+    if lies:
+        return
+    try:
+        code = (path / "kernel.cubin").read_bytes()
+        own = cubin.resources(code)
+    except (OSError, ValueError) as e:
+        yield f"has no readable kernel.cubin ({e})"
+        return
+    if hashlib.sha256(code).hexdigest() != said["cubin_sha256"]:
+        yield "has a kernel.cubin without the recorded hash"
+    elif code not in (path / "kernel.so").read_bytes():
+        yield "has a kernel.cubin that is not the code in kernel.so"
+    facts = {
+        "registers": own.registers,
+        "stack": own.stack,
+        "threads": own.threads,
+        "ctas_per_sm": cubin.ctas_per_sm(own.registers, own.threads, said["shared_memory"]),
+    }
+    yield from _differences(said, facts, "its code")
+    try:
+        store.open_entry(path, spec)
+    except KernelError as e:
+        yield str(e)
+
+
+def _same(name: str, said: dict[str, Any], record: dict[str, Any]) -> bool:
+    return name in said and name in record and bool(said[name] == record[name])
+
+
+def _differences_on_device(path: Path, said: dict[str, Any]) -> list[str]:
+    try:
+        facts = cubin.on_device((path / "kernel.cubin").read_bytes(), said["shared_memory"])
+    except KernelError as e:
+        return [f"is not accepted by the GPU: {e}"]
+    return list(_differences(said, facts, "the GPU"))
+
+
+def _differences(said: dict[str, Any], facts: dict[str, int], whose: str) -> Iterator[str]:
+    for name, value in facts.items():
+        if said[name] != value:
+            yield f"differs: {MANIFEST} says {name}={said[name]}, {whose} {value}"

@@ -1,0 +1,74 @@
+"""Which kernels a set of attention shapes needs, and which options of `dualkv precompile` ask for a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from codegen.spec import DTYPES, GRADIENTS, KernelSpec, backward_specs, forward_spec
+
+DIRECTIONS = ("forward", "backward")
+
+
+class Shape(NamedTuple):
+    """Of attention layers: a head dim (a multiple of 8 up to 256) and a GQA ratio; the backward's kernels ask only the
+    first."""
+
+    head_dim: int
+    heads_per_kv: int
+
+
+def select(
+    shapes: Iterable[Shape],
+    dtypes: Iterable[str] = DTYPES[:1],
+    directions: Iterable[str] = DIRECTIONS,
+    gradients: Iterable[str] = GRADIENTS[:1],
+    deterministic: bool = False,
+) -> list[KernelSpec]:
+    """Each kernel once, those of a shape together.
+
+    Args:
+        shapes: head dims and GQA ratios.
+        dtypes: "bf16", "fp16".
+        directions: of DIRECTIONS.
+        gradients: of codegen.spec.GRADIENTS, what backwards are asked for.
+        deterministic: also the kernels of deterministic backwards.
+
+    Raises:
+        ValueError: a shape, dtype, direction or part of the gradients without kernels.
+    """
+    dtypes, directions, gradients = list(dtypes), list(directions), list(gradients)
+    for name, values, allowed in (
+        ("dtypes", dtypes, DTYPES),
+        ("directions", directions, DIRECTIONS),
+        ("gradients", gradients, GRADIENTS),
+    ):
+        if not values or not set(values) <= set(allowed):
+            raise ValueError(f"{name} is {','.join(values) or 'empty'}, expected some of {','.join(allowed)}")
+    found: list[KernelSpec] = []
+    for shape in shapes:
+        if shape.heads_per_kv < 1:
+            raise ValueError(f"the GQA ratio is {shape.heads_per_kv}, expected 1 or more")
+        for dtype in dtypes:
+            if "forward" in directions:
+                found.append(forward_spec(dtype, *shape))
+            if "backward" in directions:
+                for asked in gradients:
+                    for fixed in (False, True) if deterministic else (False,):
+                        found += backward_specs(dtype, shape.head_dim, fixed, asked).present
+    return list(dict.fromkeys(found))
+
+
+def words(spec: KernelSpec) -> list[str]:
+    """The options of `dualkv precompile` that select `spec`; none for a specification that no call asks for."""
+    for direction in DIRECTIONS:
+        for deterministic in (False, True):
+            shape = Shape(spec.head_dim, spec.packed_heads)
+            if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic):
+                ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
+                part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []
+                return [
+                    "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype,
+                    "--directions", direction, *part, *(["--deterministic"] if deterministic else []),
+                ]  # fmt: skip
+    return []

@@ -1,0 +1,292 @@
+"""Which kernels models need, by name or config.json; compiled into a folder, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from codegen import precompiled, store
+from codegen.select import DIRECTIONS, Shape, select
+from codegen.spec import DTYPES, GRADIENTS, KernelSpec
+from dualkv.models import CONFIGS
+
+
+class Heads(NamedTuple):
+    """A model's attention: query heads, KV heads and head dim."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+# From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
+HEADS = {
+    "qwen3-14b": Heads(40, 8, 128),
+    "qwen3-32b": Heads(64, 8, 128),
+    "qwen3-30b-a3b": Heads(32, 4, 128),
+    "qwen3-235b-a22b": Heads(64, 4, 128),
+    "qwen2.5-0.5b": Heads(14, 2, 64),
+    "qwen2.5-1.5b": Heads(12, 2, 128),
+    "qwen2.5-3b": Heads(16, 2, 128),
+    "qwen2.5-14b": Heads(40, 8, 128),
+    "qwen2.5-32b": Heads(40, 8, 128),
+    "qwen2.5-72b": Heads(64, 8, 128),
+    "llama-3-70b": Heads(64, 8, 128),
+    "llama-3.1-8b": Heads(32, 8, 128),
+    "llama-3.1-70b": Heads(64, 8, 128),
+    "llama-3.1-405b": Heads(128, 8, 128),
+    "llama-3.2-1b": Heads(32, 8, 64),
+    "llama-3.2-3b": Heads(24, 8, 128),
+    "llama-3.3-70b": Heads(64, 8, 128),
+    "mistral-nemo-12b": Heads(32, 8, 128),
+    "mistral-small-24b": Heads(32, 8, 128),
+    "mistral-large-123b": Heads(96, 8, 128),
+    "mixtral-8x7b": Heads(32, 8, 128),
+    "mixtral-8x22b": Heads(48, 8, 128),
+}
+REFUSED = dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "attention sinks and sliding windows")
+
+
+# ---------------------------------------------------------------- models
+def names() -> list[str]:
+    """Models that are known by name."""
+    return sorted([*HEADS, *CONFIGS])
+
+
+def heads_of(model: str) -> Heads:
+    """Of a model by its name (its organisation and capitals may be there), or the path of a config.json or its folder.
+
+    Raises:
+        ValueError: no such model, or one whose attention dualkv does not compute.
+    """
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir():
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text())
+        except OSError as e:
+            raise ValueError(f"{path} cannot be read: {e.strerror}") from e
+        except ValueError as e:
+            raise ValueError(f"{path} is no JSON: {e}") from e
+        return heads_of_config(config, str(path))
+    name = model.split("/")[-1].lower()
+    if name in REFUSED:
+        raise ValueError(f"{name} has {REFUSED[name]}, which dualkv does not compute")
+    if name in CONFIGS:
+        return heads_of_config(CONFIGS[name], name)
+    if name not in HEADS:
+        raise ValueError(f"model {model!r} is neither the path of a config.json nor one of {', '.join(names())}")
+    return HEADS[name]
+
+
+def heads_of_config(config: Any, where: str) -> Heads:
+    """Of a Hugging Face configuration, or the text part of one.
+
+    Raises:
+        ValueError: it says no heads, or asks for attention that dualkv does not compute.
+    """
+    if not isinstance(config, dict):
+        raise ValueError(f"{where} is no configuration of a model, expected an object with num_attention_heads")
+    config = config.get("text_config", config)
+    if feature := _not_computed(config):
+        raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim")
+    if head_dim is None and isinstance(heads, int) and heads > 0 and isinstance(config.get("hidden_size"), int):
+        head_dim = config["hidden_size"] // heads
+    found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{where} has {name}={value!r}, expected an integer of 1 or more")
+    if heads % kv_heads:
+        raise ValueError(f"{where} has {heads} query heads for {kv_heads} KV heads, expected a multiple")
+    return Heads(heads, kv_heads, head_dim)
+
+
+def _not_computed(config: dict[str, Any]) -> str | None:
+    """What a configuration asks of attention beyond causal softmax(q k^T) v, in words."""
+    if config.get("model_type") == "gpt_oss":
+        return REFUSED["gpt-oss-20b"]
+    if config.get("kv_lora_rank") is not None:
+        return "latent attention with values of another head dim (kv_lora_rank)"
+    if config.get("attn_logit_softcapping") is not None:
+        return "logit softcapping (attn_logit_softcapping)"
+    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    if other:
+        return f"layers of {' and '.join(other)} (layer_types)"
+    windows = config.get("use_sliding_window", True) and not config.get("layer_types")
+    if windows and config.get("sliding_window") is not None:
+        return f"a sliding window (sliding_window={config['sliding_window']})"
+    return None
+
+
+def shape(heads: Heads, tensor_parallel: int = 1) -> Shape:
+    """What one rank's kernels see; KV heads fewer than ranks are copied, as Megatron and vLLM do.
+
+    Raises:
+        ValueError: heads that these ranks cannot share out.
+    """
+    if tensor_parallel < 1 or heads.heads % tensor_parallel:
+        raise ValueError(f"tp is {tensor_parallel}, expected a divisor of the model's {heads.heads} query heads")
+    if heads.kv_heads % tensor_parallel and tensor_parallel % heads.kv_heads:
+        raise ValueError(
+            f"tp is {tensor_parallel}, expected a divisor or a multiple of the model's {heads.kv_heads} KV heads"
+        )
+    kv_heads = max(1, heads.kv_heads // tensor_parallel)
+    return Shape(heads.head_dim, heads.heads // tensor_parallel // kv_heads)
+
+
+def requested(
+    models: Iterable[str] = (),
+    tensor_parallel: Iterable[int] = (1,),
+    head_dims: Iterable[int] = (),
+    gqa: Iterable[int] = (),
+    dtypes: Iterable[str] = DTYPES[:1],
+    directions: Iterable[str] = DIRECTIONS,
+    gradients: Iterable[str] = GRADIENTS[:1],
+    deterministic: bool = False,
+) -> list[KernelSpec]:
+    """The kernels of models, on so many tensor-parallel ranks each, and of every head dim with every GQA ratio.
+
+    Args:
+        gqa: may be left out where only the backward is asked for, whose kernels serve every ratio.
+
+    See :func:`heads_of` for models and :func:`codegen.select.select` for the rest, also for the errors.
+    """
+    directions, head_dims, gqa = list(directions), list(head_dims), list(gqa)
+    if head_dims and not gqa and directions == ["backward"]:
+        gqa = [1]
+    if bool(head_dims) != bool(gqa):
+        raise ValueError(f"head_dims is {head_dims} and gqa is {gqa}, expected both or neither")
+    shapes = [shape(heads, ranks) for heads in map(heads_of, models) for ranks in tensor_parallel]
+    shapes += [Shape(head_dim, ratio) for head_dim in head_dims for ratio in gqa]
+    return select(shapes, dtypes, directions, gradients, deterministic)
+
+
+# ---------------------------------------------------------------- compile
+@dataclass(frozen=True)
+class Made:
+    """A kernel in the folder: `found` there, or compiled now; the record's fields are those of its kernel.json."""
+
+    kernel: str
+    entry: str
+    found: bool
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a precompile did; `as_dict` is for JSON."""
+
+    folder: str
+    kernels: list[Made]
+    code: list[str]
+    seconds: float
+
+    @property
+    def compiled(self) -> int:
+        return sum(not made.found for made in self.kernels)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"compiled": self.compiled}
+
+
+def precompile(
+    specs: list[KernelSpec],
+    folder: Path,
+    jobs: int,
+    code: Iterable[str] = (),
+    track: Callable[..., Iterator[Any]] = lambda items, what, total: iter(items),
+) -> Result:
+    """Compile what `folder` lacks of `specs` and write its manifest.json; a second call compiles nothing.
+
+    Args:
+        specs: kernels.
+        folder: made if need be.
+        jobs: compiles at a time, each a process.
+        code: of codegen.precompiled.CODE, written to `folder/code` for reading.
+        track: shows progress; see dualkv.cli.tracked.
+
+    Raises:
+        KernelError: this machine cannot compile, a compile failed, the folder cannot be written.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}, expected 1 or more")
+    begin = time.monotonic()
+    there = {spec for spec in specs if store.has(spec, folder)}
+    made, written = [], []
+    for spec, entry in track(store.fill(specs, folder, jobs), "compiling", len(specs)):
+        made.append(Made(str(spec), entry.name, spec in there, precompiled.record_of(entry)))
+        written += [str(path) for path in precompiled.emit(entry, spec, code, folder / precompiled.CODE_FOLDER)]
+    precompiled.write_manifest(folder)
+    return Result(str(folder), made, written, time.monotonic() - begin)
+
+
+def check(folder: Path, specs: list[KernelSpec]) -> precompiled.Checked:
+    """See :func:`codegen.precompiled.check`; ValueError without such a folder."""
+    if not folder.is_dir():
+        raise ValueError(f"--check is {str(folder)!r}, expected a folder that `dualkv precompile --out` made")
+    return precompiled.check(folder, specs)
+
+
+def parts(gradients: list[str]) -> list[str]:
+    """All there are for "all"."""
+    return list(GRADIENTS) if gradients == ["all"] else gradients
+
+
+def default_jobs() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---------------------------------------------------------------- in words
+COLUMNS = ("kernel", "dtype", "D", "serves", "regs", "spills", "smem KiB", "threads", "CTA/SM", "")
+
+
+def rows(result: Result) -> Iterator[tuple[str, ...]]:
+    """One a kernel, under COLUMNS."""
+    for made in result.kernels:
+        record, spec = made.record, made.record["spec"]
+        if spec["operation"] == "fwd":
+            served = f"GQA {spec['packed_heads']}"
+        else:
+            served = "d" + spec["gradients"] + (", deterministic" if spec["tile"].get("deterministic") else "")
+        yield (
+            spec["operation"], spec["dtype"], str(spec["head_dim"]), served, str(record["registers"]),
+            str(record["spill_stores"] + record["spill_loads"]), f"{record['shared_memory'] / 1024:.1f}",
+            str(record["threads"]), str(record["ctas_per_sm"]), "found" if made.found else "compiled",
+        )  # fmt: skip
+
+
+def summary(result: Result) -> str:
+    """What was done and how the folder is used."""
+    code = f"; {len(result.code)} files in {Path(result.folder) / precompiled.CODE_FOLDER}" if result.code else ""
+    return (
+        f"{_counted(len(result.kernels), 'kernel')} in {result.folder}, {result.compiled} compiled in "
+        f"{result.seconds:.1f} s{code}. To use them: DUALKV_KERNEL_DIR={Path(result.folder).absolute()} DUALKV_JIT=0"
+    )
+
+
+def described(checked: precompiled.Checked) -> Iterator[str]:
+    """A check's result, line by line."""
+    yield from checked.problems
+    kernels = _counted(checked.kernels, "kernel")
+    if checked.problems:
+        problems = _counted(len(checked.problems), "problem")
+        yield f"{problems} in a folder of {kernels}: `dualkv precompile --out` on it makes what it lacks or has wrong"
+        return
+    yield f"{kernels}: hashes and records agree, all load here; " + (
+        f"not read back from a GPU: {checked.not_read_back}"
+        if checked.not_read_back
+        else "the GPU says the same of registers, stack, threads and occupancy"
+    )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
