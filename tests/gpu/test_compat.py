@@ -1,0 +1,111 @@
+"""`flash_attn_dualkv_varlen_func` on a Hopper GPU: every alignment and head dim, graphs, and no waiting for the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dualkv
+from dualkv import compat, composition, hopper, reference
+from tests.fuzz.case import Case, run
+from tests.test_compat import BAD, bad_call, call, inputs
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+ALIGNMENTS = {  # q_lens of P = 300 and these own lengths
+    "packed": (377, 128, 1, 0, 200),
+    "responses": (77, 128, 1, 0, 200),
+    "the prompt's last token in front of each": (78, 129, 2, 1, 201),
+    "all positions of all": (377, 428, 301, 300, 500),
+    "some of each": (5, 400, 0, 17, 200),
+}
+LENGTHS = (300, 77, 128, 1, 0, 200)
+PACKED = list(ALIGNMENTS["packed"]), 300, list(LENGTHS[1:])
+
+
+def case(name, dtype="bf16", causal=True, head_dim=128, heads=8, kv_heads=2):
+    return Case("compat", "cuda", dtype, heads, kv_heads, head_dim, LENGTHS, q_lens=ALIGNMENTS[name], causal=causal)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_alignments(name, causal, dtype):
+    run(case(name, dtype, causal))
+
+
+@pytest.mark.parametrize("head_dim", range(64, 257, 8))
+def test_head_dims(head_dim):
+    run(case("packed", head_dim=head_dim))
+    run(case("responses", "fp16", head_dim=head_dim))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (12, 2), (16, 1)], ids=str)
+def test_gqa_ratios(heads):
+    for causal in (True, False):
+        run(case("packed", causal=causal, heads=heads[0], kv_heads=heads[1]))
+
+
+@pytest.mark.parametrize("name", ["packed", "responses", "all positions of all"])
+def test_causal_calls_run_the_kernel(name, monkeypatch):
+    for module in (composition, reference):
+        for function in ("forward", "backward"):
+            monkeypatch.setattr(module, function, lambda *arguments: pytest.fail("not the kernel"))
+    run(case(name))
+
+
+def test_packed_rollouts_get_the_bits_of_attention():
+    q_lens, context, k_lens = PACKED
+    q, kc, vc, kd, vd = inputs(*PACKED, 8, 2, 128, torch.bfloat16, "cuda")
+    layout = dualkv.Layout.from_lengths([context], [k_lens], "cuda")
+    want = dualkv.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), layout)
+    assert torch.equal(call((q, kc, vc, kd, vd), q_lens, context, k_lens), want)
+
+
+def arguments(alignment, causal=True):
+    k_lens = list(LENGTHS[1:])
+    tensors = inputs(list(alignment), LENGTHS[0], k_lens, 8, 2, 128, torch.bfloat16, "cuda")
+    cu = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda") for x in (alignment, k_lens)]
+    return tensors, (*cu, max(alignment), LENGTHS[0], max(k_lens), None, causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_later_layers_do_not_wait_for_the_gpu(name, causal):
+    tensors, lengths = arguments(ALIGNMENTS[name], causal)
+    dout = torch.randn_like(tensors[0])
+    function = dualkv.flash_attn_dualkv_varlen_func
+    torch.autograd.grad(function(*tensors, *lengths), tensors, dout)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(function(*tensors, *lengths), tensors, dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["packed", "responses", "some of each"])
+def test_graph_capture_after_one_call(name):
+    tensors, lengths = arguments(ALIGNMENTS[name])
+    function = dualkv.flash_attn_dualkv_varlen_func
+    with torch.no_grad():
+        function(*tensors, *lengths)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = function(*tensors, *lengths)
+        for x in tensors:
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, function(*tensors, *lengths))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("change", "error", "words"), BAD)
+def test_bad_input_launches_nothing(change, error, words, causal, monkeypatch):
+    for name in ("attention", "_unmasked"):
+        monkeypatch.setattr(compat, name, lambda *a: pytest.fail("something ran"))
+    words = words.replace("q on cpu", "q on cuda:0")
+    with pytest.raises(error, match=words) as caught:
+        bad_call(change, causal, "cuda")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,32 @@
+"""Random calls on the GPU: what once failed, and a few hundred fresh ones. `make fuzz` tries thousands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from codegen.spec import backward_specs, forward_spec
+from dualkv import hopper
+from tests.fuzz import __main__ as fuzz
+from tests.fuzz.case import NATIVE_HEAD_DIMS, RATIOS, Case, run, seeded
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(compile_all):
+    if HOPPER:
+        kinds = [(dtype, d) for dtype in ("bf16", "fp16") for d in NATIVE_HEAD_DIMS]
+        compile_all(forward_spec(*kind, ratio) for kind in kinds for ratio in RATIOS)
+        compile_all(s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present)
+
+
+def test_saved_cases():
+    for path in sorted(fuzz.CASES.glob("cuda-*.json")):
+        run(Case.from_json(path.read_text()))
+
+
+def test_fresh_cases():
+    for index in range(300):
+        run(seeded("suite", index, "cuda"))
