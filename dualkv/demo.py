@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,26 +66,32 @@ class Differences:
 
 
 Weights = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 
 
-def differences(a: Gradients, b: Gradients, weights: tuple[Weights, Weights] | None = None) -> Differences:
-    """How far `a` is from `b`, and `weights[0]` from `weights[1]`."""
+def differences(
+    a: Gradients, b: Gradients, weights: tuple[Weights, Weights] | None = None, device: torch.device = CPU
+) -> Differences:
+    """How far `a` is from `b`, and `weights[0]` from `weights[1]`, computed on `device`."""
     logp = a.logp.double() - b.logp.double()
-    gradients, worst = _relative(a.of, b.of)
+    gradients, worst = _relative(a.of, b.of, device)
     return Differences(
         logp.abs().max().item(),
         logp.square().mean().sqrt().item(),
         abs(a.loss - b.loss),
         gradients,
         worst,
-        *(_relative(*weights) if weights else ()),
+        *(_relative(*weights, device) if weights else ()),
     )
 
 
-def _relative(a: Weights, b: Weights) -> tuple[float, float]:
+def _relative(a: Weights, b: Weights, device: torch.device) -> tuple[float, float]:
     """||a - b|| / ||b|| over all tensors together, and the largest within one tensor."""
-    apart = torch.tensor([(a[name].double() - b[name].double()).norm().item() for name in b])
-    size = torch.tensor([b[name].double().norm().item() for name in b])
+    norms = []
+    for name, tensor in b.items():
+        wide = tensor.to(device).double()
+        norms.append(torch.stack([(a[name].to(device).double() - wide).norm(), wide.norm()]))
+    apart, size = torch.stack(norms).cpu().unbind(1)
     each = torch.where(apart == 0, 0.0, apart / size)
     return (apart.norm() / size.norm()).item() if apart.any() else 0.0, each.max().item()
 
@@ -229,13 +235,15 @@ class _Demo:
             ways[way], traces[way] = self.run_way(way, trained_on)
             trained_on = trained_on or traces[way].samples
         a, b = traces["packed"], traces["replicated"]
+        device = settings.torch_device
         updates = [
-            differences(x, y, (v, w)) for x, y, v, w in zip(a.gradients, b.gradients, a.weights, b.weights, strict=True)
+            differences(x, y, (v, w), device)
+            for x, y, v, w in zip(a.gradients, b.gradients, a.weights, b.weights, strict=True)
         ]
         to_truth = {}
         if settings.dtype not in TOLERANCE if settings.check is None else settings.check:
             truth = self.truth(self.given or trained_on[0])
-            to_truth = {way: differences(trace.gradients[0], truth) for way, trace in traces.items()}
+            to_truth = {way: differences(trace.gradients[0], truth, device=device) for way, trace in traces.items()}
         exact, verdict = judge(settings.dtype, updates, to_truth)
         same = None
         if self.given is None:
@@ -245,7 +253,6 @@ class _Demo:
                 for x, y in zip(mine.flat_responses, theirs.flat_responses, strict=True)
             ]
             same = sum(torch.equal(x, y) for x, y in pairs), len(pairs)
-        device = settings.torch_device
         return DemoResult(
             settings=settings,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -326,6 +333,7 @@ class _Demo:
         in_dtype(model, torch.float64 if settings.dtype in TOLERANCE else torch.float32)
         recompute_layers(model)
         trainer = PolicyTrainer(
-            model, "replicated", settings.objective, longest_sequence(rollouts), settings.learning_rate, model
+            model, "replicated", settings.objective, longest_sequence(rollouts), settings.learning_rate
         )
-        return trainer.gradients(trainer.prepare(rollouts))
+        prepared = trainer.prepare(rollouts)  # before the first update the policy is the reference too
+        return trainer.gradients(replace(prepared, ref_logp=prepared.old_logp if settings.objective.kl_coef else None))
