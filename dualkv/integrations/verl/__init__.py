@@ -10,12 +10,19 @@ veRL imports this package by itself in every process (entry point `verl.plugins`
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 
 try:
+    import verl  # noqa: F401  (says what is missing, and loads its plugins before this one uses it)
+
     from dualkv.integrations.verl.engine import MODEL_TYPE, DualKVEngine
+
+    if find_spec("transfer_queue"):  # veRL's trainers need it, its workers do not
+        import dualkv.integrations.verl.trainer  # noqa: F401
 except Exception as error:
     # veRL drops what its plugins raise, and would later not know the engine's name.
-    warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
+    if getattr(error, "name", None) != "verl":
+        warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
     raise
 
 __all__ = ["MODEL_TYPE", "DualKVEngine"]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
@@ -105,7 +106,21 @@ class DualKVEngine(FSDPEngineWithLMHead):
     def _leave_decoder(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._running is not None and self._running.head is not None:
             output.last_hidden_state = output.last_hidden_state[:, self._running.head.rows]
+        # A fused head reads the head's weight without calling the head, which FSDP2 would have gathered there. (The
+        # backward shards it again, as every parameter that was used.)
+        if self.model_config.use_fused_kernels and (head := self._sharded_head()) is not None:
+            head.unshard()
         return output
+
+    def _sharded_head(self) -> FSDPModule | None:
+        head = self.module.get_output_embeddings()
+        return head if isinstance(head, FSDPModule) else None
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        result = super().forward_step(micro_batch, loss_function, forward_only)
+        if forward_only and (head := self._sharded_head()) is not None:
+            head.reshard()
+        return result
 
     # ------------------------------------------------------------------ a batch, in micro-batches of whole groups
     def forward_backward_batch(

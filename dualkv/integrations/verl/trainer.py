@@ -1,0 +1,72 @@
+"""veRL's trainers with groups kept whole: `trainer.v1.trainer_mode=dualkv_sync` and its siblings.
+
+veRL's own trainers spread the rollouts of a prompt over all data-parallel ranks, which then pack less. These differ in
+that alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
+
+
+class _WholeGroups:
+    """Before one of veRL's trainers: orders a batch so that veRL's even cut into ranks and updates spares groups."""
+
+    stock_mode: str  # what veRL looks up in its configuration
+
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = self.stock_mode
+        if config.actor_rollout_ref.actor.shuffle:
+            warnings.warn(
+                "dualkv: actor.shuffle spreads the rollouts of a prompt over updates, which then pack less: set it to"
+                " False",
+                stacklevel=2,
+            )
+        super().__init__(config)  # type: ignore[call-arg]
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # veRL's own order goes, what it fills the batch up with stays.
+        batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
+        num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # type: ignore[attr-defined]
+        num_updates = _updates(self.config, len(batch))  # type: ignore[attr-defined]
+        rollouts = rollouts_by_tag(
+            [key.rsplit("_", 2)[0] for key in batch.keys],  # uid_session_output
+            [tag["prompt_len"] for tag in batch.tags],
+            [tag["response_len"] for tag in batch.tags],
+        )
+        order = balance(rollouts, num_ranks, num_updates)
+        works = rank_works(rollouts, order, num_updates)
+        lengths = (rollouts.prompt_lens + rollouts.response_lens).tolist()
+        metrics.update(log_seqlen_unbalance(seqlen_list=lengths, partitions=order, prefix="global_seqlen"))
+        loads = [work.workload for work in works]
+        metrics["dualkv/tokens_packed_all_ranks"] = sum(work.tokens for work in works)
+        metrics["dualkv/balance_slowest_over_mean"] = max(loads) * len(loads) / sum(loads)
+        batch.reorder([i for of_rank in order for i in of_rank])
+        return batch
+
+
+def _updates(config: Any, size: int) -> int:
+    """The mini-batches that the actor cuts `size` rollouts into; 1 where it does not."""
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    return size // mini_batch if size % mini_batch == 0 else 1
+
+
+@register_trainer("dualkv_sync")
+class DualKVTrainerSync(_WholeGroups, PPOTrainerSync):
+    stock_mode = "sync"
+
+
+@register_trainer("dualkv_colocate_async")
+class DualKVTrainerColocateAsync(_WholeGroups, PPOTrainerColocateAsync):
+    stock_mode = "colocate_async"
+
+
+@register_trainer("dualkv_separate_async")
+class DualKVTrainerSeparateAsync(_WholeGroups, PPOTrainerSeparateAsync):
+    stock_mode = "separate_async"
