@@ -1,0 +1,120 @@
+"""Runs a job under ncu and leaves a profile's folder."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codegen import store
+from dualkv import hopper
+from dualkv.bench.run import environment
+from dualkv.bench.timing import Meter
+from tools.ncu import lines
+from tools.ncu.job import Job
+from tools.ncu.metrics import WANTED
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats", "SourceCounters")
+ELSEWHERE = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+NO_RIGHT = "ERR_NVGPUCTRPERM"
+SECONDS = 600  # for one profile: some 40 passes of every kernel
+
+
+class ProfileError(RuntimeError):
+    """Why there is no profile, in one sentence."""
+
+
+def find_ncu() -> str:
+    """Path of ncu.
+
+    Raises:
+        ProfileError: it is not installed.
+    """
+    found = [shutil.which("ncu"), *(path for pattern in ELSEWHERE for path in sorted(glob.glob(pattern))[::-1])]
+    for path in found:
+        if path:
+            return path
+    raise ProfileError(
+        "ncu is not on PATH: install Nsight Compute (package nsight-compute of the CUDA repositories, or part of the "
+        "CUDA toolkit); report, compare and hot read a profile without it"
+    )
+
+
+def check_gpu() -> None:
+    """
+    Raises:
+        ProfileError: the kernels do not run here.
+    """
+    if not torch.cuda.is_available():
+        raise ProfileError("profiling needs an NVIDIA GPU and PyTorch sees none here")
+    why_not = hopper.device_unsupported(torch.device("cuda", torch.cuda.current_device()))
+    if why_not:
+        raise ProfileError(f"the kernels run on compute capability 9.0 (H100, H200), not on {why_not}")
+
+
+def why_failed(output: str) -> str:
+    """One sentence of what ncu printed."""
+    if NO_RIGHT in output:
+        return (
+            "this user may not read the GPU's counters: run as root (in a container, with --cap-add=SYS_ADMIN), or "
+            "have the administrator load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
+            "(https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+        )
+    errors = re.findall(r"==ERROR== (.*)", output)
+    said = errors or [line for line in output.splitlines() if line.strip() and not line.startswith("==PROF==")][-3:]
+    return "ncu failed: " + (" ".join(" ".join(said).split())[-500:] or "it printed nothing")
+
+
+def collect(job: Job, folder: Path, commit: str | None = None) -> dict[str, Any]:
+    """Profile `job` into `folder`; returns about.json.
+
+    Raises:
+        ProfileError: no ncu, no GPU, no right to read counters, a run that failed.
+        KernelError: a kernel cannot be compiled.
+    """
+    ncu = find_ncu()
+    check_gpu()
+    job.use_tile()
+    entries = {name: store.entry(spec) for name, spec in job.specs().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    request, report = folder / "job.json", folder / "report.ncu-rep"
+    request.write_text(json.dumps(job.to_dict()))
+    # The card's clocks stay as they are: kernels are profiled at the clock that they run at.
+    options = ["--profile-from-start", "off", "--clock-control", "none", "--force-overwrite", "--export", str(report)]
+    for section in SECTIONS:
+        options += ["--section", section]
+    target = [sys.executable, "-m", "tools.ncu.target", str(request.absolute())]
+    _run([ncu, *options, "--metrics", ",".join(WANTED), *target])
+    request.unlink()
+    show = [ncu, "--import", str(report), "--csv", "--print-units", "base", "--page"]
+    (folder / "metrics.csv").write_text(_run([*show, "raw"]))
+    (folder / "source.csv").write_text(_run([*show, "source", "--print-source", "sass"]))
+    places = {name: lines.kernel_lines(spec, entries[name]) for name, spec in job.specs().items()}
+    (folder / "lines.json").write_text(json.dumps(places, separators=(",", ":")))
+    about = {**job.to_dict(), "specs": {n: s.to_dict() for n, s in job.specs().items()}}
+    about |= environment(Meter(), commit) | {"ncu": _run([ncu, "--version"]).split("Version")[-1].strip()}
+    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    return about
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints.
+
+    Raises:
+        ProfileError: it fails, or takes longer than SECONDS.
+    """
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ProfileError(f"{Path(command[0]).name} did not end within {SECONDS} s: give a smaller workload") from None
+    if done.returncode or "==ERROR==" in done.stdout:
+        raise ProfileError(why_failed(done.stdout + done.stderr))
+    return done.stdout

@@ -1,0 +1,107 @@
+"""What is profiled: one direction of a workload, and the kernels that run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from codegen import tiles
+from codegen.spec import KernelSpec, backward_specs, forward_spec
+from dualkv import Layout
+from dualkv.bench.workloads import Workload, parse
+
+DIRECTIONS = ("fwd", "bwd")
+TABLES: dict[str, dict[int, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    Attributes:
+        workload: groups, heads, head dim and dtype.
+        direction: of DIRECTIONS.
+        deterministic: of the backward.
+        tile: fields of the direction's tile configuration that differ from the table's, for a tuner.
+    """
+
+    workload: Workload
+    direction: str
+    deterministic: bool = False
+    tile: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction is {self.direction!r}, expected {' or '.join(DIRECTIONS)}")
+        known = asdict(TABLES[self.direction][self.native])
+        for name in self.tile:
+            if name not in known:
+                raise ValueError(f"tile has no field {name!r}, expected some of {', '.join(known)}")
+
+    @property
+    def native(self) -> int:
+        """Head dim of the kernels that run it."""
+        return tiles.kernel_head_dim(self.workload.head_dim)
+
+    def use_tile(self) -> None:
+        """Make `tile` the table's in this process, before any kernel is chosen."""
+        table = TABLES[self.direction]
+        given = {name: type(getattr(table[self.native], name))(value) for name, value in self.tile.items()}
+        table[self.native] = replace(table[self.native], **given)
+
+    def specs(self) -> dict[str, KernelSpec]:
+        """By operation, in the order of their launches."""
+        w = self.workload
+        if self.direction == "fwd":
+            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads),)
+        else:
+            found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic).present)
+        return {spec.operation: spec for spec in found}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Job:
+        workload = dict(given["workload"])
+        workload["prompt_lens"] = tuple(workload["prompt_lens"])
+        workload["response_lens"] = tuple(map(tuple, workload["response_lens"]))
+        return cls(Workload(**workload), given["direction"], given["deterministic"], given["tile"])
+
+
+def read_layout(path: Path) -> Workload:
+    """A saved layout as a workload: JSON with `offsets` [S+1] and `parent` [S] of a :class:`dualkv.Layout`.
+
+    Raises:
+        ValueError: no such JSON, a layout that is none or one of more than two levels.
+        OSError: a file that cannot be read.
+    """
+    try:
+        saved = json.loads(path.read_text())
+        layout = Layout.from_segments(saved["offsets"], saved["parent"])
+    except (KeyError, TypeError, json.JSONDecodeError) as e:
+        why = f"{type(e).__name__}: {e}"
+        raise ValueError(f'{path} is no saved layout, expected {{"offsets": [...], "parent": [...]}} ({why})') from None
+    if layout.depth > 2:
+        raise ValueError(f"{path} is a layout of {layout.depth} levels, the kernels take at most 2")
+    return Workload(path.stem, tuple(layout.prompt_lens), tuple(map(tuple, layout.response_lens)))
+
+
+def read_workload(text: str | None, path: Path | None) -> Workload:
+    """By name or lengths, or from a saved layout: one of the two."""
+    if (text is None) == (path is None):
+        raise ValueError("give --workload or --layout, one of them")
+    return parse(text) if text is not None else read_layout(path)  # type: ignore[arg-type]
+
+
+def read_tile(given: list[str]) -> dict[str, int]:
+    """`name=value` each."""
+    tile = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not value.isdecimal():
+            raise ValueError(f"--tile is {text!r}, expected NAME=NUMBER, such as tile_n=144")
+        tile[name] = int(value)
+    return tile
