@@ -218,6 +218,10 @@ def precompile(
     """
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}, expected 1 or more")
+    code = list(code)
+    for kind in code:
+        if kind not in precompiled.CODE:
+            raise ValueError(f"code is written out as {', '.join(precompiled.CODE)}, got {kind!r}")
     begin = time.monotonic()
     there = {spec for spec in specs if store.has(spec, folder)}
     made, written = [], []
@@ -246,7 +250,7 @@ def default_jobs() -> int:
 
 
 # ---------------------------------------------------------------- in words
-COLUMNS = ("kernel", "dtype", "D", "serves", "regs", "spills", "smem KiB", "threads", "CTA/SM", "")
+COLUMNS = ("kernel", "regs", "spills", "smem KiB", "threads", "CTA/SM", "")
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
@@ -254,14 +258,18 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
     for made in result.kernels:
         record, spec = made.record, made.record["spec"]
         if spec["operation"] == "fwd":
-            served = f"GQA {spec['packed_heads']}"
+            serves = f"GQA {spec['packed_heads']}"
         else:
-            served = "d" + spec["gradients"] + (", deterministic" if spec["tile"].get("deterministic") else "")
+            serves = f"d{spec['gradients']}" + (" deterministic" if spec["tile"].get("deterministic") else "")
         yield (
-            spec["operation"], spec["dtype"], str(spec["head_dim"]), served, str(record["registers"]),
-            str(record["spill_stores"] + record["spill_loads"]), f"{record['shared_memory'] / 1024:.1f}",
-            str(record["threads"]), str(record["ctas_per_sm"]), "found" if made.found else "compiled",
-        )  # fmt: skip
+            f"{spec['operation']} {spec['dtype']} D={spec['head_dim']} {serves}",
+            str(record["registers"]),
+            str(record["spill_stores"] + record["spill_loads"]),
+            f"{record['shared_memory'] / 1024:.1f}",
+            str(record["threads"]),
+            str(record["ctas_per_sm"]),
+            "found" if made.found else "compiled",
+        )
 
 
 def summary(result: Result) -> str:

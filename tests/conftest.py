@@ -1,10 +1,11 @@
-"""What tests of the store share."""
+"""What tests in several folders share."""
 
 from __future__ import annotations
 
 import pytest
 
 from codegen import compile, toolchain
+from codegen.spec import TILES
 from tests.codegen import stand_in
 
 
@@ -16,6 +17,6 @@ def compiles(monkeypatch, tmp_path):
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("COMPILES", str(tmp_path / "compiles"))
     monkeypatch.setattr(compile, "compile_kernel", stand_in.compile_kernel)
-    digest = toolchain.source_digest("fwd")  # held still, whoever edits kernels while this runs
-    monkeypatch.setattr(toolchain, "read_source_digest", lambda operation: digest)
+    digests = {operation: toolchain.source_digest(operation) for operation in TILES}
+    monkeypatch.setattr(toolchain, "read_source_digest", digests.get)  # held still, whoever edits kernels meanwhile
     return stand_in.compiles

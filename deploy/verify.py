@@ -1,0 +1,81 @@
+"""Holds a runtime environment to its promise: no compiler, every kernel of DUALKV_KERNEL_DIR loads, and runs on a GPU.
+
+DUALKV_KERNEL_DIR=DIR DUALKV_JIT=0 python deploy/verify.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import dualkv
+from codegen import precompiled, store
+from codegen.spec import KernelSpec, backward_specs
+from dualkv import hopper
+
+DTYPES = {name: dtype for dtype, name in hopper.DTYPES.items()}
+TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}  # of the largest value: half-precision inputs and outputs
+
+
+def specs_in(folder: Path) -> list[KernelSpec]:
+    """What the folder's manifest lists."""
+    kernels = json.loads((folder / precompiled.MANIFEST).read_text())["kernels"].values()
+    return [KernelSpec.from_json(json.dumps(kernel["spec"])) for kernel in kernels]
+
+
+def run(forward: KernelSpec, backward: bool) -> float:
+    """One call on the GPU against the reference on the CPU in fp32: largest difference, relative to largest values."""
+    layout = dualkv.Layout.from_lengths([200, 3], [[70, 1, 129], [40]])
+    generator = torch.Generator().manual_seed(0)
+    heads, rows = forward.packed_heads, layout.num_tokens
+    shapes = [(rows, 2 * heads, forward.head_dim)] + [(rows, 2, forward.head_dim)] * 2
+    half = [torch.randn(s, generator=generator).to(DTYPES[forward.dtype]) for s in shapes]
+    results = []
+    for device, dtype in (("cuda", DTYPES[forward.dtype]), ("cpu", torch.float32)):
+        q, k, v = (x.to(device, dtype).requires_grad_(backward) for x in half)
+        out = dualkv.attention(q, k, v, layout.to(device))
+        if backward:
+            out.float().square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)])
+    return max(
+        float((ours.cpu().float() - truth).abs().max() / truth.abs().max())
+        for ours, truth in zip(*results, strict=True)
+    )
+
+
+def main() -> None:
+    folder = os.environ.get("DUALKV_KERNEL_DIR")
+    if not folder or os.environ.get("DUALKV_JIT") != "0":
+        sys.exit("expected DUALKV_KERNEL_DIR to be the folder of kernels and DUALKV_JIT to be 0")
+    if importlib.util.find_spec("cutlass") is not None:
+        sys.exit("cutlass can be imported here: this environment has the compiler that it is to do without")
+    checked = precompiled.check(Path(folder))
+    specs = specs_in(Path(folder))
+    for spec in specs:
+        store.load(spec)
+    problems = checked.problems
+    if store.counts != {"kernel_dir": len(specs)}:
+        problems.append(f"kernels came from {dict(store.counts)}, expected {len(specs)} from kernel_dir")
+    if problems:
+        sys.exit("\n".join(problems))
+    print(f"{len(specs)} kernels load without a compiler")
+    why_not = hopper.device_unsupported(torch.device("cuda", 0)) if torch.cuda.is_available() else "no GPU"
+    if why_not:
+        print(f"not run: {why_not}")
+        return
+    for spec in specs:
+        if spec.operation == "fwd":
+            backward = set(backward_specs(spec.dtype, spec.head_dim).present) <= set(specs)
+            difference = run(spec, backward)
+            print(f"{spec}: forward{' and backward' if backward else ''}, largest relative difference {difference:.1e}")
+            if not difference < TOLERANCE[spec.dtype]:
+                sys.exit("too large")
+
+
+if __name__ == "__main__":
+    main()

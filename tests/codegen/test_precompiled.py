@@ -1,0 +1,254 @@
+"""A folder of kernels and its manifest.json: what it says, and every way in which it may lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from codegen import KernelError, cubin, precompiled, store
+from codegen.select import Shape, select, words
+from codegen.spec import GRADIENTS, KernelSpec, backward_specs, forward_spec, table
+from codegen.tiles import HEAD_DIMS
+from tests.codegen import stand_in
+
+SPECS = [backward_specs("bf16", 64).preprocess, backward_specs("bf16", 64).postprocess]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with two real kernels, small ones."""
+    folder = tmp_path_factory.mktemp("made")
+    assert len(list(store.fill(SPECS, folder, 2))) == 2
+    precompiled.write_manifest(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A copy, to be damaged."""
+    return shutil.copytree(made, tmp_path / "kernels")
+
+
+def manifest(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_the_manifest_says_what_is_there(made):
+    said = manifest(made)
+    assert (said["schema"], said["arch"]) == (1, "sm_90a")
+    assert {"dualkv", "flavour", "machine", "nvidia-cutlass-dsl", "apache-tvm-ffi"} < set(said["versions"])
+    assert len(said["kernels"]) == 2
+    for name, kernel in said["kernels"].items():
+        spec = KernelSpec.from_json(json.dumps(kernel["spec"]))
+        assert spec in SPECS
+        assert kernel["symbol"] == spec.symbol
+        record = json.loads((made / name / "kernel.json").read_text())
+        assert {field: record[field] for field in precompiled.FIELDS} == kernel
+        assert kernel["registers"] > 0
+        assert kernel["spill_stores"] == kernel["spill_loads"] == 0
+        assert kernel["ctas_per_sm"] >= 1
+
+
+def test_a_good_folder(made):
+    found = precompiled.check(made, SPECS)
+    assert found.problems == []
+    assert found.kernels == 2
+    if found.not_read_back is None:
+        assert found.read_back == 2
+
+
+def test_a_kernel_that_is_not_there_is_missed(made):
+    assert precompiled.check(made, [forward_spec("bf16", 64, 1)]).problems == [
+        f"no usable kernel {forward_spec('bf16', 64, 1)}"
+    ]
+
+
+def _lie(**fields):
+    """The manifest says something else of the first kernel."""
+
+    def tell(folder, name):
+        said = manifest(folder)
+        said["kernels"][name] |= fields
+        (folder / "manifest.json").write_text(json.dumps(said))
+
+    return tell
+
+
+def _both_lie(**fields):
+    """And so does its record."""
+
+    def tell(folder, name):
+        _lie(**fields)(folder, name)
+        stand_in.changed(folder / name / "kernel.json", **fields)
+
+    return tell
+
+
+def _listed_only(folder, name):
+    shutil.rmtree(folder / name)
+
+
+def _swapped(folder, name):
+    """The two kernels' folders, exchanged."""
+    (other,) = set(manifest(folder)["kernels"]) - {name}
+    (folder / name).rename(folder / "x")
+    (folder / other).rename(folder / name)
+    (folder / "x").rename(folder / other)
+
+
+def _other_cubin(folder, name):
+    """A cubin that is not in kernel.so, with its own hash in record and manifest."""
+    (other,) = set(manifest(folder)["kernels"]) - {name}
+    shutil.copyfile(folder / other / "kernel.cubin", folder / name / "kernel.cubin")
+    _both_lie(cubin_sha256=manifest(folder)["kernels"][other]["cubin_sha256"])(folder, name)
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        (_lie(registers=1), "differs: manifest.json says registers=1, its record"),
+        (_lie(symbol="other"), "differs: manifest.json says symbol='other'"),
+        (_lie(spec={}), "differs: manifest.json says spec={}"),
+        (_lie(cubin_sha256="0"), "differs: manifest.json says cubin_sha256='0'"),
+        (_lie(spill_stores=8), "differs: manifest.json says spill_stores=8, its record 0"),
+        (_both_lie(registers=1), "differs: manifest.json says registers=1, its code"),
+        (_both_lie(threads=64), "differs: manifest.json says threads=64, its code"),
+        (_both_lie(stack=16), "differs: manifest.json says stack=16, its code 0"),
+        (_both_lie(ctas_per_sm=31), "differs: manifest.json says ctas_per_sm=31, its code"),
+        (_both_lie(shared_memory="much"), "is not described as kernels are (TypeError"),
+        (_both_lie(so_sha256="0"), "is corrupt (kernel.so does not have the recorded hash)"),
+        (_both_lie(cubin_sha256="0"), "has a kernel.cubin without the recorded hash"),
+        (_other_cubin, "has a kernel.cubin that is not the code in kernel.so"),
+        (_listed_only, "is in manifest.json and not in the folder"),
+        (_swapped, "differs: manifest.json says spec="),
+        (lambda folder, name: stand_in.flipped(folder / name / "kernel.so", 9), "is corrupt (kernel.so"),
+        (lambda folder, name: stand_in.flipped(folder / name / "kernel.cubin", 9), "kernel.cubin"),
+        (lambda folder, name: (folder / name / "kernel.cubin").unlink(), "has no readable kernel.cubin"),
+        (lambda folder, name: (folder / name / "kernel.json").write_text("{}"), "has no readable record"),
+        (lambda folder, name: (folder / "manifest.json").write_text("{}"), "cannot be read (KeyError"),
+        (lambda folder, name: (folder / "manifest.json").unlink(), "cannot be read (FileNotFoundError"),
+        (lambda folder, name: stand_in.changed(folder / "manifest.json", schema=2), "has schema 2, expected 1"),
+        (lambda folder, name: stand_in.changed(folder / "manifest.json", kernels={name: 5}), "is not described"),
+    ],
+)
+def test_a_manifest_that_lies(folder, lie, says):
+    name = min(manifest(folder)["kernels"])
+    lie(folder, name)
+    found = precompiled.check(folder, SPECS)
+    assert any(says in problem for problem in found.problems), found.problems
+
+
+def test_the_gpu_has_the_last_word(made, monkeypatch):
+    """What the driver says of a loaded cubin (here a stand-in for it) is compared too."""
+    said = max(manifest(made)["kernels"].items())[1]
+    truth = {name: said[name] for name in ("registers", "stack", "threads", "ctas_per_sm")}
+    monkeypatch.setattr(cubin, "unreadable", lambda: None)
+
+    def on_device(code, shared_memory):
+        own = cubin.resources(code)
+        ctas = cubin.ctas_per_sm(own.registers, own.threads, shared_memory)
+        return {"registers": own.registers, "stack": own.stack, "threads": own.threads, "ctas_per_sm": ctas}
+
+    monkeypatch.setattr(cubin, "on_device", on_device)
+    found = precompiled.check(made, SPECS)
+    assert (found.problems, found.read_back, found.not_read_back) == ([], 2, None)
+    for name, value in truth.items():
+        monkeypatch.setattr(cubin, "on_device", lambda *_, name=name: {name: 99})
+        problems = precompiled.check(made).problems
+        assert any(f"says {name}={value}, the GPU 99" in problem for problem in problems)
+
+
+def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, monkeypatch):
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(folder))
+    monkeypatch.setenv("DUALKV_JIT", "0")
+    (folder / "manifest.json").write_text("lies")
+    assert {store.where(spec) for spec in SPECS} == {"kernel_dir"}
+    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "kernels": {"dualkv_fwd": {}}}))
+    with pytest.raises(KernelError, match="DUALKV_JIT=0 forbids"):
+        store.load(forward_spec("bf16", 64, 1))
+
+
+def test_the_manifest_leaves_out_what_this_installation_did_not_make(folder):
+    name = min(manifest(folder)["kernels"])
+    stand_in.changed(folder / name / "kernel.json", sources="those of another version")
+    (folder / "notes").mkdir()
+    (folder / "README").write_text("not a kernel")
+    assert set(precompiled.write_manifest(folder)["kernels"]) == {max(manifest(folder)["kernels"])}
+
+
+def test_code_is_written_out(made, tmp_path):
+    entry, reasons = store.find_in(made, SPECS[0])
+    assert reasons == []
+    paths = list(precompiled.emit(entry, SPECS[0], ("cubin", "ptx", "sass"), tmp_path / "code"))
+    assert [p.name for p in paths] == [f"{SPECS[0].symbol}.{kind}" for kind in ("cubin", "ptx", "sass")]
+    assert paths[0].read_bytes().startswith(b"\x7fELF")
+    assert ".target sm_90a" in paths[1].read_text()
+    assert "EXIT" in paths[2].read_text()
+
+
+def test_another_users_process_may_read_what_was_made(made):
+    """Folders for an image are not private as caches are."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in made.iterdir():
+        if path.is_dir():
+            assert path.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+# ---------------------------------------------------------------- which kernels
+def test_a_selection_holds_each_kernel_once():
+    specs = select([Shape(128, 4), Shape(128, 8), Shape(120, 4)], ["bf16"])
+    assert len(specs) == len(set(specs)) == 2 + 4
+    assert {spec.operation for spec in select([Shape(64, 1)], directions=["backward"])} == {
+        "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
+    }  # fmt: skip
+    both = [spec for spec in select([Shape(64, 1)], deterministic=True) if spec.operation == "bwd"]
+    assert sorted(spec.tile.deterministic for spec in both) == [False, True]
+
+
+def test_the_words_of_every_kernel_select_it():
+    every = [Shape(d, h) for d in HEAD_DIMS for h in range(1, 17)]
+    specs = select(every, ["bf16", "fp16"], gradients=GRADIENTS, deterministic=True)
+    assert set(table()) <= set(specs)
+    for spec in specs:
+        assert words(spec), spec
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"dtypes": ["fp32"]}, "dtypes is fp32, expected some of bf16,fp16"),
+        ({"directions": []}, "directions is empty, expected some of forward,backward"),
+        ({"gradients": ["qkv", "vk"]}, "gradients is qkv,vk, expected some of qkv,qk"),
+        ({"shapes": [Shape(128, 0)]}, "the GQA ratio is 0, expected 1 or more"),
+        ({"shapes": [Shape(264, 1)]}, "head_dim is 264, expected a multiple of 8"),
+    ],
+)
+def test_what_has_no_kernels_is_said(asked, says):
+    with pytest.raises(ValueError, match=says):
+        select(**{"shapes": [Shape(64, 1)]} | asked)
+
+
+def test_fill_stops_at_a_failure_and_begins_no_more(monkeypatch, compiles, tmp_path):
+    begun = []
+
+    def fails(spec, folder):
+        begun.append(spec)
+        raise KernelError("compiling failed: no")
+
+    monkeypatch.setattr(store.compile, "compile_kernel", fails)
+    specs = [forward_spec("bf16", 128, h) for h in range(1, 17)]
+    with pytest.raises(KernelError, match="compiling failed: no"):
+        list(store.fill(specs, tmp_path / "f", 1))
+    assert len(begun) < 4
+
+
+def test_precompiled_imports_neither_torch_nor_cutlass():
+    program = "import sys, codegen.precompiled; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {m.split(".")[0] for m in done.stdout.split()} & {"torch", "cutlass", "tvm_ffi", "numpy", "cuda"}
