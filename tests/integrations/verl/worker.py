@@ -1,124 +1,62 @@
-"""One rank of veRL training workers on the CPU: runs every scenario it is given and saves what came out.
+"""One rank of veRL's training workers on the CPU: runs the scenarios it is given and saves what came out of each.
 
-    python -m tests.integrations.verl.worker SCENARIOS.json FOLDER       (RANK, WORLD_SIZE, ... in the environment)
+    python -m tests.integrations.verl.worker SCENARIOS.json FOLDER      RANK, WORLD_SIZE, ... in the environment
+
+A scenario is a dictionary of settings, each with a default (see where they are read); `run` names the function.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, TensorDict
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.padding import no_padding_2_padding
 
-VOCAB = 97
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,  # large: attention must matter
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 
-
-def save_models(folder: Path) -> None:
-    """Tiny models with random weights, the same every time."""
-    for name, config, model in (
-        ("dense", Qwen3Config(**SIZES), Qwen3ForCausalLM),
-        ("one_kv_head", Qwen3Config(**SIZES | {"num_key_value_heads": 1}), Qwen3ForCausalLM),
-        ("moe", Qwen3MoeConfig(**SIZES, **EXPERTS), Qwen3MoeForCausalLM),
-    ):
-        torch.manual_seed(0)
-        model(config).save_pretrained(folder / name)
-
-
-# Prompt length, response lengths. Two updates take the first and the last eight rollouts, so the third group is cut.
-GROUPS = [(1, [4, 9, 1]), (23, [7, 0, 12]), (30, [3, 5, 8, 2, 6]), (5, [4, 2]), (9, [11]), (14, [6, 3])]
-
-
-def rollouts(groups: list[tuple[int, list[int]]], ranks: int, rank: int) -> TensorDict:
-    """The rollouts of `rank`: of each update's eight the first or the second half, where there are two ranks."""
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(n: int) -> torch.Tensor:
-        return torch.randint(1, VOCAB, (n,), generator=generator)
-
-    prompts, responses, uids = [], [], []
-    for g, (prompt_len, response_lens) in enumerate(groups):
-        prompt = draw(prompt_len)
-        for n in response_lens:
-            prompts.append(prompt)
-            responses.append(draw(n))
-            uids.append(f"uid-{g}")
-    noise = [torch.randn(3, len(r), generator=generator) for r in responses]
-    mine = [i for i in range(len(prompts)) if (i % 8) * ranks // 8 == rank]
-
-    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor([rows[i] for i in mine], layout=torch.jagged)
-
-    sequences = [torch.cat(x) for x in zip(prompts, responses, strict=True)]
-    ones = nested([torch.ones_like(r) for r in responses])
-    data = TensorDict(
-        {
-            "input_ids": nested(sequences),
-            "position_ids": nested([torch.arange(len(s)) for s in sequences]),
-            "prompts": nested(prompts),
-            "responses": nested(responses),
-            "response_mask": ones,
-            "loss_mask": ones.clone(),
-            "advantages": nested([n[0] for n in noise]),
-            # Off the policy, so that ratios are clipped and the KL term is not 0.
-            "old_log_probs": nested([n[1] - 4 for n in noise]),
-            "ref_log_prob": nested([n[2] - 4 for n in noise]),
-        },
-        batch_size=[len(mine)],
-    )
-    from verl.utils import tensordict_utils as tu
-
-    tu.assign_non_tensor_stack(data, "uid", [uids[i] for i in mine])
-    tu.assign_non_tensor(data, global_token_num=NonTensorData([len(s) for s in sequences]))
-    return data
+FORWARDS = {model: model.forward for model, _ in MODELS.values()}
 
 
 def make_worker(s: dict[str, Any], models: Path) -> Any:
-    """A `TrainingWorker` with veRL's PPO loss; `s` a scenario of test_equivalence.py."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.config import TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import ppo_loss
-
+    """A `TrainingWorker` with veRL's PPO loss."""
+    for model, forward in FORWARDS.items():
+        model.forward = forward  # veRL puts fused heads into the class
     dtype = s.get("param_dtype", "fp32")
     batching = {
-        "use_dynamic_bsz": s.get("dynamic", False),
         "max_token_len_per_gpu": s.get("budget", 0),
         "micro_batch_size_per_gpu": s.get("rollouts", 4),
     }
-    infer = {f"infer_{name}": value for name, value in batching.items() if name != "use_dynamic_bsz"}
     engine = FSDPEngineConfig(
         strategy=s.get("strategy", "fsdp2"),
         model_dtype="fp32",
         use_torch_compile=False,
+        use_dynamic_bsz="budget" in s,
         ulysses_sequence_parallel_size=s.get("sp", 1),
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        pad_to_length=s.get("pad_to", 0) > 0,
-        pad_to_length_bucket=max(s.get("pad_to", 0), 1),
-        **s.get("engine", {}),
+        pad_to_length="pad_to" in s,
+        pad_to_length_bucket=s.get("pad_to", 1),
         **batching,
-        **infer,
+        **{f"infer_{name}": value for name, value in batching.items()},
+        **s.get("engine", {}),
     )
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.0)
     actor = FSDPActorConfig(
@@ -157,66 +95,130 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
     return worker
 
 
-def run(s: dict[str, Any], models: Path) -> dict[str, Any]:
-    """Log-probs and entropy, then two updates; every rank gives what veRL collects from it."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import response_from_nested
+def rollouts_of(s: dict[str, Any], worker: Any) -> TensorDict:
+    return make_rollouts(s, worker.engine.get_data_parallel_size(), worker.engine.get_data_parallel_rank())
 
-    torch.manual_seed(1)
-    worker = make_worker(s, models)
-    engine = worker.engine
-    data = rollouts(s.get("groups", GROUPS), engine.get_data_parallel_size(), engine.get_data_parallel_rank())
-    tu.assign_non_tensor(data, temperature=s.get("temperature", 0.8), calculate_entropy=True, **s.get("settings", {}))
 
-    scored = data.clone()
-    tu.assign_non_tensor(scored, compute_loss=False)
-    scored = worker.infer_batch(scored)
-    scored = scored.get() if hasattr(scored, "get") and not isinstance(scored, TensorDict) else scored
-    found: dict[str, Any] = {}
-    if scored is not None:
-        for name in ("log_probs", "entropy"):
-            found[name] = response_from_nested(scored[name], data["response_mask"]).values()
-        found["infer_metrics"] = dict(tu.get(scored, "metrics"))
+def score(worker: Any, data: TensorDict) -> dict[str, Any]:
+    """Log-probs and entropy [N, Rmax], 0 behind each response; empty where veRL collects nothing from this rank."""
+    data = data.clone()
+    tu.assign_non_tensor(data, compute_loss=False)
+    found = worker.infer_batch(data)
+    if not isinstance(found, TensorDict):
+        found = found.get() if found is not None else None
+    if found is None:
+        return {}
+    values = {name: no_padding_2_padding(found[name], data) for name in ("log_probs", "entropy")}
+    return values | {"infer_metrics": numbers(tu.get(found, "metrics"))}
 
-    size = 8
+
+def train(worker: Any, data: TensorDict) -> dict[str, float]:
+    """One update for every eight rollouts of all ranks; the metrics that veRL collects."""
+    data = data.clone()
     tu.assign_non_tensor(
-        data, mini_batch_size=size, global_batch_size=size, seed=1, dataloader_kwargs={"shuffle": False}
+        data, mini_batch_size=UPDATE, global_batch_size=UPDATE, seed=1, dataloader_kwargs={"shuffle": False}
     )
-    trained = worker.train_mini_batch(data)
-    if trained is not None:
-        found["metrics"] = {
-            k: float(torch.tensor(v).float().mean()) for k, v in tu.get(trained, "metrics").items() if k != "lr"
-        }
-    found["weights"] = weights(engine.module)
-    return found
+    found = worker.train_mini_batch(data)
+    return {} if found is None else numbers(tu.get(found, "metrics"))
 
 
-def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    state = module.state_dict()
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """The mean of each metric over ranks and updates."""
+    flat = {name: torch.tensor(value).float().reshape(-1) for name, value in metrics.items() if value is not None}
+    return {name: float(value.mean()) for name, value in flat.items()}
+
+
+def weights(worker: Any) -> dict[str, torch.Tensor]:
+    state = worker.engine.module.state_dict()
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).float().clone() for k, v in state.items()}
+
+
+# ---------------------------------------------------------------- scenarios: on all ranks, each gives what it has
+def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Log-probs and entropy, then two updates."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
+    found["metrics"] = train(worker, data)
+    return found | {"weights": weights(worker)}
+
+
+def scored(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    worker = make_worker(s, models)
+    return score(worker, rollouts_of(s, worker))
+
+
+def multimodal(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """An image of which the model knows nothing, at the rank `at`: None is passed on to the model."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    inputs: list[dict[str, Any]] = [{} for _ in range(len(data))]
+    if worker.engine.get_data_parallel_rank() == s.get("at", 0):
+        inputs[0] = {"pixel_values": torch.zeros(1)}
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", inputs)
+    worker.engine.module.register_forward_pre_hook(_without_pixels, with_kwargs=True, prepend=True)
+    return score(worker, data)
+
+
+def _without_pixels(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name != "pixel_values"}
+
+
+def prompt_in_loss(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Supervised fine-tuning on all tokens but the first."""
+    worker = make_worker(s, models)
+    worker.set_loss_fn(partial(sft_loss, config=None))
+    data = rollouts_of(s, worker)
+    data["loss_mask"] = nested([(torch.arange(len(x)) > 0).long() for x in data["input_ids"].unbind()])
+    return {"metrics": train(worker, data), "weights": weights(worker)}
+
+
+def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """A worker that trains, saves and trains on, and another one that goes on from what it saved."""
+    saved = str(models / "checkpoint")
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    train(worker, data)
+    worker.save_checkpoint(saved)
+    going_on = train(worker, data)
+    found = {"weights": weights(worker), "metrics": going_on}
+    other = make_worker(s, models)
+    other.load_checkpoint(saved)
+    return found | {"metrics_after": train(other, data), "weights_after": weights(other)}
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def main(scenarios: Path, folder: Path) -> None:
     torch.set_num_threads(1)
+    # FSDP1 broadcasts the weights of its first rank from GPUs only; all ranks load the same file here.
+    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda _: None
     dist.init_process_group("gloo")
+    rank = dist.get_rank()
     for name, scenario in json.loads(scenarios.read_text()).items():
         found: dict[str, Any] = {}
+        log = _Log()
+        logging.getLogger("dualkv").addHandler(log)
+        torch.manual_seed(1)
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             try:
-                found = EXTRA.get(scenario.get("run", ""), run)(scenario, folder)
+                found = globals()[scenario.get("run", "both")](scenario, folder)
             except Exception as error:
                 found["error"] = f"{type(error).__name__}: {error}"
-                if dist.get_world_size() > 1:  # the others wait for this rank: nothing more can run
-                    torch.save(found, folder / f"{name}.{dist.get_rank()}")
-                    raise
-        found["warnings"] = [str(w.message) for w in said if "dualkv" in str(w.message)]
-        torch.save(found, folder / f"{name}.{dist.get_rank()}")
-    dist.barrier()
+        logging.getLogger("dualkv").removeHandler(log)
+        found["said"] = [text for text in (*map(str, (w.message for w in said)), *log.said) if "dualkv" in text]
+        torch.save(found, folder / f"{name}.{rank}")
+        dist.barrier()  # a rank that waits in a collective, for one that raised, ends here with an error
     dist.destroy_process_group()
 
-
-EXTRA: dict[str, Callable[[dict[str, Any], Path], dict[str, Any]]] = {}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,77 @@
+"""veRL's workers run in processes of their own; each scenario runs once, however many tests look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not find_spec("verl"):
+    collect_ignore_glob = ["test_*.py"]
+
+ROOT = Path(__file__).parents[3]
+# Read when veRL is imported, here and in the workers.
+os.environ |= {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # engines are registered for GPUs
+    "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl.cpu_platform",
+}
+SECONDS = 300
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _run(folder: Path, scenarios: dict[str, Any], ranks: int) -> None:
+    """Runs the scenarios on `ranks` processes; raises with the end of their output if one of them fails."""
+    listed = folder / f"scenarios-{ranks}.json"
+    listed.write_text(json.dumps(scenarios))
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared |= {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl.worker", str(listed), str(folder)]
+    started = []
+    for rank in range(ranks):
+        log = (folder / f"log-{ranks}-{rank}").open("w")
+        env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        failed = [rank for rank, process in enumerate(started) if process.wait(SECONDS)]
+    finally:
+        for process in started:
+            process.kill()
+    if failed:
+        tail = (folder / f"log-{ranks}-{failed[0]}").read_text()[-3000:]
+        raise RuntimeError(f"rank {failed[0]} of {ranks} failed:\n{tail}")
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """By the name of a scenario: what each rank found. The scenarios of one number of ranks run together."""
+    import torch
+
+    from tests.integrations.verl.rollouts import save_models
+    from tests.integrations.verl.scenarios import SCENARIOS
+
+    folder = tmp_path_factory.mktemp("verl")
+    save_models(folder)
+    ran: set[int] = set()
+
+    def result(name: str) -> list[dict[str, Any]]:
+        ranks = next(n for n, scenarios in SCENARIOS.items() if name in scenarios)
+        if ranks not in ran:
+            ran.add(ranks)
+            _run(folder, SCENARIOS[ranks], ranks)
+        return [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(ranks)]
+
+    return result

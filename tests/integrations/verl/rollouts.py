@@ -1,0 +1,130 @@
+"""Tiny models and ragged rollouts for veRL workers, the same in every process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
+
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # large: attention must matter
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {
+    "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "one_kv_head": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
+    "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
+}
+
+# Prompt length, response lengths: a prompt of one token, an empty response, a group of one. Two updates take the first
+# and the last eight rollouts, so the third group is cut.
+GROUPS = [(1, [4, 9, 1]), (23, [7, 0, 12]), (30, [3, 5, 8, 2, 6]), (5, [4, 2]), (9, [11]), (14, [6, 3])]
+UPDATE = 8
+
+
+def save_models(folder: Path) -> None:
+    """Random weights, the same every time."""
+    for name, (model, config) in MODELS.items():
+        torch.manual_seed(0)
+        model(config).save_pretrained(folder / name)
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
+    """The rollouts of `rank`, without padding, as veRL's trainer sends them: of each update's eight an equal share.
+
+    Read from the scenario `s`: `groups`; `temperature`, one number or "ragged" for one a rollout; `padded` for the way
+    over veRL's padded form.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(n: int) -> torch.Tensor:
+        return torch.randint(1, VOCAB, (n,), generator=generator)
+
+    prompts, responses, uids = [], [], []
+    for g, (prompt_len, response_lens) in enumerate(s.get("groups", GROUPS)):
+        prompt = draw(prompt_len)
+        for n in response_lens:
+            prompts.append(prompt)
+            responses.append(draw(n))
+            uids.append(f"uid-{g}")
+    noise = [torch.randn(3, len(r), generator=generator) for r in responses]
+    if "differs" in s:  # one token of one prompt
+        i, at = s["differs"]
+        prompts[i] = prompts[i].clone()
+        prompts[i][at] += 1
+
+    mine = [i for i in range(len(prompts)) if (i % UPDATE) * ranks // UPDATE == rank]
+    prompts, responses, noise = ([x[i] for i in mine] for x in (prompts, responses, noise))
+    of_responses = {
+        "response_mask": [torch.ones_like(r) for r in responses],
+        "advantages": [n[0] for n in noise],
+        # Off the policy, so that ratios are clipped and the KL term is not 0.
+        "old_log_probs": [n[1] - 4 for n in noise],
+        "ref_log_prob": [n[2] - 4 for n in noise],
+    }
+    make = _padded if s.get("padded") else _nested
+    data = make(prompts, responses, of_responses)
+    tu.assign_non_tensor_stack(data, "uid", [uids[i] for i in mine])
+    tu.assign_non_tensor(
+        data,
+        global_token_num=NonTensorData([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]),
+        calculate_entropy=True,
+        **s.get("settings", {}),
+    )
+    temperature = s.get("temperature", 0.8)
+    if temperature == "ragged":
+        data["temperature"] = 0.5 + torch.tensor(mine) / 16
+    else:
+        tu.assign_non_tensor(data, temperature=temperature)
+    return data
+
+
+def _nested(prompts: list[torch.Tensor], responses: list[torch.Tensor], of_responses: dict[str, Any]) -> TensorDict:
+    sequences = [torch.cat(x) for x in zip(prompts, responses, strict=True)]
+    rows = {
+        "input_ids": sequences,
+        "position_ids": [torch.arange(len(s)) for s in sequences],
+        "prompts": prompts,
+        "responses": responses,
+        **of_responses,
+        "loss_mask": [m.clone() for m in of_responses["response_mask"]],
+    }
+    return TensorDict({name: nested(x) for name, x in rows.items()}, batch_size=[len(prompts)])
+
+
+def _padded(prompts: list[torch.Tensor], responses: list[torch.Tensor], of_responses: dict[str, Any]) -> TensorDict:
+    """Prompts padded on the left, responses on the right; then what veRL's trainers make of that."""
+
+    def left(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+
+    def right(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    of = {"prompts": left(prompts), "responses": right(responses)}
+    of["input_ids"] = torch.cat(list(of.values()), 1)
+    of["attention_mask"] = torch.cat(
+        [left([torch.ones_like(p) for p in prompts]), right([torch.ones_like(r) for r in responses])], 1
+    )
+    of["position_ids"] = (of["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    of |= {name: right(rows) for name, rows in of_responses.items()}
+    return left_right_2_no_padding(TensorDict(of, batch_size=[len(prompts)]))

@@ -1,0 +1,82 @@
+"""Packed updates against veRL's own, on the CPU: log-probs, entropy, loss, gradient norm and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.verl.scenarios import ONE, SCENARIOS, STOCK, TWO
+
+Results = Callable[[str], list[dict[str, Any]]]
+EXACT = [name for s in (ONE, TWO) for name, settings in s.items() if settings["packed"] and name != "bf16"]
+
+
+def reference(name: str) -> str:
+    """The scenario of veRL's own engine on one rank that computes the same."""
+    settings = next(s[name] for s in SCENARIOS.values() if name in s)
+    same = STOCK | {key: settings[key] for key in ("model", "temperature") if key in settings}
+    return next(known for known, s in ONE.items() if s == same)
+
+
+def of_all_ranks(found: list[dict[str, Any]], name: str) -> torch.Tensor:
+    """[16, Rmax] in the order of one rank, from ranks that hold equal shares of each update's eight or all of them."""
+    rows = [f[name] for f in found if name in f]
+    width = max(r.shape[1] for r in rows)
+    rows = [torch.nn.functional.pad(r, (0, width - r.shape[1])) for r in rows]
+    return torch.cat([part for update in range(2) for part in (r.chunk(2)[update] for r in rows)])
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest relative distance of a weight in `a` from that in `b`."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+
+
+def steps(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: found["weights"][name] - found["before"][name] for name in found["weights"]}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_scores(name: str, results: Results) -> None:
+    found, stock = results(name), results(reference(name))
+    assert "error" not in found[0]
+    for what in ("log_probs", "entropy"):
+        got, expected = of_all_ranks(found, what), of_all_ranks(stock, what)
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["stock-dp2", *EXACT])
+def test_updates(name: str, results: Results) -> None:
+    found, stock = results(name), results(reference(name))[0]
+    for metric in ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss"):
+        assert found[0]["metrics"][metric] == pytest.approx(stock["metrics"][metric], rel=1e-5)
+    for f in found:
+        assert distance(f["weights"], stock["weights"]) < 1e-4
+        assert distance(steps(f), steps(stock)) < 1e-2
+
+
+def test_no_prompt_is_replicated(results: Results) -> None:
+    """Everything above would pass too if the engine ran veRL's own computation."""
+    metrics = results("dynamic-roomy")[0]["metrics"]
+    # The updates hold rollouts 0 to 7 and 8 to 15, the group of five in both.
+    assert metrics["dualkv/tokens_replicated"] == (173 + 179) / 2
+    assert metrics["dualkv/tokens_packed"] == (95 + 100) / 2
+    assert metrics["dualkv/micro_batches"] == 1
+    assert results("dynamic-roomy")[0]["infer_metrics"]["dualkv/tokens_packed"] == 165
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_fell_back(name: str, results: Results) -> None:
+    assert [f["said"] for f in results(name)] == [[]] * len(results(name))
+
+
+def test_mixed_precision(results: Results) -> None:
+    """Not farther from fp32 than veRL's own update in bf16."""
+    exact, stock, found = (results(name)[0] for name in ("stock", "stock-bf16", "bf16"))
+    for what in ("log_probs", "entropy"):
+        assert (found[what] - exact[what]).norm() < 1.2 * (stock[what] - exact[what]).norm()
+    assert distance(found["weights"], exact["weights"]) < 1.2 * distance(stock["weights"], exact["weights"])
