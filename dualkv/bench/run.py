@@ -24,7 +24,7 @@ from codegen import toolchain
 from dualkv.bench import inputs, sides
 from dualkv.bench.inputs import Side
 from dualkv.bench.sides import of_direction
-from dualkv.bench.timing import Clock, Meter, TimeUp, cold_ms, host_us, sustained
+from dualkv.bench.timing import PART_CALLS, Clock, Meter, TimeUp, cold_ms, host_us, sustained
 from dualkv.bench.workloads import Workload
 from dualkv.sampling import Track, untracked
 
@@ -115,7 +115,7 @@ def bench(
             cold[name] = cold_ms(side.call)
             host[name] = host_us(side.call, cold[name])
             figures[name]["parts"] = {
-                part: {"cold_ms": cold_ms(call, pause=0.0), "in_total": part not in side.extra}
+                part: {"cold_ms": cold_ms(call, PART_CALLS, pause=0.0), "in_total": part not in side.extra}
                 for part, call in side.parts.items()
             }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-COLD_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 10, 20, 0.4
+COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 10, 20, 0.4
 
 
 class TimeUp(Exception):
@@ -75,12 +75,12 @@ def timed(call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return begin, end
 
 
-def cold_ms(call: Callable[[], Any], pause: float = PAUSE) -> float:
-    """Median of COLD_CALLS single calls, the GPU idle for `pause` seconds before the first."""
+def cold_ms(call: Callable[[], Any], calls: int = COLD_CALLS, pause: float = PAUSE) -> float:
+    """Median of single calls, the GPU idle for `pause` seconds before the first."""
     torch.cuda.synchronize()
     time.sleep(pause)
     times = []
-    for _ in range(COLD_CALLS):
+    for _ in range(calls):
         begin, end = timed(call)
         end.synchronize()
         times.append(begin.elapsed_time(end))
@@ -91,7 +91,7 @@ def host_us(call: Callable[[], Any], expected_ms: float) -> float:
     """Median time that a call holds the host, microseconds, of calls one after another (fewer where they are long)."""
     times = []
     torch.cuda.synchronize()
-    for _ in range(max(3, min(HOST_CALLS, round(500 / expected_ms)))):
+    for _ in range(max(3, min(HOST_CALLS, round(200 / expected_ms)))):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
@@ -105,7 +105,7 @@ def sustained(call: Callable[[], Any], expected_ms: float, seconds: float, meter
     Returns:
         Median ms of the last three quarters, joules a call, clock and power at the end.
     """
-    batch = max(1, min(50, round(200 / expected_ms)))
+    batch = max(1, min(50, round(100 / expected_ms)))
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     torch.cuda.synchronize()
     begin, joules = time.monotonic(), meter.joules()

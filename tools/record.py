@@ -1,0 +1,61 @@
+"""`python -m tools.record [NAME ...]`: the recorded runs of `dualkv bench`, into docs/results/NAME.json.
+
+Tables and statements of README and docs come from these files (`python -m tools.tables` writes them).
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dualkv import cli
+from dualkv.bench.workloads import NAMED
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+MAIN = "n32-p8192-r2048"
+
+
+def _options(option: str, values: list[str]) -> str:
+    return " ".join(f"{option} {value}" for value in values)
+
+
+_SHAPES = [name for name in NAMED if not name.startswith(f"{MAIN}-")]
+_HEADS = [name for name in NAMED if name.startswith(f"{MAIN}-d")]
+_TENSOR_PARALLEL = [MAIN, *(name for name in NAMED if name.startswith(f"{MAIN}-tp"))]
+_TWO = _options("-s", ["dualkv", "fa4-3-calls"])
+_TURNS, _SHORT_TURNS = "--seconds 0.8 --rounds 3", "--seconds 0.5 --rounds 3"
+
+# name: options of `dualkv bench`
+RECORDS = {
+    "forward-h200": f"-d fwd {_TWO} {_TURNS} {_options('-w', _SHAPES)}",
+    "backward-h200": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', _SHAPES)}",
+    "peers-h200": f"-d fwd,bwd,both {_SHORT_TURNS} -w {MAIN}",
+    "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
+    "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+}
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(RECORDS)}. Default: all.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
+    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds that each run may take.")] = None,
+) -> None:
+    """Run some of the recorded benchmarks and write their figures."""
+    for name in names or RECORDS:
+        if name not in RECORDS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(RECORDS)}")
+    for name in names or RECORDS:  # in one process: loading the peers takes longer than some of the runs
+        more = ["--json", str(folder / f"{name}.json")]
+        more += ["--commit", commit] if commit else []
+        more += ["--time-limit", str(time_limit)] if time_limit else []
+        print(f"dualkv bench {RECORDS[name]}", flush=True)
+        cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
