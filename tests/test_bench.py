@@ -221,6 +221,22 @@ def test_every_side_computes_the_same(fake_peers, text, name, direction):
         assert set(fake_peers) == {name.endswith("deterministic")}
 
 
+@pytest.mark.parametrize("direction", ["bwd", "both"])
+def test_deterministic_is_passed_on(fake_peers, monkeypatch, direction):
+    asked = []
+
+    def attention(q, k, v, layout, softmax_scale, deterministic):
+        asked.append(deterministic)
+        return q * k.mean() * v.mean()
+
+    monkeypatch.setattr(sides, "dualkv", types.SimpleNamespace(attention=attention))
+    made = Fp32Inputs(parse("9:3").with_shape(heads=2, kv_heads=2, head_dim=8))
+    for name in ("dualkv", "dualkv-deterministic"):
+        with torch.no_grad():
+            sides.SIDES[name](made, direction).call()
+    assert asked == [False, True]
+
+
 def test_parts_of_the_three_calls(fake_peers):
     made = Fp32Inputs(parse("40:7,1,33").with_shape(heads=4, kv_heads=2, head_dim=16))
     with torch.no_grad():
@@ -388,9 +404,12 @@ def test_environment_names_what_was_used(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_git", lambda *arguments: {"rev-parse": "a" * 40, "status": "M x"}.get(arguments[0], ""))
     found = run.environment(None, commit="given")
     assert (found["commit"], found["changed_files"]) == ("a" * 40, ["M x"])
+    # Installed inside a checkout of something else, which does not track this code.
+    monkeypatch.setattr(run, "_git", lambda *arguments: None if arguments[0] == "ls-files" else "b" * 40)
+    found = run.environment(None, commit="given")
+    assert (found["commit"], found["changed_files"]) == ("given", None)
     monkeypatch.undo()
-    # A folder that is no checkout, or one of something else that does not track this code.
-    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)  # no checkout at all
     found = run.environment(None, commit="given")
     assert (found["commit"], found["changed_files"]) == ("given", None)
     assert run.environment(None)["commit"] == "unknown"
