@@ -47,4 +47,24 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
 }
 
-SCENARIOS = {1: ONE, 2: TWO}
+TRUNCATED = [(5, [0, 0, 0, 0]), (9, [0, 0, 0]), (1, [0]), (3, [0] * 8)]
+SECOND_RANK_LONG = [(1, [4, 9, 1, 2]), (30, [5, 1, 1, 1]), (5, [4, 2, 1, 1]), (9, [3, 4, 5, 1])]
+
+# What must be survived, and what veRL has to compute itself.
+ONE_MORE: dict[str, dict[str, Any]] = {
+    "too-long": PACKED | {"run": "scored", "budget": 20},
+    "one-token-differs": PACKED | {"run": "scored", "differs": [4, 11], "budget": ROOMY},
+    "stock-one-token-differs": STOCK | {"run": "scored", "differs": [4, 11]},
+    "truncated-to-nothing": PACKED | {"groups": TRUNCATED, "budget": ROOMY},
+    "restarted": PACKED | {"run": "restarted", "budget": TIGHT},
+    "multimodal": PACKED | {"run": "multimodal"},
+    "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
+    "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},
+    "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
+}
+TWO_MORE: dict[str, dict[str, Any]] = {
+    "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
+    "dp2-one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
+}
+
+SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE}

@@ -1,0 +1,88 @@
+"""What must not stop a training run or be silently wrong, and what falls back to veRL's own computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.verl.test_equivalence import distance, of_all_ranks
+
+Results = Callable[[str], list[dict[str, Any]]]
+
+
+def test_rollout_longer_than_the_budget(results: Results) -> None:
+    assert results("too-long")[0]["error"] == (
+        "ValueError: budget is 20 tokens, group 1 needs 35 for its prompt and response 2 alone"
+    )
+
+
+def test_error_of_one_rank_is_raised_on_all(results: Results) -> None:
+    """The rollout of 35 tokens is on the second rank, whose groups start with it."""
+    assert [f["error"] for f in results("dp2-one-rank-too-long")] == [
+        "ValueError: another data-parallel rank found no micro-batches for its rollouts, see its error",
+        "ValueError: budget is 33 tokens, group 0 needs 35 for its prompt and response 0 alone",
+    ]
+
+
+def test_one_token_differs_in_a_declared_group(results: Results) -> None:
+    found, stock = results("one-token-differs")[0], results("stock-one-token-differs")[0]
+    assert found["said"] == [
+        "dualkv: rollouts 3 and 4 have the uid uid-1, but their prompts differ at token 11; each is packed with equal"
+        " prompts only"
+    ]
+    assert (found["log_probs"] - stock["log_probs"]).abs().max() < 1e-5
+    assert found["infer_metrics"]["dualkv/tokens_packed"] == 165 + 23
+
+
+def test_all_responses_truncated_to_nothing(results: Results) -> None:
+    found = results("truncated-to-nothing")[0]
+    assert "error" not in found
+    assert found["log_probs"].shape == (16, 0)
+    assert found["metrics"]["dualkv/tokens_packed"] == (5 + 9 + 1 + 3) / 2
+    # No token, no loss: veRL skips an update whose gradient is not finite.
+    assert distance(found["weights"], found["before"]) == 0
+
+
+def test_worker_restarted_from_a_checkpoint(results: Results) -> None:
+    found = results("restarted")[0]
+    assert found["metrics_after"]["loss"] == found["metrics"]["loss"]
+    assert all(torch.equal(found["weights_after"][name], w) for name, w in found["weights"].items())
+
+
+WHY = {
+    "multimodal": "it holds images, audio or video",
+    "prompt-in-loss": "prompt tokens are in the loss",
+    "distillation": "top-k distillation reads the teacher's values at every row",
+}
+
+
+@pytest.mark.parametrize("name", list(WHY))
+def test_falls_back_and_says_so_once(name: str, results: Results) -> None:
+    found = results(name)[0]
+    assert found["said"] == [f"dualkv: a batch runs with its prompts replicated, because {WHY[name]}"]
+
+
+def test_multimodal_batch_is_verls(results: Results) -> None:
+    found, stock = results("multimodal")[0], results("stock")[0]
+    assert torch.equal(found["log_probs"], stock["log_probs"])
+    assert "dualkv/tokens_packed" not in found["infer_metrics"]
+
+
+def test_loss_on_prompts_is_verls(results: Results) -> None:
+    found, stock = results("prompt-in-loss")[0], results("stock-prompt-in-loss")[0]
+    assert found["metrics"]["loss"] == stock["metrics"]["loss"]
+    assert all(torch.equal(found["weights"][name], w) for name, w in stock["weights"].items())
+
+
+def test_all_ranks_fall_back_with_one(results: Results) -> None:
+    found = results("dp2-one-rank-multimodal")
+    because = "dualkv: a batch runs with its prompts replicated, because "
+    assert [f["said"] for f in found] == [
+        [because + "another data-parallel rank cannot pack its own"],
+        [because + "it holds images, audio or video"],
+    ]
+    stock = results("stock")
+    assert (of_all_ranks(found, "log_probs") - of_all_ranks(stock, "log_probs")).abs().max() < 1e-5
