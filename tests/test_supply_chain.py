@@ -1,0 +1,89 @@
+"""No code comes from data: what the sources may not call, and what they depend on."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [
+    p for folder in ("dualkv", "codegen", "cute_kernels", "tools") for p in sorted((ROOT / folder).rglob("*.py"))
+]
+MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {  # module.function
+    "torch.load", "torch.jit.load", "torch.hub.load", "numpy.load", "np.load", "os.system", "os.popen",
+    "tempfile.mktemp", "subprocess.getoutput", "subprocess.getstatusoutput",
+}  # fmt: skip
+# Machine code by a path that is computed: compiled kernels and their runtime, from folders that the store has checked.
+LOADERS = {"ctypes.CDLL", "tvm_ffi.load_module"}
+MAY_LOAD = {"codegen/store.py"}
+
+
+def dotted(node):
+    """`a.b.c` of an expression of names and attributes, or None."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return before and f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def findings(source, name):
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        found += [f"imports {m}" for m in modules if m.split(".")[0] in MODULES]
+        if isinstance(node, ast.Call):
+            called = dotted(node.func)
+            computed = called in LOADERS and not all(isinstance(a, ast.Constant) for a in node.args)
+            if called in BUILTINS | ATTRIBUTES or (computed and name not in MAY_LOAD):
+                found.append(f"calls {called} in line {node.lineno}")
+            shell = [k for k in node.keywords if k.arg == "shell" and getattr(k.value, "value", True) is not False]
+            if shell:
+                found.append(f"passes shell= in line {node.lineno}")
+            remote = [k for k in node.keywords if k.arg == "trust_remote_code" and getattr(k.value, "value", True)]
+            if remote:
+                found.append(f"passes trust_remote_code= in line {node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sources_make_no_code_of_data(path):
+    assert findings(path.read_text(), str(path.relative_to(ROOT))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from torch import load\nimport torch\ntorch.load('x')",
+        "eval('1')",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "from yaml import load",
+        "import ctypes\nctypes.CDLL(path)",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+    ],
+)
+def test_each_of_them_would_be_found(source):
+    assert findings(source, "dualkv/new.py")
+
+
+def test_what_is_installed_fits_the_bounds():
+    """constraints.txt, which `make` installs, lies within what pyproject.toml allows."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    pins = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    for requirement in map(Requirement, needs):
+        assert requirement.specifier, f"{requirement.name} has no lower bound"
+        pinned = pins.get(requirement.name.lower())
+        if requirement.name != "verl":  # not installed by make
+            assert pinned, f"constraints.txt does not pin {requirement.name}"
+            assert requirement.specifier.contains(pinned), f"{requirement} and its pin {pinned}"
