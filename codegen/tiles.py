@@ -90,8 +90,8 @@ class BackwardTile:
 
     @property
     def locks(self) -> int:
-        """Locks a query block and head: every MMA warp adds to a part of its own."""
-        return 4 * self.warp_groups
+        """Locks a query block and head, where dQ is summed in the order of the keys."""
+        return self.cluster
 
     def slab_floats(self, head_dim: int) -> int:
         """Floats of an item's partial dK and dV, of a native head dim."""

@@ -9,7 +9,6 @@ order. The CTAs of a cluster own neighbouring key blocks; each loads a part of e
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -98,17 +97,6 @@ def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any =
     )
 
 
-@dataclass
-class Turn:
-    """A warp's place in the order in which dQ is summed."""
-
-    lock: cute.Pointer  # of this warp and block 0
-    num_blocks: Int32  # query blocks a head
-    place: Int32  # CTAs that come before at blocks below `end` ...
-    end: Int32
-    before: Int32  # ... and from it on
-
-
 def interleaved_stats(head_dim: int) -> bool:
     """Whether the main kernel reads statistics by columns of S^T, for which the preprocess interleaves them."""
     return head_dim <= 128
@@ -152,8 +140,8 @@ class BackwardFrame:
             left out.
         tile_m, tile_n, warp_groups, stages, cluster, late: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
-            it, and costs time: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are
-            bitwise equal in any case.
+            it: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are bitwise equal
+            in any case.
 
     Raises:
         ValueError: a configuration that does not fit, in one sentence.
@@ -187,9 +175,9 @@ class BackwardFrame:
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.want_dp = self.want_dq or self.want_dk
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
-        # mbarriers: one for K, V and dS, one a stage for Q and dO
-        self.FULL_K, self.FULL_V, self.DS = 0, 1, 2
-        self.FULL_Q, self.EMPTY_Q, self.FULL_DO, self.EMPTY_DO, self.num_bars = [3 + j * stages for j in range(5)]
+        # mbarriers: one for K, V, dS and this CTA's turn to add to dQ and its end, one a stage for Q and dO
+        self.FULL_K, self.FULL_V, self.DS, self.TURN, self.ADDED = range(5)
+        self.FULL_Q, self.EMPTY_Q, self.FULL_DO, self.EMPTY_DO, self.num_bars = [5 + j * stages for j in range(5)]
         self.check_tile()
         if self.smem_bytes() > SMEM_BYTES:
             raise ValueError(
@@ -228,8 +216,8 @@ class BackwardFrame:
         return self.cluster * 2 * self.tile_n * self.head_dim
 
     def lock_count(self) -> int:
-        """Locks a query block and head: every MMA warp adds to a part of its own."""
-        return 4 * self.warp_groups
+        """Locks a query block and head."""
+        return self.cluster
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -388,6 +376,8 @@ class BackwardFrame:
                     tma_Q, gQ, tma_dO, gdO, tma_K, gK, tma_V, gV, stats, sK, sV, sQ, sdO, sStat, bars, item,
                     heads_per_kv,
                 )  # fmt: skip
+            if warp_idx == 1:
+                self.take_turns(locks, stats.shape[1] // (2 * self.tile_m), bars, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(
@@ -398,7 +388,6 @@ class BackwardFrame:
                 dv,
                 dq_acc,
                 slabs,
-                locks,
                 work,
                 visible_end,
                 stats.shape[1] // (2 * self.tile_m),
@@ -424,6 +413,8 @@ class BackwardFrame:
                 (self.FULL_K, 1, 1),
                 (self.FULL_V, 1, 1),
                 (self.DS, 1, 4 * self.warp_groups),
+                (self.TURN, 1, 1),
+                (self.ADDED, 1, 4 * self.warp_groups),
                 (self.FULL_Q, self.stages, 1),
                 (self.EMPTY_Q, self.stages, users),
                 (self.FULL_DO, self.stages, 1),
@@ -444,7 +435,7 @@ class BackwardFrame:
 
     def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
         """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab, and
-        Turn's last three fields."""
+        how many CTAs come before at blocks below one, that block, how many from it on."""
         field = [work[cute.arch.block_idx()[0] // self.cluster, f] for f in range(items.NUM_FIELDS)]
         rank = self.rank()
         n0 = field[items.KEY] + rank * self.tile_n
@@ -536,6 +527,32 @@ class BackwardFrame:
         multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
         cute.copy(tma, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
 
+    # ---------------------------------------------------------------- the warp that keeps the order of dQ's sums
+    @cute.jit
+    def take_turns(
+        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
+    ) -> None:
+        """Deterministic: await this CTA's turn at each of its blocks and pass it on, so that MMA warps wait neither for
+        a lock to come from memory nor for their sums to get there."""
+        if const_expr(not self.deterministic):
+            return
+        kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
+        it = Int32(0)
+        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
+                mb = mb1 - 1 - j
+                lock = locks.iterator + (Int64(h) * num_blocks + mb) * self.lock_count()
+                expected = cutlass.select_(mb < end, place, before)
+                while load_acquire(lock) != expected:
+                    pass
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars + self.TURN)
+                cute.arch.mbarrier_wait(bars + self.ADDED, it & 1)
+                with cute.arch.elect_one():
+                    store_release(lock, place + 1)
+                it += 1
+
     # ---------------------------------------------------------------- MMA warp groups: shared parts
     @cute.jit
     def release(self, bar: cute.Pointer) -> None:
@@ -559,26 +576,17 @@ class BackwardFrame:
         """Where the dQ of a query block of a head is added up."""
         return dq_acc + (Int64(h) * num_blocks + mb) * (self.tile_m * self.head_dim)
 
-    def await_turn(self, turn: Turn, block: Any) -> None:
-        """Deterministic: wait until this warp may add to a block (head, query block)."""
+    def await_turn(self, bars: cute.Pointer, it: Int32) -> None:
+        """Deterministic: wait until this CTA may add to the dQ of its block `it`."""
         if self.deterministic:
-            self.spin(self.lock_of(turn, block), cutlass.select_(block[1] < turn.end, turn.place, turn.before))
+            cute.arch.mbarrier_wait(bars + self.TURN, it & 1)
 
-    def pass_turn(self, turn: Turn, block: Any) -> None:
-        """Deterministic: this warp has added to a block (head, query block), the next may."""
+    def pass_turn(self, bars: cute.Pointer) -> None:
+        """Deterministic: this warp has added to a block."""
         if self.deterministic:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                store_release(self.lock_of(turn, block), turn.place + 1)
-
-    def lock_of(self, turn: Turn, block: Any) -> cute.Pointer:
-        return turn.lock + (Int64(block[0]) * turn.num_blocks + block[1]) * self.lock_count()
-
-    @cute.jit
-    def spin(self, lock: cute.Pointer, expected: Int32) -> None:
-        while load_acquire(lock) != expected:
-            pass
-        cute.arch.sync_warp()
+                cute.arch.mbarrier_arrive(bars + self.ADDED)
 
     def transposed(self, s: cute.Tensor) -> cute.Tensor:
         """The transposed view of a shared memory tile, or of a ring of tiles."""

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, round_to
-from cute_kernels.bwd_frame import BackwardFrame, Turn, add_to_global, split_rows
+from cute_kernels.bwd_frame import BackwardFrame, add_to_global, split_rows
 
 
 def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
@@ -48,7 +48,6 @@ class State:
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
-    turn: Turn
 
 
 class NarrowBackward(BackwardFrame):
@@ -103,7 +102,6 @@ class NarrowBackward(BackwardFrame):
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
-        locks: cute.Tensor,
         work: cute.Tensor,
         visible_end: cute.Tensor,
         num_blocks: Int32,
@@ -119,7 +117,7 @@ class NarrowBackward(BackwardFrame):
         item: Any,
         warp_id: Int32,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, _, order = item
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, *_ = item
         D, M, N = self.head_dim, self.tile_m, self.tile_n
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         sK_D = sK  # K's first D columns
@@ -165,7 +163,6 @@ class NarrowBackward(BackwardFrame):
             mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
             dq_acc.iterator + (wg * 128 + tid) * 4, wg * 128 + tid < dq_threads, 4 * dq_threads, num_blocks,
             scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
-            Turn(locks.iterator + warp_id, num_blocks, *order),
         )  # fmt: skip
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         if const_expr(self.want_dp):
@@ -189,9 +186,9 @@ class NarrowBackward(BackwardFrame):
             cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
             acc_dQ = self.issue_dq(state, total - 1)
             warpgroup.wait_group(0)
-            self.await_turn(state.turn, (h, mb))
+            self.await_turn(bars, total - 1)
             self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
-            self.pass_turn(state.turn, (h, mb))
+            self.pass_turn(bars)
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[e] = acc_dK[e] * scale
@@ -272,7 +269,7 @@ class NarrowBackward(BackwardFrame):
         early = self.dq_chunks - (0 if last else self.late)
         if add_previous:
             warpgroup.wait_group(1 if self.want_dk else 0)
-            self.await_turn(s.turn, previous)
+            self.await_turn(s.bars, it - 1)
             self.add_dq(s, acc_dQ, previous, 0, early)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_DO + stage)
@@ -281,7 +278,7 @@ class NarrowBackward(BackwardFrame):
             rest = (lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)) if add_previous else None
             acc_S, acc_new = self.scores(s, it + 1, rest)
         if add_previous:
-            self.pass_turn(s.turn, previous)
+            self.pass_turn(s.bars)
         if not last:
             self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
 

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, round_to
-from cute_kernels.bwd_frame import BackwardFrame, Turn, add_to_global, transpose_8x8
+from cute_kernels.bwd_frame import BackwardFrame, add_to_global, transpose_8x8
 
 
 @dataclass
@@ -39,7 +39,6 @@ class State:
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
-    turn: Turn
 
 
 class WideBackward(BackwardFrame):
@@ -95,7 +94,6 @@ class WideBackward(BackwardFrame):
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
-        locks: cute.Tensor,
         work: cute.Tensor,
         visible_end: cute.Tensor,
         num_blocks: Int32,
@@ -111,7 +109,7 @@ class WideBackward(BackwardFrame):
         item: Any,
         warp_id: Int32,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, _, order = item
+        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, *_ = item
         D, M, N, tiles = self.head_dim, self.tile_m, self.tile_n, self.column_tiles
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
@@ -151,7 +149,6 @@ class WideBackward(BackwardFrame):
             copy.get_slice(tid).partition_D(cute.local_tile(sdS, (M, self.keys_wg), (0, wg, None))), tid,
             dq_acc.iterator + (wg * (tiles * 128) + tid) * 4, num_blocks, scale * math.log2(math.e), bars,
             (row, n0 + col, key_end, visible_end, clean_begin, clean_end),
-            Turn(locks.iterator + warp_id, num_blocks, *order),
         )  # fmt: skip
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         if const_expr(self.want_dp):
@@ -171,7 +168,7 @@ class WideBackward(BackwardFrame):
             self.step(state, it, previous, block, mb, False)
         self.step(state, total - 1, (previous_h, previous_mb), (h, mb), mb, True)
         if const_expr(self.want_dq):
-            self.add_last_dq(state, (h, mb), True)
+            self.add_last_dq(state, total - 1, (h, mb), True)
         kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
         for acc in acc_dK:
             for e in cutlass.range_constexpr(cute.size(acc)):
@@ -257,7 +254,7 @@ class WideBackward(BackwardFrame):
         for t, acc_dV in enumerate(s.acc_dV):
             gemm(s.mma_dKV, acc_dV, s.frags["dOt"][t][None, None, None, stage], P, False)
         if self.want_dq:
-            self.add_last_dq(s, previous, it > 0)
+            self.add_last_dq(s, it - 1, previous, it > 0)
         if not last:
             if self.column_tiles == 1:
                 acc_S = self.issue_scores(s, it + 1, "Q", "K", self.FULL_Q)
@@ -280,7 +277,7 @@ class WideBackward(BackwardFrame):
                 warpgroup.wait_group(len(dq_tiles) + len(dk_tiles))
                 self.score_gradients(s, acc_dP, it + 1)
             for t in ready:
-                self.add_dq(s, block, t)
+                self.add_dq(s, it, block, t)
             ready = dq_tiles
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_Q + stage)
@@ -288,16 +285,16 @@ class WideBackward(BackwardFrame):
             self.arrive(s)
 
     @cute.jit
-    def add_last_dq(self, state: Any, block: Any, wanted: cutlass.Boolean) -> None:
-        """The last tile of dQ of a block (head, query block), if wanted."""
+    def add_last_dq(self, state: Any, it: Int32, block: Any, wanted: cutlass.Boolean) -> None:
+        """The last tile of dQ of block `it` (head, query block), if wanted."""
         if wanted:
-            self.add_dq(state, block, self.column_tiles - 1)
-            self.pass_turn(state.turn, block)
+            self.add_dq(state, it, block, self.column_tiles - 1)
+            self.pass_turn(state.bars)
 
-    def add_dq(self, state: State, block: Any, tile: int) -> None:
-        """Add a 64-column tile of dQ^T to a block (head, query block) in global memory."""
+    def add_dq(self, state: State, it: Int32, block: Any, tile: int) -> None:
+        """Add a 64-column tile of dQ^T to block `it` (head, query block) in global memory."""
         if tile == 0:
-            self.await_turn(state.turn, block)
+            self.await_turn(state.bars, it)
         dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1]) + tile * 512
         for c in range(self.tile_m // 8):
             add_to_global(dst + c * (8 * self.head_dim), *[state.acc_dQ[tile][4 * c + j] for j in range(4)])
