@@ -24,6 +24,15 @@ LINKERS = ("gcc", "cc", "clang")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
+def cannot_compile() -> str | None:
+    """What this machine lacks to compile kernels and how to get it, or None."""
+    if not toolchain.can_compile():
+        return "this machine has only the runtime of the CuTe DSL: pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'"
+    if not any(map(shutil.which, LINKERS)):
+        return "no linker is on PATH (gcc, cc or clang): install one"
+    return None
+
+
 def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     """Write `kernel.so`, `kernel.cubin` and `kernel.ptx` of `spec` into `folder`, which exists.
 
@@ -36,15 +45,9 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
         KernelError: no compiler or linker here, or the compile failed; says which and why.
         OSError: the folder cannot be written, or has no space left.
     """
-    if not toolchain.can_compile():
+    if lacking := cannot_compile():
         raise KernelError(
-            f"kernel {spec} must be compiled and this machine has only the runtime of the CuTe DSL: "
-            "pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9', or set DUALKV_KERNEL_DIR to a folder that holds it"
-        )
-    if not any(map(shutil.which, LINKERS)):
-        raise KernelError(
-            f"kernel {spec} must be compiled and no linker is on PATH (gcc, cc or clang): install one, "
-            "or set DUALKV_KERNEL_DIR to a folder that holds it"
+            f"kernel {spec} must be compiled and {lacking}, or set DUALKV_KERNEL_DIR to a folder that holds it"
         )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
     environment |= {

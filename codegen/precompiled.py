@@ -21,6 +21,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 CODE = ("cubin", "ptx", "sass")
 CODE_FOLDER = "code"
+NO_RECORD = "has no readable record of this version (kernel.json)"
 # What manifest.json repeats of an entry's record.
 FIELDS = (
     "spec", "symbol", "registers", "stack", "spill_stores", "spill_loads", "threads", "shared_memory", "ctas_per_sm",
@@ -139,6 +140,17 @@ def check(folder: Path, specs: Iterable[KernelSpec] = ()) -> Checked:
     return found
 
 
+def unusable(folder: Path) -> dict[str, str]:
+    """Entries of a folder that are not loaded here, and why."""
+    found = {}
+    for path in sorted(folder.glob("dualkv_*-*")):
+        spec = _spec_of(path)
+        reason = NO_RECORD if spec is None else store.mismatch(path, spec, same_compiler=False)
+        if reason is not None:
+            found[path.name] = reason
+    return found
+
+
 def _problems(path: Path, said: dict[str, Any]) -> Iterator[str]:
     """What is wrong with an entry or with what the manifest says of it."""
     if not path.is_dir():
@@ -146,7 +158,7 @@ def _problems(path: Path, said: dict[str, Any]) -> Iterator[str]:
         return
     spec = _spec_of(path)
     if spec is None:
-        yield "has no readable record of this version (kernel.json)"
+        yield NO_RECORD
         return
     if reason := store.mismatch(path, spec, same_compiler=False):
         yield reason

@@ -120,7 +120,7 @@ def demo(
 
 @app.command()
 def doctor(json_to: JsonOption = None, debug: DebugOption = False) -> None:
-    """What this machine has: GPUs, driver, packages, what runs where and why, and what to do about what is missing."""
+    """What this machine has: GPUs, driver, packages, kernels, what runs where and why, what to do about the missing."""
     from dualkv.doctor import examine
 
     console = _console(json_to)
@@ -137,6 +137,12 @@ def doctor(json_to: JsonOption = None, debug: DebugOption = False) -> None:
     for row in found.runs:
         runs.add_row(row.where, row.what, row.why)
     console.print(packages, runs)
+    kernels = Table("kernels ready", "forward, GQA ratios", "backward", "deterministic")
+    for ready in found.kernels:
+        words = ["yes" if one else "-" for one in (ready.backward, ready.deterministic)]
+        kernels.add_row(f"{ready.dtype}, head dim {ready.head_dim}", ", ".join(map(str, ready.forward)) or "-", *words)
+    console.print(kernels if found.kernels else "no kernels are ready")
+    console.print(found.lookup, markup=False, highlight=False)
     for sentence in found.advice:
         console.print(f"- {sentence}", markup=False)
     _write_json(found.as_dict(), json_to)

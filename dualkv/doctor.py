@@ -1,4 +1,4 @@
-"""What this machine has for dualkv: GPUs, driver, packages, what runs where and why, and what is missing."""
+"""What this machine has for dualkv: GPUs, driver, packages, kernels, what runs where and why, and what is missing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from codegen import KernelError, compile, precompiled, store, toolchain
+from codegen.spec import DTYPES, backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
 from dualkv import composition, hopper
 
 
@@ -36,8 +40,22 @@ class Runs:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """Kernels of a dtype and native head dim that are compiled: the forward's by GQA ratio, and whole backwards."""
+
+    dtype: str
+    head_dim: int
+    forward: list[int]
+    backward: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
 class Diagnosis:
-    """All findings; `advice` holds one sentence for each thing to do, most important first."""
+    """All findings; `advice` holds one sentence for each thing to do, most important first.
+
+    `kernels` are those that are ready, `lookup` says where kernels are looked for and what happens to others.
+    """
 
     python: str
     system: str
@@ -46,6 +64,8 @@ class Diagnosis:
     gpus: list[str]
     packages: list[Package]
     runs: list[Runs]
+    kernels: list[Ready]
+    lookup: str
     advice: list[str]
 
     @property
@@ -63,13 +83,14 @@ COMPOSITION = "a composition of PyTorch's FlashAttention calls"
 REFERENCE = "the chunked reference"
 
 REPAIR = "pip install --force-reinstall dualkv"
-# name, needed, purpose, how to install
+# name, needed, purpose, how to install; what only compiling needs is not needed where kernels are only loaded
+COMPILING = ("nvidia-cutlass-dsl", "cuda-python")
 PACKAGES = (
     ("torch", True, "everything", REPAIR),
     ("numpy", True, "everything", REPAIR),
-    ("nvidia-cutlass-dsl", True, "compiling kernels (not loading compiled ones)", REPAIR),
+    ("nvidia-cutlass-dsl", True, "compiling kernels", REPAIR),
     ("apache-tvm-ffi", True, "loading and calling kernels", REPAIR),
-    ("cuda-python", True, "kernels", REPAIR),
+    ("cuda-python", True, "compiling kernels", REPAIR),
     ("typer", True, "the command line", REPAIR),
     ("rich", True, "the command line", REPAIR),
     ("transformers", False, "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
@@ -84,7 +105,12 @@ PACKAGES = (
 def examine() -> Diagnosis:
     """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
     driver, gpus = _driver()
-    packages = [Package(name, _version(name), needed, purpose, how) for name, needed, purpose, how in PACKAGES]
+    loads_only = _loads_only()
+    packages = [
+        Package(name, _version(name), needed and not (loads_only and name in COMPILING), purpose, how)
+        for name, needed, purpose, how in PACKAGES
+    ]
+    kernels, lookup, unready = _kernels()
     return Diagnosis(
         python=platform.python_version(),
         system=platform.platform(),
@@ -93,7 +119,9 @@ def examine() -> Diagnosis:
         gpus=gpus,
         packages=packages,
         runs=_runs(),
-        advice=_advice(driver, gpus, packages),
+        kernels=kernels,
+        lookup=lookup,
+        advice=unready + _advice(driver, gpus, packages),
     )
 
 
@@ -102,6 +130,44 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _loads_only() -> bool:
+    """Whether this is an environment for kernels compiled elsewhere: the DSL's runtime library and no compiler."""
+    try:
+        return toolchain.runtime_library().exists() and not toolchain.can_compile()
+    except KernelError:
+        return False
+
+
+def _kernels() -> tuple[list[Ready], str, list[str]]:
+    """Kernels that are ready; where they are looked for, and what happens to others; what is wrong with that."""
+    folder, jit = os.environ.get("DUALKV_KERNEL_DIR"), os.environ.get("DUALKV_JIT") != "0"
+    places = [f"DUALKV_KERNEL_DIR={folder}"] if folder else []
+    lookup = f"kernels are looked for in {' and then '.join([*places, f'the cache {store.cache_dir()}'])}; others are "
+    lookup += "compiled at their first use, seconds each" if jit else "refused, because DUALKV_JIT=0"
+    unready = []
+    try:
+        found = [_ready(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
+        if folder and (unusable := precompiled.unusable(Path(folder))):
+            name, why = min(unusable.items())
+            unready.append(
+                f"{len(unusable)} of the kernels in {folder} are not used here ({name} {why}): "
+                "run dualkv precompile again, with this version"
+            )
+        if jit and (lacking := compile.cannot_compile()):
+            unready.append(f"kernels cannot be compiled: {lacking}")
+    except KernelError as e:
+        return [], lookup, [str(e)]
+    return [ready for ready in found if ready.forward or ready.backward], lookup, unready
+
+
+def _ready(dtype: str, head_dim: int) -> Ready:
+    def whole(deterministic: bool) -> bool:
+        return all(store.where(spec) for spec in backward_specs(dtype, head_dim, deterministic).present)
+
+    ratios = [h for h in range(1, MAX_PACKED_HEADS + 1) if store.where(forward_spec(dtype, head_dim, h))]
+    return Ready(dtype, head_dim, ratios, whole(False), whole(True))
 
 
 def _driver() -> tuple[str | None, list[str]]:
