@@ -14,12 +14,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dualkv import hopper
 from dualkv.attention import attention
 from dualkv.layout import IntArray, Layout, Lengths, _cumulative, positions
 from dualkv.ops import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP
 
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LAYOUTS_KEPT = 16  # of the last calls with other lengths: as many micro-batches may take turns without new plans
 
 
@@ -137,7 +140,10 @@ def _unmasked(
     q: torch.Tensor, k_context: torch.Tensor, v_context: torch.Tensor, k_decoded: torch.Tensor, v_decoded: torch.Tensor,
     q_lens: IntArray, k_lens: IntArray, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Every query against its whole sequence: PyTorch's own attention, one sequence at a time."""
+    """Every query against its whole sequence: PyTorch's own attention, one sequence at a time.
+
+    Not cuDNN's, which fails on tensors that do not begin at a multiple of 16 bytes; for the others such are copied.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     contexts = [x.to(wide) for x in (k_context, v_context)]  # gradients of all sequences add up in fp32
     outs = []
@@ -145,12 +151,20 @@ def _unmasked(
         q.split(q_lens.tolist()), k_decoded.split(k_lens.tolist()), v_decoded.split(k_lens.tolist()), strict=True
     ):
         whole = [torch.cat([x.to(y.dtype), y]) for x, y in zip(contexts, decoded, strict=True)]
-        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (query, *whole)]
-        out = F.scaled_dot_product_attention(
-            heads_first[0], heads_first[1], heads_first[2], scale=scale, enable_gqa=True
-        )
-        outs.append(out.squeeze(0).transpose(0, 1))
+        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (hopper.tma_ready(query), *whole)]
+        with sdpa_kernel(BACKENDS):
+            out = F.scaled_dot_product_attention(
+                heads_first[0], heads_first[1], heads_first[2], scale=scale, enable_gqa=True
+            )
+        out = out.squeeze(0).transpose(0, 1)
+        if out.requires_grad:
+            out.register_hook(_aligned)
+        outs.append(out)
     return torch.cat([q[:0], *outs])
+
+
+def _aligned(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else hopper.tma_ready(grad)
 
 
 # ---------------------------------------------------------------- lengths on the host
