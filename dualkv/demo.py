@@ -332,8 +332,7 @@ class _Demo:
         model = self.model
         in_dtype(model, torch.float64 if settings.dtype in TOLERANCE else torch.float32)
         recompute_layers(model)
-        trainer = PolicyTrainer(
-            model, "replicated", settings.objective, longest_sequence(rollouts), settings.learning_rate
-        )
-        prepared = trainer.prepare(rollouts)  # before the first update the policy is the reference too
-        return trainer.gradients(replace(prepared, ref_logp=prepared.old_logp if settings.objective.kl_coef else None))
+        # Before the first update the policy is the reference too: the KL term is 0, and so is its gradient.
+        objective = replace(settings.objective, kl_coef=0.0)
+        trainer = PolicyTrainer(model, "replicated", objective, longest_sequence(rollouts), settings.learning_rate)
+        return trainer.gradients(trainer.prepare(rollouts, only_first=True))

@@ -146,12 +146,15 @@ def longest_sequence(rollouts: Rollouts) -> int:
 # ---------------------------------------------------------------------- the update
 @dataclass(frozen=True)
 class Prepared:
-    """Rollouts with all that is fixed before the first update on them; per-token tensors are [M] on the device."""
+    """Rollouts with all that is fixed before the first update on them; per-token tensors are [M] on the device.
+
+    `old_logp` None: those of the policy as it is, which holds for the first update.
+    """
 
     micro_batches: list[ModelBatch]
     advantages: torch.Tensor
     weights: torch.Tensor
-    old_logp: torch.Tensor
+    old_logp: torch.Tensor | None
     ref_logp: torch.Tensor | None
 
 
@@ -170,6 +173,12 @@ class Gradients:
     loss: float
     metrics: dict[str, float]
     of: dict[str, torch.Tensor]
+
+
+def _in_place(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """(places, values) of every micro-batch as one [M]."""
+    places, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return torch.empty_like(values).index_copy_(0, places, values)
 
 
 class PolicyTrainer:
@@ -217,8 +226,12 @@ class PolicyTrainer:
         self.seconds = self._watch.seconds
         self.memory = PeakMemory(model.device)
 
-    def prepare(self, rollouts: Rollouts) -> Prepared:
+    def prepare(self, rollouts: Rollouts, only_first: bool = False) -> Prepared:
         """Micro-batches, advantages, and log-probs under the policy as it is and under the reference policy.
+
+        Args:
+            rollouts: of any number of groups.
+            only_first: for one update alone, whose old policy is the policy itself: spares the old log-probs.
 
         Raises:
             ValueError: no response tokens, a budget that is too small, rewards that are not finite.
@@ -234,9 +247,10 @@ class PolicyTrainer:
         with self._measured():
             with self._watch.phase("packing"):
                 micro_batches = WAYS[self.way](rollouts, self.budget, device)
-            with self._watch.phase("old log-probs"):
-                old_logp = self._logprobs(self.model, micro_batches, "old log-probs")
-            ref_logp = None
+            old_logp = ref_logp = None
+            if not only_first:
+                with self._watch.phase("old log-probs"):
+                    old_logp = self._logprobs(self.model, micro_batches, "old log-probs")
             if self.reference is not None:
                 with self._watch.phase("reference log-probs"):
                     ref_logp = self._logprobs(self.reference, micro_batches, "reference log-probs")
@@ -244,7 +258,7 @@ class PolicyTrainer:
 
     def gradients(self, prepared: Prepared) -> Gradients:
         """Loss and gradients of one update, accumulated over its micro-batches; :meth:`step` applies them."""
-        logp = torch.empty_like(prepared.old_logp)
+        logp: list[tuple[torch.Tensor, torch.Tensor]] = []
         totals: dict[str, torch.Tensor] = {}
         self.model.train()
         with self._measured():
@@ -253,14 +267,14 @@ class PolicyTrainer:
                     loss, metrics, part = self._loss(batch, prepared)
                 with self._watch.phase("backward"):
                     loss.backward()
-                logp[batch.places] = part
+                logp.append((batch.places, part))
                 for name, value in metrics.items():
                     totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.double()
                 del loss, metrics, part  # the graph, before the next one is built
         self.model.eval()
         sums = {name: value.item() for name, value in totals.items()}
         of = {n: p.grad.to("cpu", copy=True) for n, p in self.model.named_parameters() if p.grad is not None}
-        return Gradients(logp.cpu(), sums.pop("loss"), sums, of)
+        return Gradients(_in_place(logp).cpu(), sums.pop("loss"), sums, of)
 
     def step(self) -> dict[str, torch.Tensor]:
         """The optimizer's step on the gradients at hand; returns the new weights by name, on the CPU."""
@@ -287,7 +301,7 @@ class PolicyTrainer:
         weights = prepared.weights[at]
         loss, metrics = policy_loss(
             logp,
-            prepared.old_logp[at],
+            logp.detach() if prepared.old_logp is None else prepared.old_logp[at],
             prepared.advantages[at],
             weights,
             objective.clip_low,
@@ -301,9 +315,7 @@ class PolicyTrainer:
     @torch.no_grad()
     def _logprobs(self, model: PreTrainedModel, micro_batches: Sequence[ModelBatch], what: str) -> torch.Tensor:
         """[M] log-probs of the response tokens."""
-        parts = [(b.places, b.logprobs(model)[0]) for b in self._tracked(micro_batches, what)]
-        places, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return torch.empty_like(values).index_copy_(0, places, values)
+        return _in_place([(b.places, b.logprobs(model)[0]) for b in self._tracked(micro_batches, what)])
 
     def _tracked(self, micro_batches: Sequence[ModelBatch], what: str) -> Iterable[ModelBatch]:
         return self._track(micro_batches, f"{self.way}: {what}", len(micro_batches))

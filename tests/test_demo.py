@@ -109,6 +109,13 @@ def test_half_precision_is_judged_by_a_wider_dtype() -> None:
     assert unchecked.to_truth == {}
 
 
+def test_the_check_computes_the_same_update(tmp_path: Path) -> None:
+    path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
+    result = run_demo(DemoSettings(rollouts=path, dtype="float64", check=True, steps=1, device="cpu"))
+    for away in result.to_truth.values():
+        assert max(away.logp, away.loss, away.gradients) < 1e-10
+
+
 def test_rollouts_from_a_file_are_checked_too(tmp_path: Path) -> None:
     path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
     result = run_demo(DemoSettings(rollouts=path, dtype="bfloat16", steps=1, device="cpu"))
