@@ -8,14 +8,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-if not find_spec("verl"):
-    collect_ignore_glob = ["test_*.py"]
 
 ROOT = Path(__file__).parents[3]
 # Read when veRL is imported, here and in the workers.

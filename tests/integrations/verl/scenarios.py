@@ -25,6 +25,7 @@ ONE: dict[str, dict[str, Any]] = {
     "moe-fused": PACKED | MOE | {"fused": "torch", "budget": ROOMY},
     "fsdp1": PACKED | {"strategy": "fsdp", "budget": TIGHT},
     "no-checkpointing": PACKED | {"checkpointing": False},
+    "keep-attention": PACKED | {"keep_attention": True},
     "bucket": PACKED | {"pad_to": 64},
     "offload": PACKED | {"engine": {"param_offload": True, "optimizer_offload": True}},
     "no-remove-padding": PACKED | {"remove_padding": False},
@@ -50,8 +51,21 @@ TWO: dict[str, dict[str, Any]] = {
 TRUNCATED = [(5, [0, 0, 0, 0]), (9, [0, 0, 0]), (1, [0]), (3, [0] * 8)]
 SECOND_RANK_LONG = [(1, [4, 9, 1, 2]), (30, [5, 1, 1, 1]), (5, [4, 2, 1, 1]), (9, [3, 4, 5, 1])]
 
+# The README's lines, and what a machine without a GPU needs.
+OVERRIDES = [
+    "+actor_rollout_ref.model.model_type=dualkv",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=4",
+    "+actor_rollout_ref.model.load_tokenizer=False",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+]
+
 # What must be survived, and what veRL has to compute itself.
 ONE_MORE: dict[str, dict[str, Any]] = {
+    "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},
     "one-token-differs": PACKED | {"run": "scored", "differs": [4, 11], "budget": ROOMY},
     "stock-one-token-differs": STOCK | {"run": "scored", "differs": [4, 11]},

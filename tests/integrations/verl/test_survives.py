@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
+
 from tests.integrations.verl.test_equivalence import distance, of_all_ranks
 
 Results = Callable[[str], list[dict[str, Any]]]
@@ -86,3 +88,9 @@ def test_all_ranks_fall_back_with_one(results: Results) -> None:
     ]
     stock = results("stock")
     assert (of_all_ranks(found, "log_probs") - of_all_ranks(stock, "log_probs")).abs().max() < 1e-5
+
+
+def test_configuration_chooses_the_engine(results: Results) -> None:
+    found = results("from-configuration")[0]
+    assert "error" not in found
+    assert found["actor"] == found["ref"] == "DualKVEngine FSDPQwen3ForCausalLM"

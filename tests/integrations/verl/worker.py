@@ -14,10 +14,14 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import verl
+from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
+from torch.distributed.fsdp import OffloadPolicy
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
@@ -27,10 +31,11 @@ from verl.workers.config import (
     HFModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine_workers import TrainingWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from dualkv import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
@@ -78,7 +83,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         enable_gradient_checkpointing=s.get("checkpointing", True),
         override_config={"attn_implementation": "sdpa"},
         use_fused_kernels=fused is not None,
-        fused_kernel_options={"impl_backend": fused},
+        fused_kernel_options={"impl_backend": fused, "dualkv_keep_attention": s.get("keep_attention", False)},
         **s.get("model_options", {}),
     )
     worker = TrainingWorker(
@@ -139,8 +144,9 @@ def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     worker = make_worker(s, models)
     data = rollouts_of(s, worker)
     found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
-    found["metrics"] = train(worker, data)
-    return found | {"weights": weights(worker)}
+    with patch.object(reference, "forward", wraps=reference.forward) as attention:
+        found["metrics"] = train(worker, data)
+    return found | {"weights": weights(worker), "attention_calls": attention.call_count}
 
 
 def scored(s: dict[str, Any], models: Path) -> dict[str, Any]:
@@ -185,6 +191,22 @@ def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
     other = make_worker(s, models)
     other.load_checkpoint(saved)
     return found | {"metrics_after": train(other, data), "weights_after": weights(other)}
+
+
+def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """The engines that veRL makes from `s["overrides"]` of its trainer's configuration."""
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        config = compose("ppo_trainer", [*s["overrides"], f"actor_rollout_ref.model.path={models / 'dense'}"])
+    found = {}
+    # The reference policy lies in pinned memory, which only machines with a GPU have.
+    pinned = patch("verl.workers.engine.fsdp.transformer_impl.CPUOffloadPolicy", lambda pin_memory: OffloadPolicy())
+    for role in ("actor", "ref"):
+        worker = ActorRolloutRefWorker(config.actor_rollout_ref, role)
+        with pinned:
+            worker.init_model()
+        engine = getattr(worker, role).engine
+        found[role] = f"{type(engine).__name__} {type(engine.module).__name__}"
+    return found
 
 
 class _Log(logging.Handler):

@@ -1,0 +1,151 @@
+"""Trainers that keep groups whole, and the configuration lines that choose them."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
+
+import verl
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+
+from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
+from dualkv.integrations.verl.data import Rollouts
+from dualkv.integrations.verl.work import packed, replicated
+
+
+def random_rollouts(seed: int, groups: int, size: int | None = None) -> Rollouts:
+    """Shuffled; `size` responses a prompt, or 1 to 8."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 9, groups) if size is None else np.full(groups, size)
+    group = np.repeat(np.arange(groups), sizes)
+    prompts = rng.integers(1, 4000, groups)[group]
+    order = rng.permutation(len(group))
+    return rollouts_by_tag(group[order].tolist(), prompts[order].tolist(), rng.integers(0, 3000, len(group)).tolist())
+
+
+def parts_of(rollouts: Rollouts, order: list[list[int]], updates: int) -> int:
+    """(group, update of a rank) pairs: as many as there are groups, if none is cut."""
+    return sum(len(set(rollouts.group[part])) for rank in order for part in np.array_split(np.array(rank), updates))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_of_equal_size_stay_whole(seed: int) -> None:
+    rollouts = random_rollouts(seed, groups=48, size=8)
+    order = balance(rollouts, num_ranks=4, num_updates=3)
+    assert parts_of(rollouts, order, 3) == 48
+    assert [len(rank) for rank in order] == [96] * 4
+    assert sorted(i for rank in order for i in rank) == list(range(384))
+    loads = [work.workload for work in rank_works(rollouts, order, 3)]
+    assert max(loads) < 1.03 * np.mean(loads)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ragged_groups_are_hardly_cut(seed: int) -> None:
+    rollouts = random_rollouts(seed, groups=60)
+    size = len(rollouts) // 8 * 8
+    kept = [rollouts.prompt_lens[:size], rollouts.response_lens[:size], rollouts.group[:size]]
+    rollouts = Rollouts(*kept)
+    order = balance(rollouts, num_ranks=4, num_updates=2)
+    assert sorted(i for rank in order for i in rank) == list(range(size))
+    # Eight parts are to be filled exactly: at most one cut for each.
+    assert parts_of(rollouts, order, 2) <= len(set(rollouts.group)) + 8
+
+
+def test_a_group_larger_than_a_ranks_update_is_cut() -> None:
+    rollouts = rollouts_by_tag(["a"] * 8, [100] * 8, [10] * 8)
+    order = balance(rollouts, num_ranks=2, num_updates=2)
+    assert [len(rank) for rank in order] == [4, 4]
+    assert [work.tokens for work in rank_works(rollouts, order, 2)] == [2 * 100 + 40] * 2
+
+
+def test_rollouts_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 6 rollouts, expected a multiple of 2 ranks times 2 updates"):
+        balance(rollouts_by_tag(["a"] * 6, [1] * 6, [1] * 6), num_ranks=2, num_updates=2)
+
+
+def test_work_of_packed_rows() -> None:
+    """Squares count the pairs of which one sees the other twice, as the square of a length does of causal attention."""
+    rollouts = rollouts_by_tag(["a", "b", "a"], [3, 5, 3], [2, 0, 4])
+    assert replicated(rollouts).tokens == 5 + 5 + 7
+    assert replicated(rollouts).squares == 25 + 25 + 49
+    assert packed(rollouts).tokens == 3 + 2 + 4 + 5
+    # Of 2 and 4 tokens behind a prompt of 3, which is counted once.
+    assert packed(rollouts).squares == 25 + 49 - 9 + 25
+
+
+def test_flops_are_verls_for_replicated_rollouts() -> None:
+    from transformers import Qwen3Config
+    from verl.utils.flops_counter import FlopsCounter
+
+    counter = FlopsCounter(Qwen3Config())
+    rollouts = random_rollouts(0, groups=5)
+    lengths = (rollouts.prompt_lens + rollouts.response_lens).tolist()
+    assert replicated(rollouts).flops(counter) == pytest.approx(counter.estimate_flops(lengths, 1.0)[0], rel=1e-9)
+
+
+# ---------------------------------------------------------------- trainers
+CONFIG = {
+    "trainer": {"v1": {"trainer_mode": "dualkv_sync", "sync": {}}, "critic_warmup": 0},
+    "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 4, "shuffle": False}, "rollout": {"n": 4}},
+}
+
+
+def test_batch_is_cut_into_whole_groups() -> None:
+    """What the trainer hands on, cut as veRL's dispatch and mini-batches cut it: 2 ranks, 2 updates of 16 rollouts."""
+    rollouts = random_rollouts(3, groups=8, size=4)
+    tags = [
+        {"prompt_len": p, "response_len": r, "seq_len": p + r}
+        for p, r in zip(rollouts.prompt_lens.tolist(), rollouts.response_lens.tolist(), strict=True)
+    ]
+    keys = [f"a_uid-{g}_{i}_0" for i, g in enumerate(rollouts.group.tolist())]
+    batch = KVBatchMeta(keys=keys, tags=tags, partition_id="train")
+    trainer = object.__new__(get_trainer_cls("dualkv_sync"))
+    trainer.config = OmegaConf.create(CONFIG)
+    trainer.use_critic, trainer.global_steps, trainer.tokenizer = False, 1, SimpleNamespace(eos_token_id=0)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
+    metrics: dict[str, Any] = {}
+    batch = trainer._balance_batch(batch, metrics)
+    assert sorted(batch.keys) == sorted(keys)
+    assert [dict(zip(keys, tags, strict=True))[key] for key in batch.keys] == batch.tags
+    updates = [batch.keys[at : at + 8] for at in range(0, 32, 8)]
+    assert [len({key.split("_")[1] for key in update}) for update in updates] == [2] * 4
+    assert metrics["dualkv/tokens_packed_all_ranks"] == packed(rollouts).tokens
+    assert 1 <= metrics["dualkv/balance_slowest_over_mean"] < 1.2
+    assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
+
+
+def test_trainer_is_verls_to_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))
+    trainer = get_trainer_cls("dualkv_sync")(OmegaConf.create(CONFIG))
+    assert trainer.config.trainer.v1.trainer_mode == "sync"
+    shuffled = OmegaConf.merge(OmegaConf.create(CONFIG), {"actor_rollout_ref": {"actor": {"shuffle": True}}})
+    with pytest.warns(UserWarning, match="dualkv: actor.shuffle spreads the rollouts of a prompt over updates"):
+        get_trainer_cls("dualkv_sync")(shuffled)
+
+
+def test_plugin_is_found_by_its_entry_point() -> None:
+    found = [e.value for e in entry_points(group="verl.plugins") if e.name == "dualkv"]
+    assert found == ["dualkv.integrations.verl"]
+
+
+def test_lines_of_the_documentation_are_verls() -> None:
+    """The configuration that docs/verl.md shows, composed by veRL's own entry point's configuration."""
+    text = (Path(__file__).parents[3] / "docs/verl.md").read_text()
+    lines = text.split("```bash\n")[1].split("```")[0].replace("\\\n", " ").split()
+    overrides = [word for word in lines if "=" in word]
+    assert "+actor_rollout_ref.model.model_type=dualkv" in overrides
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        config = compose("ppo_trainer", overrides)
+    assert get_trainer_cls(config.trainer.v1.trainer_mode).stock_mode == "sync"
+    assert config.actor_rollout_ref.model._target_ == "verl.workers.config.HFModelConfig"
+    assert config.actor_rollout_ref.model.model_type == "dualkv"
