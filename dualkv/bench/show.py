@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from dualkv.bench.run import REFERENCE
+from dualkv.bench.sides import SIDES
 
 COLUMNS = (
     ("ms", "sustained_ms", ".3f"),
@@ -23,7 +23,7 @@ COLUMNS = (
     ("host µs", "host_us", ".0f"),
 )
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
-COLORS = ("#1f6feb", "#79b8ff", "#8a8f98", "#c3c7cc", "#d97706", "#f2b66d", "#2da44e", "#a371f7")
+COLORS = ("#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#8a8f98", "#c3c7cc")  # of all sides
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -87,17 +87,19 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
 
     results = report["results"]
     directions = [d for d in DIRECTIONS if any(r["direction"] == d for r in results)]
-    names = list(dict.fromkeys(n for r in results for n, side in r["sides"].items() if "sustained_tflops" in side))
-    color = dict(zip(names, itertools.cycle(COLORS), strict=False))
+    measured = {name for r in results for name, side in r["sides"].items() if "sustained_tflops" in side}
+    color = {name: color for name, color in zip(SIDES, COLORS, strict=True) if name in measured}
+    names = list(color)
     workloads = list(dict.fromkeys(r["workload"]["name"] for r in results))
     width = max(7.0, 1.5 + 0.22 * len(names) * len(workloads))
-    figure = Figure(figsize=(width, 1 + 3 * len(directions)), layout="constrained")
+    figure = Figure(figsize=(width, 1.2 + 2.3 * len(directions)), layout="constrained")
     for axes, direction in zip(figure.subplots(len(directions), 1, squeeze=False)[:, 0], directions, strict=True):
         of = {r["workload"]["name"]: r["sides"] for r in results if r["direction"] == direction}
         for i, name in enumerate(names):
             speeds = [of.get(w, {}).get(name, {}).get("sustained_tflops", 0.0) for w in workloads]
             places = [x + (i - (len(names) - 1) / 2) * 0.8 / len(names) for x in range(len(workloads))]
-            axes.bar(places, speeds, 0.8 / len(names), color=color[name])
+            bars = axes.bar(places, speeds, 0.8 / len(names), color=color[name])
+            axes.bar_label(bars, [f"{speed:.0f}" if speed else "" for speed in speeds], fontsize=7)
         axes.set_ylabel(f"{DIRECTIONS[direction]}\nTFLOP/s")
         axes.set_xticks(range(len(workloads)), workloads, rotation=20 if len(workloads) > 3 else 0, ha="center")
         axes.spines[["top", "right"]].set_visible(False)
