@@ -54,7 +54,7 @@ def replicated(rollouts: Rollouts) -> Work:
 
 
 def packed(rollouts: Rollouts) -> Work:
-    """Every group with one prompt."""
-    prompts = rollouts.prompt_lens[np.unique(rollouts.group, return_index=True)[1]]
-    p, r = rollouts.prompt_lens, rollouts.response_lens
-    return Work(int(prompts.sum() + r.sum()), int((prompts**2).sum() + (r * (r + 2 * p)).sum()))
+    """Every group with one prompt, whose last token each response repeats."""
+    shared, private = rollouts.prompt_lens - 1, rollouts.response_lens + 1
+    once = shared[np.unique(rollouts.group, return_index=True)[1]]
+    return Work(int(once.sum() + private.sum()), int((once**2).sum() + (private * (private + 2 * shared)).sum()))

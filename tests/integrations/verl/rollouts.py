@@ -51,8 +51,8 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     """The rollouts of `rank`, without padding, as veRL's trainer sends them: of each update's eight an equal share.
 
-    Read from the scenario `s`: `groups`; `temperature`, one number or "ragged" for one a rollout; `padded` for the way
-    over veRL's padded form.
+    Read from the scenario `s`: `groups`; `interleaved`; `differs`, the rollout and token of a prompt to change;
+    `temperature`, one number or "ragged" for one a rollout; `padded` for the way over veRL's padded form.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -73,6 +73,8 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
         prompts[i][at] += 1
 
     mine = [i for i in range(len(prompts)) if (i % UPDATE) * ranks // UPDATE == rank]
+    if s.get("interleaved"):  # the rollouts of a prompt apart from each other
+        mine.sort(key=lambda i: (i // UPDATE, 3 * i % UPDATE))
     prompts, responses, noise = ([x[i] for i in mine] for x in (prompts, responses, noise))
     of_responses = {
         "response_mask": [torch.ones_like(r) for r in responses],

@@ -15,6 +15,7 @@ ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-moe": STOCK | MOE,
     "stock-ragged-temperature": STOCK | {"temperature": "ragged"},
+    "stock-interleaved": STOCK | {"interleaved": True},
     "stock-bf16": STOCK | {"param_dtype": "bf16"},
     "fixed": PACKED,
     "fixed-one-by-one": PACKED | {"rollouts": 1},
@@ -31,6 +32,7 @@ ONE: dict[str, dict[str, Any]] = {
     "no-remove-padding": PACKED | {"remove_padding": False},
     "padded": PACKED | {"padded": True, "budget": TIGHT},
     "ragged-temperature": PACKED | {"temperature": "ragged", "budget": TIGHT},
+    "interleaved": PACKED | {"interleaved": True, "budget": TIGHT},
     "bf16": PACKED | {"param_dtype": "bf16", "budget": ROOMY},
 }
 
@@ -63,8 +65,17 @@ OVERRIDES = [
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
 ]
 
+BENCH = {
+    "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
+    "micro_batch": None, "max_tokens": 110, "strategy": "fsdp2", "sequence_parallel": 1,
+    "attention": "sdpa", "fused_head": True, "checkpointing": True, "keep_attention": True, "offload": False,
+    "dtype": "bf16", "updates": 1,
+}  # fmt: skip
+
 # What must be survived, and what veRL has to compute itself.
 ONE_MORE: dict[str, dict[str, Any]] = {
+    "bench": {"run": "bench", "settings": BENCH},
+    "bench-verl": {"run": "bench", "settings": BENCH | {"engine": "verl", "max_tokens": 300, "fused_head": False}},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},
     "one-token-differs": PACKED | {"run": "scored", "differs": [4, 11], "budget": ROOMY},

@@ -36,14 +36,14 @@ def test_one_token_differs_in_a_declared_group(results: Results) -> None:
         " prompts only"
     ]
     assert (found["log_probs"] - stock["log_probs"]).abs().max() < 1e-5
-    assert found["infer_metrics"]["dualkv/tokens_packed"] == 165 + 23
+    assert found["infer_metrics"]["dualkv/tokens_packed"] == 175 + 22
 
 
 def test_all_responses_truncated_to_nothing(results: Results) -> None:
     found = results("truncated-to-nothing")[0]
     assert "error" not in found
     assert found["log_probs"].shape == (16, 0)
-    assert found["metrics"]["dualkv/tokens_packed"] == (5 + 9 + 1 + 3) / 2
+    assert found["metrics"]["dualkv/tokens_packed"] == ((4 + 4) + (8 + 3) + 1 + (2 + 8)) / 2
     # No token, no loss: veRL skips an update whose gradient is not finite.
     assert distance(found["weights"], found["before"]) == 0
 
@@ -94,3 +94,13 @@ def test_configuration_chooses_the_engine(results: Results) -> None:
     found = results("from-configuration")[0]
     assert "error" not in found
     assert found["actor"] == found["ref"] == "DualKVEngine FSDPQwen3ForCausalLM"
+
+
+def test_bench_measures_both_engines(results: Results) -> None:
+    ours, verls = results("bench")[0], results("bench-verl")[0]
+    assert ours["replicated_tokens"] == verls["replicated_tokens"] == 4 * 70
+    assert ours["metrics"]["dualkv/tokens_packed"] == 59 + 4 * 11
+    assert set(verls["metrics"]) == {"mfu"}
+    for found in (ours, verls):
+        assert len(found["seconds"]["each"]) == 1
+        assert found["replicated_tokens_per_second"] == pytest.approx(280 / found["seconds"]["median"])

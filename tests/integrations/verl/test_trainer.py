@@ -65,7 +65,7 @@ def test_a_group_larger_than_a_ranks_update_is_cut() -> None:
     rollouts = rollouts_by_tag(["a"] * 8, [100] * 8, [10] * 8)
     order = balance(rollouts, num_ranks=2, num_updates=2)
     assert [len(rank) for rank in order] == [4, 4]
-    assert [work.tokens for work in rank_works(rollouts, order, 2)] == [2 * 100 + 40] * 2
+    assert [work.tokens for work in rank_works(rollouts, order, 2)] == [2 * (99 + 2 * 11)] * 2
 
 
 def test_rollouts_that_ranks_cannot_share_are_refused() -> None:
@@ -78,9 +78,9 @@ def test_work_of_packed_rows() -> None:
     rollouts = rollouts_by_tag(["a", "b", "a"], [3, 5, 3], [2, 0, 4])
     assert replicated(rollouts).tokens == 5 + 5 + 7
     assert replicated(rollouts).squares == 25 + 25 + 49
-    assert packed(rollouts).tokens == 3 + 2 + 4 + 5
-    # Of 2 and 4 tokens behind a prompt of 3, which is counted once.
-    assert packed(rollouts).squares == 25 + 49 - 9 + 25
+    assert packed(rollouts).tokens == (2 + 3 + 5) + (4 + 1)
+    # Of 2 and 4 tokens behind a prompt of 3, all of which but the last token is counted once.
+    assert packed(rollouts).squares == 25 + 49 - 4 + 25
 
 
 def test_flops_are_verls_for_replicated_rollouts() -> None:

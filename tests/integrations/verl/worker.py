@@ -37,6 +37,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from dualkv import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
+from tools import bench_verl
 
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
 
@@ -207,6 +208,13 @@ def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
         engine = getattr(worker, role).engine
         found[role] = f"{type(engine).__name__} {type(engine.module).__name__}"
     return found
+
+
+def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
+    for model, forward in FORWARDS.items():
+        model.forward = forward
+    engine, algorithm = bench_verl.Engine(s["settings"]["engine"]), bench_verl.Algorithm.DAPO
+    return bench_verl.measure(bench_verl.Settings(**s["settings"] | {"engine": engine, "algorithm": algorithm}))
 
 
 class _Log(logging.Handler):
