@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dualkv.hopper import tma_ready
 from dualkv.layout import IntArray, Segments, positions
 
 aten = torch.ops.aten
@@ -91,6 +92,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, D] in q's dtype, lse [H, T] fp32."""
+    q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, and do not check
 
     def call(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
@@ -144,6 +146,7 @@ def backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v; parts are added in fp32."""
+    dout, q, k, v, out = (tma_ready(x) for x in (dout, q, k, v, out))
     no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state and offset of its random numbers
     sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
     with _deterministic(deterministic):

@@ -45,8 +45,10 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0):
     one a query. `roundings` multiplies u, for computations that round partial results too.
     """
     info = torch.finfo(q.dtype)
-    u, tiny = roundings * info.eps / 2, info.smallest_normal * info.eps / 2  # tiny: a subnormal's rounding
-    sums = SUMS[torch.float64 if q.dtype == torch.float64 else torch.float32]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    u, sums = roundings * info.eps / 2, SUMS[wide]
+    # The smallest steps: of subnormals in the inputs' dtype, and what the wide type may flush to zero.
+    tiny = info.smallest_normal * info.eps / 2 + torch.finfo(wide).smallest_normal
     ratio = q.shape[1] // k.shape[1]
     q, k, v, dout = (x.double().transpose(0, 1) for x in (q, k, v, dout))  # [heads, rows, D]
     k, v = (x.repeat_interleave(ratio, 0) for x in (k, v))
@@ -62,21 +64,22 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0):
     p = (scores - lse).exp()
     out = p @ v
     r = 2 * sums * (1 + F.pad(size, (0, 1)).amax(-1, keepdim=True) + lse.abs())
-    p_v, p_sums = p @ v.abs(), sums + tiny  # fp16 leaves P a step of `tiny` even where P is small
+    p_v = p @ v.abs()
     out_bound = (u + r + sums) * p_v + u * out.abs() + tiny * (seen @ v.abs() + 1)
 
     dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True)
     ds = p * (dp - delta)
     dp_size, delta_size = dout.abs() @ v.abs().mT, (dout.abs() * p_v).sum(-1, keepdim=True)
     delta_error = (dout.abs() * out_bound).sum(-1, keepdim=True) + sums * delta_size
-    ds_error = 2 * u * ds.abs() + p * ((r + sums) * (dp_size + delta_size) + delta_error) + tiny * seen
+    ds_error = 2 * u * ds.abs() + p * ((r + sums) * (dp_size + delta_size) + delta_error)
+    ds_error += tiny * (1 + dp_size + delta_size) * seen
     dq, dk, dv = scale * ds @ k, scale * ds.mT @ q, p.mT @ dout
     dq_bound = scale * (ds_error + sums * ds.abs()) @ k.abs()
     dk_bound = scale * (ds_error + sums * ds.abs()).mT @ q.abs()
     dv_bound = (p * (u + r + sums) + tiny * seen).mT @ dout.abs()
 
     def result(value, bound):
-        return Result(value, SLACK * (bound + u * value.abs() + p_sums * tiny + tiny))
+        return Result(value, SLACK * (bound + u * value.abs() + tiny))
 
     kv = {name: (by_kv_head(x), by_kv_head(b)) for name, x, b in (("dk", dk, dk_bound), ("dv", dv, dv_bound))}
     return {

@@ -73,6 +73,24 @@ def test_composition(name, heads, dtype, deterministic):
         assert rel <= 3 * plain_rel + 1e-5, (what, rel, plain_rel)
 
 
+@pytest.mark.parametrize("name", ["ragged", "tree"])
+def test_tensors_that_lie_anyhow(name):
+    """Not at a multiple of 16 bytes (PyTorch's kernels would read where they must not), heads first, wider rows."""
+    layout = LAYOUTS[name]
+    tensors = inputs(layout, 4, 2, 64, torch.bfloat16)
+
+    def run(q, k, v, dout):
+        out, lse = composition.forward(q, k, v, layout._segments, 0.125)
+        return out, lse, *composition.backward(dout, q, k, v, out, lse, layout._segments, 0.125, True)
+
+    want = run(*tensors)
+    shifted = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in tensors]
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    wider = [torch.cat([x, x[..., :4]], -1)[..., :64] for x in tensors]
+    for laid_out in (shifted, heads_first, wider):
+        assert all(map(torch.equal, run(*laid_out), want))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_reference_serves_wide_dtypes(dtype):
     layout = LAYOUTS["ragged"]
