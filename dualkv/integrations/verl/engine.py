@@ -90,6 +90,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         model_config.model_type = "language_model"  # what it is to the rest of veRL
         self._running: Running | None = None
         self._done: tuple[work.Work, work.Work, int] | None = None
+        self._counter = FlopsCounter(model_config.hf_config)
         super().__init__(model_config, *args, **kwargs)
 
     def _build_module(self) -> nn.Module:
@@ -262,15 +263,14 @@ class DualKVEngine(FSDPEngineWithLMHead):
         if self._done is None or not self.is_mp_src_rank_with_outputs():
             return result
         packed, replicated, micro_batches = self._done
-        counter = FlopsCounter(self.model_config.hf_config)
         peak = get_device_flops() * seconds * self.ulysses_sequence_parallel_size
         metrics = {
             "micro_batches": micro_batches,
             "tokens_packed": packed.tokens,
             "tokens_replicated": replicated.tokens,
             "dedup_ratio": replicated.tokens / packed.tokens,
-            "mfu_hardware": packed.flops(counter) * passes / 3 / peak,
-            "mfu_effective": replicated.flops(counter) * passes / 3 / peak,
+            "mfu_hardware": packed.flops(self._counter) * passes / 3 / peak,
+            "mfu_effective": replicated.flops(self._counter) * passes / 3 / peak,
         }
         result["metrics"].update({f"dualkv/{name}": [value] for name, value in metrics.items()})
         return result

@@ -10,11 +10,16 @@ TIGHT, ROOMY = 44, 1000
 STOCK: dict[str, Any] = {"packed": False}
 PACKED: dict[str, Any] = {"packed": True}
 MOE = {"model": "moe"}
+SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
+SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
 
 ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-moe": STOCK | MOE,
     "stock-ragged-temperature": STOCK | {"temperature": "ragged"},
+    "stock-lora": STOCK | {"lora": 4},
+    "stock-sequence-loss": STOCK | SEQUENCE_LOSS,
+    "stock-sum-pi-squared": STOCK | SUM_PI_SQUARED,
     "stock-interleaved": STOCK | {"interleaved": True},
     "stock-bf16": STOCK | {"param_dtype": "bf16"},
     "fixed": PACKED,
@@ -32,6 +37,9 @@ ONE: dict[str, dict[str, Any]] = {
     "no-remove-padding": PACKED | {"remove_padding": False},
     "padded": PACKED | {"padded": True, "budget": TIGHT},
     "ragged-temperature": PACKED | {"temperature": "ragged", "budget": TIGHT},
+    "lora": PACKED | {"lora": 4, "budget": TIGHT},
+    "sequence-loss": PACKED | SEQUENCE_LOSS | {"budget": TIGHT},
+    "sum-pi-squared": PACKED | SUM_PI_SQUARED | {"budget": TIGHT},
     "interleaved": PACKED | {"interleaved": True, "budget": TIGHT},
     "bf16": PACKED | {"param_dtype": "bf16", "budget": ROOMY},
 }

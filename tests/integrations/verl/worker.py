@@ -29,6 +29,7 @@ from verl.workers.config import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
+    PolicyLossConfig,
     TrainingWorkerConfig,
 )
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -39,6 +40,7 @@ from dualkv import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 from tools import bench_verl
 
+SCORES = ("log_probs", "entropy", "sum_pi_squared")
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
 
 
@@ -74,7 +76,8 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         entropy_coeff=0.01,
         fsdp_config=engine,
         optim=optimizer,
-        **s.get("actor", {}),
+        policy_loss=PolicyLossConfig(loss_mode=s.get("loss", "vanilla")),
+        loss_agg_mode=s.get("mean", "token-mean"),
     )
     fused = s.get("fused")
     model = HFModelConfig(
@@ -85,7 +88,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         override_config={"attn_implementation": "sdpa"},
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep_attention": s.get("keep_attention", False)},
-        **s.get("model_options", {}),
+        lora_rank=s.get("lora", 0),
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -114,7 +117,7 @@ def score(worker: Any, data: TensorDict) -> dict[str, Any]:
         found = found.get() if found is not None else None
     if found is None:
         return {}
-    values = {name: no_padding_2_padding(found[name], data) for name in ("log_probs", "entropy")}
+    values = {name: no_padding_2_padding(found[name], data) for name in SCORES if name in found}
     return values | {"infer_metrics": numbers(tu.get(found, "metrics"))}
 
 
