@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import cold_start
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "deployment.md")
 UPDATES = {
     "update-cpu": "tiny Qwen3, fp32, 2 CPU cores",
     "update-h200-composition": "Qwen3-0.6B, bf16, H200, PyTorch's attention composed",
+    "update-h200-p4096": "Qwen3-0.6B, bf16, H200, kernels",
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
 }
 OURS, PEER = "dualkv", "fa4-3-calls"
@@ -32,7 +35,10 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def updates() -> str:
-    """One GRPO update each: tokens, seconds and peak memory, replicated and packed."""
+    """One GRPO update each: tokens, seconds and peak memory, replicated and packed.
+
+    Last: how far log-probs and gradients of the packed way are from a wider dtype, in units of the replicated way's.
+    """
     rows = []
     for name, what in UPDATES.items():
         run = _load(name)
@@ -41,13 +47,14 @@ def updates() -> str:
         row.append(f"{a['tokens'][0]:,} / {b['tokens'][0]:,}")
         ratio = a["total_seconds"] / b["total_seconds"]
         row.append(f"{a['total_seconds']:.2f} / {b['total_seconds']:.2f} s ({ratio:.1f}x)")
-        if a["peak_bytes"] and b["peak_bytes"]:
-            memory = f"{a['peak_bytes'] / 2**30:.1f} / {b['peak_bytes'] / 2**30:.1f} GiB"
-            row.append(f"{memory} ({a['peak_bytes'] / b['peak_bytes']:.1f}x)")
-        else:
-            row.append("not recorded")
+        memory = f"{a['peak_bytes'] / 2**30:.1f} / {b['peak_bytes'] / 2**30:.1f} GiB"
+        row.append(f"{memory} ({a['peak_bytes'] / b['peak_bytes']:.1f}x)")
+        away = run["to_truth"]
+        ratios = [away["packed"][what] / away["replicated"][what] for what in ("logp_rms", "gradients") if away]
+        row.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append(row)
-    return _markdown(("one update", "P, N x R", "tokens", "time", "peak memory above the weights"), rows)
+    head = ["one update", "P, N x R", "tokens", "time", "peak memory above the weights"]
+    return _markdown([*head, "distance from fp32*"], rows)
 
 
 def _against_peer(name: str) -> str:
@@ -76,6 +83,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward": lambda: _against_peer("forward-h200"),
     "head-dims": lambda: _against_peer("forward-h200-head-dims"),
     "peers": peers,
+    "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
 
 
