@@ -37,9 +37,9 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     """Write `kernel.so`, `kernel.cubin` and `kernel.ptx` of `spec` into `folder`, which exists.
 
     Returns:
-        What the compiler says: ptxas version, registers a thread, stack and spilled bytes, threads and dynamic shared
-        memory of a CTA (bytes), CTAs that an SM holds, and the codes of ptxas warnings about wgmma (C7512 and the like:
-        products run one by one).
+        What the compiler says: ptxas version, registers a thread, stack and spilled bytes, threads, dynamic and static
+        shared memory of a CTA (bytes), CTAs that an SM holds, and the codes of ptxas warnings about wgmma (C7512 and
+        the like: products run one by one).
 
     Raises:
         KernelError: no compiler or linker here, or the compile failed; says which and why.
@@ -73,8 +73,8 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     own = cubin.resources((folder / "kernel.cubin").read_bytes())
     if (own.registers, own.stack) != (found["registers"], found["stack"]):
         raise KernelError(f"compiling {spec} failed: ptxas reported {found}, its cubin says {own}")
-    ctas = cubin.ctas_per_sm(own.registers, own.threads, found["shared_memory"])
-    return found | {"threads": own.threads, "ctas_per_sm": ctas}
+    ctas = cubin.ctas_per_sm(own.registers, own.threads, own.static_shared_memory + found["shared_memory"])
+    return found | {"threads": own.threads, "static_shared_memory": own.static_shared_memory, "ctas_per_sm": ctas}
 
 
 def ptxas_report(text: str) -> dict[str, Any]:

@@ -24,15 +24,18 @@ SM_SHARED_MEMORY, SHARED_MEMORY_UNIT, SYSTEM_SHARED_MEMORY = 228 * 1024, 128, 10
 # Attributes of `.nv.info` sections, and how their values are stored.
 _REGISTERS, _FRAME_SIZE, _REQUIRED_THREADS = 0x2F, 0x11, 0x10
 _SIZED = 4
+_NO_CONTENT = 8  # type of an ELF section that takes space in memory and none in the file
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of the one kernel in a cubin: registers a thread, bytes of stack a thread, threads a CTA, its symbol."""
+    """Of the one kernel in a cubin: registers and bytes of stack a thread, threads and static shared memory (bytes) a
+    CTA, its symbol."""
 
     registers: int
     stack: int
     threads: int
+    static_shared_memory: int
     function: str
 
 
@@ -48,11 +51,13 @@ def resources(cubin: bytes) -> Resources:
         if len(functions) != 1:
             raise ValueError(f"the cubin has {len(functions)} kernels, expected 1")
         found = _attributes(sections[".nv.info"]) | _attributes(sections[f".nv.info.{functions[0]}"])
+        shared = sections.get(f".nv.shared.{functions[0]}", b"")  # with what the system takes, if there is any
         x, y, z = struct.unpack_from("<3I", found[_REQUIRED_THREADS])
         return Resources(
             registers=struct.unpack_from("<2I", found[_REGISTERS])[1],
             stack=struct.unpack_from("<2I", found[_FRAME_SIZE])[1],
             threads=x * y * z,
+            static_shared_memory=max(0, len(shared) - SYSTEM_SHARED_MEMORY),
             function=functions[0],
         )
     except (struct.error, KeyError, IndexError, UnicodeDecodeError) as e:
@@ -60,7 +65,7 @@ def resources(cubin: bytes) -> Resources:
 
 
 def _sections(elf: bytes) -> dict[str, bytes]:
-    """Name and content of an ELF64 file's sections."""
+    """Name and content of an ELF64 file's sections; zeros where a section has a size and no content."""
     if elf[:5] != b"\x7fELF\x02":
         raise ValueError("the cubin is no ELF file")
     (at,) = struct.unpack_from("<Q", elf, 40)
@@ -72,7 +77,11 @@ def _sections(elf: bytes) -> dict[str, bytes]:
         begin = strings + header[0]
         return elf[begin : elf.index(b"\0", begin)].decode()
 
-    return {name(header): elf[header[4] : header[4] + header[5]] for header in headers}
+    def content(header: tuple[int, ...]) -> bytes:
+        at, size = header[4:6]
+        return bytes(size) if header[1] == _NO_CONTENT else elf[at : at + size]
+
+    return {name(header): content(header) for header in headers}
 
 
 def _attributes(section: bytes) -> dict[int, bytes]:
@@ -114,11 +123,11 @@ def unreadable(device: int = 0) -> str | None:
     return None if (major, minor) == (9, 0) else f"GPU {device} has compute capability {major}.{minor}, expected 9.0"
 
 
-def on_device(cubin: bytes, shared_memory: int, device: int = 0) -> dict[str, int]:
-    """The same by the driver, from the loaded cubin, with `shared_memory` dynamic bytes a CTA.
+def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -> dict[str, int]:
+    """The same by the driver, from the loaded cubin, for CTAs of `threads` and `shared_memory` dynamic bytes.
 
     Returns:
-        registers, stack (bytes of local memory a thread), threads (most of a CTA) and ctas_per_sm.
+        registers, stack (bytes of local memory a thread), static_shared_memory and ctas_per_sm.
 
     Raises:
         KernelError: no cuda-python, no GPU, or a cubin that it does not load or launch so.
@@ -132,12 +141,17 @@ def on_device(cubin: bytes, shared_memory: int, device: int = 0) -> dict[str, in
             function = _call("cuModuleGetFunction", module, resources(cubin).function.encode())
             attribute = "CU_FUNC_ATTRIBUTE_"
             _call("cuFuncSetAttribute", function, f"{attribute}MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_memory)
-            registers, stack, threads = (
+            registers, stack, static = (
                 _call("cuFuncGetAttribute", f"{attribute}{name}", function)
-                for name in ("NUM_REGS", "LOCAL_SIZE_BYTES", "MAX_THREADS_PER_BLOCK")
+                for name in ("NUM_REGS", "LOCAL_SIZE_BYTES", "SHARED_SIZE_BYTES")
             )
             ctas = _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_memory)
-            return {"registers": registers, "stack": stack, "threads": threads, "ctas_per_sm": ctas}
+            return {
+                "registers": registers,
+                "stack": stack,
+                "static_shared_memory": static,
+                "ctas_per_sm": ctas,
+            }
         finally:
             _call("cuModuleUnload", module)
     finally:

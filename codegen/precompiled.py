@@ -24,8 +24,8 @@ CODE_FOLDER = "code"
 NO_RECORD = "has no readable record of this version (kernel.json)"
 # What manifest.json repeats of an entry's record.
 FIELDS = (
-    "spec", "symbol", "registers", "stack", "spill_stores", "spill_loads", "threads", "shared_memory", "ctas_per_sm",
-    "sources", "ptxas", "cubin_sha256", "so_sha256",
+    "spec", "symbol", "registers", "stack", "spill_stores", "spill_loads", "threads", "shared_memory",
+    "static_shared_memory", "ctas_per_sm", "sources", "ptxas", "cubin_sha256", "so_sha256",
 )  # fmt: skip
 
 
@@ -186,7 +186,8 @@ def _problems(path: Path, said: dict[str, Any]) -> Iterator[str]:
         "registers": own.registers,
         "stack": own.stack,
         "threads": own.threads,
-        "ctas_per_sm": cubin.ctas_per_sm(own.registers, own.threads, said["shared_memory"]),
+        "static_shared_memory": own.static_shared_memory,
+        "ctas_per_sm": cubin.ctas_per_sm(own.registers, own.threads, own.static_shared_memory + said["shared_memory"]),
     }
     yield from _differences(said, facts, "its code")
     try:
@@ -201,7 +202,7 @@ def _same(name: str, said: dict[str, Any], record: dict[str, Any]) -> bool:
 
 def _differences_on_device(path: Path, said: dict[str, Any]) -> list[str]:
     try:
-        facts = cubin.on_device((path / "kernel.cubin").read_bytes(), said["shared_memory"])
+        facts = cubin.on_device((path / "kernel.cubin").read_bytes(), said["threads"], said["shared_memory"])
     except KernelError as e:
         return [f"is not accepted by the GPU: {e}"]
     return list(_differences(said, facts, "the GPU"))

@@ -182,11 +182,17 @@ class Made:
 
 @dataclass(frozen=True)
 class Result:
-    """What a precompile did; `as_dict` is for JSON."""
+    """What a precompile did; `as_dict` is for JSON.
+
+    Attributes:
+        code: files written for reading.
+        unusable: entries of other versions that lie in the folder too.
+    """
 
     folder: str
     kernels: list[Made]
     code: list[str]
+    unusable: list[str]
     seconds: float
 
     @property
@@ -229,7 +235,7 @@ def precompile(
         made.append(Made(str(spec), entry.name, spec in there, precompiled.record_of(entry)))
         written += [str(path) for path in precompiled.emit(entry, spec, code, folder / precompiled.CODE_FOLDER)]
     precompiled.write_manifest(folder)
-    return Result(str(folder), made, written, time.monotonic() - begin)
+    return Result(str(folder), made, written, list(precompiled.unusable(folder)), time.monotonic() - begin)
 
 
 def check(folder: Path, specs: list[KernelSpec]) -> precompiled.Checked:
@@ -275,10 +281,11 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 def summary(result: Result) -> str:
     """What was done and how the folder is used."""
     code = f"; {len(result.code)} files in {Path(result.folder) / precompiled.CODE_FOLDER}" if result.code else ""
-    return (
-        f"{_counted(len(result.kernels), 'kernel')} in {result.folder}, {result.compiled} compiled in "
-        f"{result.seconds:.1f} s{code}. To use them: DUALKV_KERNEL_DIR={Path(result.folder).absolute()} DUALKV_JIT=0"
-    )
+    others = len(result.unusable)
+    old = f"; {others} of other versions lie there too and are not used, remove them" if others else ""
+    kernels = f"{_counted(len(result.kernels), 'kernel')} in {result.folder}"
+    settings = f"DUALKV_KERNEL_DIR={Path(result.folder).absolute()} DUALKV_JIT=0"
+    return f"{kernels}, {result.compiled} compiled in {result.seconds:.1f} s{code}{old}. To use them: {settings}"
 
 
 def described(checked: precompiled.Checked) -> Iterator[str]:

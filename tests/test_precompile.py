@@ -163,6 +163,9 @@ def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
 
     code, said, _ = run("--out", str(out), *words, "-j", "2", "--json", "-")
     assert (code, json.loads(said)["compiled"]) == (0, 0)
+    old = shutil.copytree(next(out.glob("dualkv_*")), out / "dualkv_bwd-old")
+    stand_in.changed(old / "kernel.json", sources="others")
+    assert "1 of other versions lie there too and are not used, remove them" in run("--out", str(out), *words)[1]
     code, said, err = run("--check", str(out), *words)
     assert code == 0, said
     assert said.startswith("1 kernel: hashes and records agree, all load here")
@@ -172,6 +175,7 @@ def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
     assert code == 1
     assert f"no usable kernel {forward_spec('bf16', 128, 4)}" in said
     assert "5 problems in a folder of 1 kernel" in said
+    shutil.rmtree(old)
     stand_in.flipped(next(out.glob("dualkv_*")) / "kernel.so", 100)
     code, said, _ = run("--check", str(out))
     assert code == 1

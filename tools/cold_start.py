@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dualkv.bench.show import markdown_table
 
 SCHEMA = 1
 WAYS = ("pytorch", "artefacts", "cache", "compiling")
@@ -77,13 +80,27 @@ def once(way: str, kernels: Path, cache: Path) -> dict[str, Any]:
     return marks
 
 
-def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians of each way's marks."""
-    return {
-        way: {name: statistics.median(run[name] for run in ran) for name in ran[0] if name != "kernels"}
-        for way, ran in runs.items()
-        if ran
-    }
+def steps(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of each step, from one mark to the next."""
+    names = [name for name in runs[0] if name != "kernels"]
+    took = {name: [run[name] - (run[before] if before else 0) for run in runs] for before, name in _pairs(names)}
+    return {name: statistics.median(seconds) for name, seconds in took.items()}
+
+
+def _pairs(names: list[str]) -> Iterator[tuple[str | None, str]]:
+    return zip([None, *names], names, strict=False)
+
+
+def markdown(recorded: dict[str, Any]) -> str:
+    """The table of docs/deployment.md."""
+    rows = []
+    for way, runs in recorded["runs"].items():
+        took, totals = steps(runs), sorted(run["forward"] for run in runs)
+        spread = f"{totals[0]:.1f}" if len(runs) == 1 else f"{totals[0]:.1f} to {totals[-1]:.1f}"
+        ours = [took["dualkv"] if way != "pytorch" else None, took["forward"], took["backward"]]
+        rows.append([way, spread, *("" if seconds is None else f"{seconds:.2f}" for seconds in ours)])
+    head = ("seconds", "process start to first forward", "import dualkv", "first forward", "first backward")
+    return markdown_table(head, rows)
 
 
 def main(
@@ -113,7 +130,7 @@ def main(
                 if turn < (compiling if way == "compiling" else repeat):
                     runs[way].append(once(way, kernels, kernels))
                     print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
-    recorded = {"schema": SCHEMA, **environment(Meter(), commit), "shape": SHAPE, "runs": runs, "median": summary(runs)}
+    recorded = {"schema": SCHEMA, **environment(Meter(), commit), "shape": SHAPE, "runs": runs}
     json_path.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

@@ -69,7 +69,7 @@ def test_reading_back_without_a_driver_or_cuda_python(monkeypatch):
     monkeypatch.setattr(cubin.toolchain, "driver_cuda", lambda: None)
     assert cubin.unreadable() == "there is no NVIDIA driver"
     with pytest.raises(KernelError, match="there is no NVIDIA driver"):
-        cubin.on_device(b"", 0)
+        cubin.on_device(b"", 32, 0)
     monkeypatch.setattr(cubin.toolchain, "driver_cuda", lambda: 13)
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
     assert cubin.unreadable() == "cuda-python is not installed"

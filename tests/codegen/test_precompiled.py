@@ -146,21 +146,27 @@ def test_a_manifest_that_lies(folder, lie, says):
 def test_the_gpu_has_the_last_word(made, monkeypatch):
     """What the driver says of a loaded cubin (here a stand-in for it) is compared too."""
     said = max(manifest(made)["kernels"].items())[1]
-    truth = {name: said[name] for name in ("registers", "stack", "threads", "ctas_per_sm")}
     monkeypatch.setattr(cubin, "unreadable", lambda: None)
 
-    def on_device(code, shared_memory):
+    def on_device(code, threads, shared_memory, **lies):
         own = cubin.resources(code)
-        ctas = cubin.ctas_per_sm(own.registers, own.threads, shared_memory)
-        return {"registers": own.registers, "stack": own.stack, "threads": own.threads, "ctas_per_sm": ctas}
+        ctas = cubin.ctas_per_sm(own.registers, threads, shared_memory)
+        facts = {"registers": own.registers, "stack": own.stack, "ctas_per_sm": ctas}
+        return facts | {"static_shared_memory": own.static_shared_memory} | lies
 
     monkeypatch.setattr(cubin, "on_device", on_device)
     found = precompiled.check(made, SPECS)
     assert (found.problems, found.read_back, found.not_read_back) == ([], 2, None)
-    for name, value in truth.items():
-        monkeypatch.setattr(cubin, "on_device", lambda *_, name=name: {name: 99})
+    for name in ("registers", "stack", "static_shared_memory", "ctas_per_sm"):
+        monkeypatch.setattr(cubin, "on_device", lambda *given, name=name: on_device(*given, **{name: 99}))
         problems = precompiled.check(made).problems
-        assert any(f"says {name}={value}, the GPU 99" in problem for problem in problems)
+        assert any(f"says {name}={said[name]}, the GPU 99" in problem for problem in problems)
+
+    def refuses(*given):
+        raise KernelError("cuModuleLoadData failed with CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    monkeypatch.setattr(cubin, "on_device", refuses)
+    assert any("is not accepted by the GPU: cuModuleLoadData" in problem for problem in precompiled.check(made).problems)
 
 
 def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, monkeypatch):
