@@ -24,18 +24,19 @@ def _options(option: str, values: list[str]) -> str:
 
 _SHAPES = [name for name in NAMED if not name.startswith(f"{MAIN}-")]
 _HEADS = [name for name in NAMED if name.startswith(f"{MAIN}-d")]
-_TENSOR_PARALLEL = [MAIN, *(name for name in NAMED if name.startswith(f"{MAIN}-tp"))]
+_TENSOR_PARALLEL = [name for name in NAMED if name.startswith(f"{MAIN}-tp")]
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
-_TURNS, _SHORT_TURNS = "--seconds 0.8 --rounds 3", "--seconds 0.5 --rounds 3"
+_TURNS, _SHORT_TURNS = "--seconds 0.5 --rounds 3", "--seconds 0.35 --rounds 2"
 
 # name: options of `dualkv bench`
 RECORDS = {
     "forward-h200": f"-d fwd {_TWO} {_TURNS} {_options('-w', _SHAPES)}",
     "backward-h200": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', _SHAPES)}",
-    "peers-h200": f"-d fwd,bwd,both {_SHORT_TURNS} -w {MAIN}",
-    "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
-    "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
+    "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
+    "peers-h200": f"-d fwd,bwd {_SHORT_TURNS} -w {MAIN}",
 }
 
 

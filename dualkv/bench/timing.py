@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 10, 20, 0.2
+COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 5, 20, 0.2
 
 
 class TimeUp(Exception):
