@@ -10,15 +10,14 @@ import argparse
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from codegen import store, toolchain
+from codegen import cubin, store
+from codegen.precompiled import record_of
 from codegen.spec import KernelSpec, table
 
 WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "REDG", "STL", "LDL")
@@ -32,16 +31,17 @@ RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory
 def describe(specs: list[KernelSpec], folder: Path, jobs: int) -> Iterator[tuple[KernelSpec, dict[str, Any]]]:
     """Compile `specs` into `folder`; yields each one and what the compiler made of it, in order."""
     for spec, entry in store.fill(specs, folder, jobs):
-        record = json.loads((entry / "kernel.json").read_text())
-        code = {"instructions": instructions(entry / "kernel.cubin")}
+        record = record_of(entry)
+        code = {"instructions": instructions(entry)}
         yield spec, {name: record[name] for name in RESOURCES} | code
 
 
-def instructions(cubin: Path) -> dict[str, int]:
+def instructions(entry: Path) -> dict[str, int]:
     """How often each watched instruction occurs; wgmma by shape and types, register budgets by value."""
-    sass = subprocess.run([_nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     found: Counter[str] = Counter()
-    for name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", sass):
+    for name, operands in re.findall(
+        r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", cubin.sass(entry / "kernel.cubin")
+    ):
         kind = name.split(".")[0]
         if kind in WATCHED:
             found[f"{name} {operands.strip()}" if kind == "USETMAXREG" else name] += 1
@@ -67,18 +67,9 @@ def differences(recorded: dict[str, Any] | None, described: dict[str, Any]) -> l
     return [f"{name}: recorded {recorded[name]}, now {now}" for name, now in described.items() if recorded[name] != now]
 
 
-def _nvdisasm() -> str:
-    """nvdisasm on PATH, or the one of PyPI's nvidia-cuda-nvdisasm."""
-    candidates = [shutil.which("nvdisasm"), *(f"{p}/nvidia/{toolchain.flavour()}/bin/nvdisasm" for p in sys.path if p)]
-    for path in candidates:
-        if path and os.access(path, os.X_OK):
-            return path
-    raise RuntimeError("nvdisasm is neither on PATH nor installed: pip install nvidia-cuda-nvdisasm")
-
-
 def versions(entry: Path) -> dict[str, str]:
     """The compiler that made an entry."""
-    record = json.loads((entry / "kernel.json").read_text())
+    record = record_of(entry)
     return {**record["compiler"], "ptxas": record["ptxas"]}
 
 

@@ -13,7 +13,9 @@ pip_install() { "$1/bin/python" -m pip install --quiet --constraint "$root/const
 
 echo "== builder: the package with its dependencies, the compiler among them"
 "$python" -m venv "$work/builder"
-"$work/builder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheel" "$root"
+rm -rf "$work/source" "$work/wheel" && mkdir "$work/source"  # a copy, because a build leaves files where it runs
+cp -r "$root"/{codegen,cute_kernels,dualkv,pyproject.toml,README.md,LICENSE} "$work/source"
+"$work/builder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheel" "$work/source"
 pip_install "$work/builder" "$work"/wheel/dualkv-*.whl
 (cd "$work" && builder/bin/dualkv precompile --out kernels "$@")
 (cd "$work" && builder/bin/python "$root/deploy/runtime_library.py" library)
