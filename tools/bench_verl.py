@@ -93,6 +93,7 @@ class Settings:
     offload: bool
     dtype: str
     updates: int
+    learning_rate: float
 
 
 def save_config(model: str, layers: int | None, folder: Path) -> int:
@@ -127,8 +128,8 @@ def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> A
     return model
 
 
-def make_worker(s: Settings) -> tuple[Any, int]:
-    """veRL's worker of this rank with veRL's loss, and the vocabulary's size."""
+def make_worker(s: Settings, folder: Path) -> Any:
+    """veRL's worker of this rank, with veRL's loss, for the model in `folder`."""
     batching = {"max_token_len_per_gpu": s.max_tokens, "micro_batch_size_per_gpu": s.micro_batch}
     fsdp = FSDPEngineConfig(
         strategy=s.strategy,
@@ -141,7 +142,7 @@ def make_worker(s: Settings) -> tuple[Any, int]:
         **batching,
         **{f"infer_{name}": value for name, value in batching.items()},
     )
-    optimizer = FSDPOptimizerConfig(lr=1e-6, total_training_steps=100, lr_warmup_steps=0)
+    optimizer = FSDPOptimizerConfig(lr=s.learning_rate, total_training_steps=100, lr_warmup_steps=0)
     actor = FSDPActorConfig(
         strategy=s.strategy,
         rollout_n=s.responses,
@@ -150,29 +151,26 @@ def make_worker(s: Settings) -> tuple[Any, int]:
         optim=optimizer,
         **LOSSES[s.algorithm],
     )
-    random_weights = mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model)
-    with tempfile.TemporaryDirectory() as folder, random_weights:
-        vocab = save_config(s.model, s.layers, Path(folder))
-        model = HFModelConfig(
-            path=folder,
-            load_tokenizer=False,
-            enable_gradient_checkpointing=s.checkpointing,
-            override_config={"attn_implementation": s.attention},
-            use_fused_kernels=s.fused_head,
-            fused_kernel_options={"impl_backend": "torch", "dualkv_keep_attention": s.keep_attention},
+    model = HFModelConfig(
+        path=str(folder),
+        load_tokenizer=False,
+        enable_gradient_checkpointing=s.checkpointing,
+        override_config={"attn_implementation": s.attention},
+        use_fused_kernels=s.fused_head,
+        fused_kernel_options={"impl_backend": "torch", "dualkv_keep_attention": s.keep_attention},
+    )
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type=MODEL_TYPE if s.engine is Engine.DUALKV else "language_model",
+            model_config=model,
+            engine_config=fsdp,
+            optimizer_config=optimizer,
+            checkpoint_config=CheckpointConfig(),
         )
-        worker = TrainingWorker(
-            TrainingWorkerConfig(
-                model_type=MODEL_TYPE if s.engine is Engine.DUALKV else "language_model",
-                model_config=model,
-                engine_config=fsdp,
-                optimizer_config=optimizer,
-                checkpoint_config=CheckpointConfig(),
-            )
-        )
-        worker.reset()
+    )
+    worker.reset()
     worker.set_loss_fn(partial(ppo_loss, config=actor))
-    return worker, vocab
+    return worker
 
 
 def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
@@ -201,7 +199,10 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
 
 def measure(s: Settings) -> dict[str, Any]:
     """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank."""
-    worker, vocab = make_worker(s)
+    random_weights = mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model)
+    with tempfile.TemporaryDirectory() as folder, random_weights:
+        vocab = save_config(s.model, s.layers, Path(folder))
+        worker = make_worker(s, Path(folder))
     ranks = worker.engine.get_data_parallel_size()
     data = make_rollouts(s, vocab, worker.engine.get_data_parallel_rank())
     size = ranks * len(data)
@@ -262,6 +263,7 @@ def main(
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 3,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
     commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""

@@ -77,7 +77,7 @@ BENCH = {
     "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
     "micro_batch": None, "max_tokens": 110, "strategy": "fsdp2", "sequence_parallel": 1,
     "attention": "sdpa", "fused_head": True, "checkpointing": True, "keep_attention": True, "offload": False,
-    "dtype": "bf16", "updates": 1,
+    "dtype": "bf16", "updates": 1, "learning_rate": 1e-6,
 }  # fmt: skip
 
 # What must be survived, and what veRL has to compute itself.

@@ -113,8 +113,6 @@ def score(worker: Any, data: TensorDict) -> dict[str, Any]:
     data = data.clone()
     tu.assign_non_tensor(data, compute_loss=False)
     found = worker.infer_batch(data)
-    if not isinstance(found, TensorDict):
-        found = found.get() if found is not None else None
     if found is None:
         return {}
     values = {name: no_padding_2_padding(found[name], data) for name in SCORES if name in found}
