@@ -26,7 +26,7 @@ import stat
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -61,6 +61,17 @@ def load(spec: KernelSpec) -> Kernel:
             if kernel is None:
                 kernel = _loaded[spec] = open_entry(entry(spec), spec)
     return kernel
+
+
+def load_all(specs: Iterable[KernelSpec]) -> list[Kernel]:
+    """As `load`, of several: what must be compiled of them is compiled side by side."""
+    specs = list(specs)
+    with _lock:
+        missing = [spec for spec in dict.fromkeys(specs) if spec not in _loaded]
+        with ThreadPoolExecutor(max(1, len(missing))) as pool:
+            for spec, path in zip(missing, pool.map(entry, missing), strict=True):
+                _loaded[spec] = open_entry(path, spec)
+        return [_loaded[spec] for spec in specs]
 
 
 def entry(spec: KernelSpec) -> Path:

@@ -171,7 +171,8 @@ def _backward_kernels(
     """The specializations that serve these, whatever the batch and the GQA ratio; kernels by operation."""
     _refuse_capture(device, "the backward's kernels are not loaded")
     specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients)
-    return specs, {spec.operation: store.load(spec) for spec in specs.present}
+    operations = [spec.operation for spec in specs.present]
+    return specs, dict(zip(operations, store.load_all(specs.present), strict=True))
 
 
 @cache

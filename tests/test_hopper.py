@@ -44,6 +44,7 @@ def launches(monkeypatch):
         return lambda *arguments: seen.append((spec, arguments))
 
     monkeypatch.setattr(store, "load", load)
+    monkeypatch.setattr(store, "load_all", lambda specs: [load(spec) for spec in specs])
     monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array))
     monkeypatch.setattr(hopper, "_refuse_capture", lambda device, lacking: None)
     monkeypatch.setattr(hopper, "_num_sms", lambda device: 132)
