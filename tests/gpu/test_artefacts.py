@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen import KernelError, cubin, precompiled
+from codegen import KernelError, cubin, precompiled, store
 from codegen.tiles import HEAD_DIMS
 from dualkv import hopper
-from dualkv.precompile import default_jobs, precompile, requested
+from dualkv.precompile import requested
 
 ROOT = Path(__file__).parents[2]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
@@ -22,10 +23,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GP
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Every head dim's kernels, deterministic ones too."""
+def folder(compile_all, tmp_path_factory):
+    """Every head dim's kernels, deterministic ones too, as `dualkv precompile` would leave them."""
     into = tmp_path_factory.mktemp("artefacts")
-    precompile(requested(head_dims=HEAD_DIMS, gqa=[1, 7], deterministic=True), into, default_jobs())
+    specs = requested(head_dims=HEAD_DIMS, gqa=[7], deterministic=True)
+    compile_all(specs)
+    for spec in specs:
+        entry = store.entry(spec)
+        shutil.copytree(entry, into / entry.name)
+    assert len(precompiled.write_manifest(into)["kernels"]) == len(specs)
     return into
 
 
@@ -43,7 +49,7 @@ def test_the_driver_agrees_with_the_manifest(folder):
         pytest.skip(why_not)
     found = precompiled.check(folder)
     assert found.problems == []
-    assert found.read_back == found.kernels > 40
+    assert found.read_back == found.kernels > 30
 
 
 def test_the_driver_answers_for_the_shared_memory_that_is_asked(folder):
@@ -79,7 +85,7 @@ runpy.run_path("deploy/verify.py", run_name="__main__")
 def test_forward_and_backward_run_without_the_compiler(folder, tmp_path):
     """deploy/verify.py compares every head dim's kernels with the reference."""
     said = run(WITHOUT_COMPILER, DUALKV_KERNEL_DIR=str(folder), DUALKV_JIT="0", DUALKV_CACHE_DIR=str(tmp_path / "none"))
-    assert said.count("forward and backward, largest relative difference") == 2 * len(HEAD_DIMS)
+    assert said.count("forward and backward, largest relative difference") == len(HEAD_DIMS)
     assert not (tmp_path / "none").exists()
 
 
@@ -88,11 +94,12 @@ import os
 import dualkv, torch
 from codegen import store
 from codegen.spec import forward_spec
-store.load(forward_spec("bf16", 128, 1))  # before the fork, and before CUDA starts
+store.load(forward_spec("bf16", 128, 7))  # before the fork, and before CUDA starts
 child = os.fork()
 layout = dualkv.Layout.from_lengths([100], [[20, 30]], device="cuda")
 torch.manual_seed(0)
-q, k, v = torch.randn(3, layout.num_tokens, 2, 128, device="cuda", dtype=torch.bfloat16)
+q = torch.randn(layout.num_tokens, 7, 128, device="cuda", dtype=torch.bfloat16)
+k, v = torch.randn(2, layout.num_tokens, 1, 128, device="cuda", dtype=torch.bfloat16)
 print(float(dualkv.attention(q, k, v, layout).float().abs().sum()), flush=True)
 if child:
     assert os.waitpid(child, 0)[1] == 0
