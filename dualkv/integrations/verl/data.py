@@ -14,6 +14,7 @@ import dualkv
 from dualkv.layout import IntArray, positions
 
 logger = logging.getLogger(__name__)
+_said: list[str] = []  # agents may make prompts differ in every batch, which is worth saying once
 
 
 def _host(x: torch.Tensor) -> IntArray:
@@ -97,7 +98,7 @@ def read(data: Any) -> Rollouts:
     """The rollouts of a batch that :func:`not_packable` has nothing against.
 
     Groups are equal prompts, whatever the `uid`s say, because only equal prompts can be shared. Prompts that differ
-    under one `uid` are named in a warning: sampling meant them to be equal, unless an agent made them so.
+    under one `uid` are named in a warning, once: sampling means them to be equal, unless an agent makes them so.
     """
     prompt_lens, response_lens = _prompt_lens(data), _response_lens(data)
     sequences = data["input_ids"]
@@ -106,30 +107,29 @@ def read(data: Any) -> Rollouts:
     prompts = (tokens[start : start + length] for start, length in zip(starts, prompt_lens, strict=True))
     group = np.array([found.setdefault(p.tobytes(), len(found)) for p in prompts], np.int64)
     rollouts = Rollouts(prompt_lens, response_lens, group)
-    if "uid" in data:
-        _compare_with_uids(rollouts, list(data["uid"]), tokens, starts)
+    uids = tu.get(data, "uid")
+    if isinstance(uids, list) and (text := _differing_prompts(rollouts, uids, tokens, starts)) and not _said:
+        _said.append(text)
+        logger.warning(text)
     return rollouts
 
 
-def _compare_with_uids(rollouts: Rollouts, uids: list[Any], tokens: IntArray, starts: IntArray) -> None:
+def _differing_prompts(rollouts: Rollouts, uids: list[Any], tokens: IntArray, starts: IntArray) -> str | None:
+    """The first two rollouts of one `uid` and two prompts, in words."""
     first: dict[Any, int] = {}
     for i, uid in enumerate(uids):
-        j = first.setdefault(getattr(uid, "data", uid), i)
+        j = first.setdefault(uid, i)
         if rollouts.group[i] == rollouts.group[j]:
             continue
         a, b = (tokens[starts[r] : starts[r] + rollouts.prompt_lens[r]] for r in (j, i))
         both = min(len(a), len(b))
         differs = np.flatnonzero(a[:both] != b[:both])
-        at = f"at token {differs[0]}" if len(differs) else f"in length ({len(a)} and {len(b)} tokens)"
-        logger.warning(
-            "dualkv: rollouts %d and %d have the uid %s, but their prompts differ %s; each is packed with equal prompts"
-            " only",
-            j,
-            i,
-            uids[i],
-            at,
+        where = f"at token {differs[0]}" if len(differs) else f"in length ({len(a)} and {len(b)} tokens)"
+        return (
+            f"dualkv: rollouts {j} and {i} have the uid {uid}, but their prompts differ {where};"
+            " each is packed with equal prompts only"
         )
-        return
+    return None
 
 
 @dataclass(frozen=True)
