@@ -42,8 +42,9 @@ def backward_work(
 ) -> BackwardWork:
     """Work items of all KV heads.
 
-    A group's keys are cut from its first row on, whatever its segments, so short responses share a key block. An item
-    whose loop is too long a part of the whole is split along its queries; the pieces write slabs.
+    A group's keys are cut from its first row on, so short responses share an item; a response of an item's length or
+    more begins with one of its own, as its keys are seen by few rows besides its own. An item whose loop is too long a
+    part of the whole is split along its queries; the pieces write slabs.
 
     Args:
         segments: the layout.
@@ -60,14 +61,17 @@ def backward_work(
     present = segments.lengths > 0
     begin, end = segments.offsets[:-1][present], segments.subtree_end[present]  # of segments with rows
     roots = np.flatnonzero(segments.parent == -1)
-    group_begin, group_end = segments.offsets[roots], segments.subtree_end[roots]
+    group_begin = segments.offsets[roots]
     prompt = segments.lengths[roots]
     step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
 
-    count = -(-(group_end - group_begin) // step)  # items of each group
+    # Keys are cut into items from the first row of each group on, and anew from that of each response that fills one.
+    cut_begin = segments.offsets[:-1][(segments.parent == -1) | (segments.lengths >= step)]
+    cut_end = np.append(cut_begin, segments.total)[1:]
+    count = -(-(cut_end - cut_begin) // step)  # items of each cut
     within = positions(count)
-    key = np.repeat(group_begin, count) + within * step
-    key_end = np.minimum(key + step, np.repeat(group_end, count))
+    key = np.repeat(cut_begin, count) + within * step
+    key_end = np.minimum(key + step, np.repeat(cut_end, count))
     block_begin = key // tile.tile_m
     block_end = -(-_over_keys(np.maximum, begin, end, key, key_end) // tile.tile_m)
     blocks = block_end - block_begin
@@ -101,8 +105,8 @@ def backward_work(
     # At any block the item before it has added last to dQ, unless its own queries end below: then the last item with
     # prompt rows of the group has, or nobody.
     index = np.arange(len(key))
-    last_prompt = np.where(prompt > 0, np.cumsum(count) - count + (prompt - 1) // step, -1)
-    last_prompt = np.repeat(last_prompt, count)
+    last_prompt = np.where(prompt > 0, np.searchsorted(key, group_begin + prompt) - 1, -1)
+    last_prompt = last_prompt[np.searchsorted(group_begin, key, side="right") - 1]
     base[:, items.ORDER] = item
     base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
     base[:, items.PREVIOUS] = np.where(last_prompt < index, last_prompt, -1)[item]

@@ -167,6 +167,17 @@ def test_short_responses_share_key_blocks():
     assert len(plan.items) == 3, "768 keys in pairs of 128"
 
 
+def test_responses_that_fill_an_item_begin_with_one_of_their_own():
+    plan = backward_work(segments([300], [[700, 256, 600, 100, 60, 255, 400]]), backward_tile(128), 4, 1, 2)
+    assert sorted(set(plan.items[:, items.KEY])) == [
+        *(0, 256),
+        *(300, 556, 812),
+        1000,
+        *(1256, 1512, 1768),  # with the three short ones behind
+        *(2024, 2271, 2527),
+    ]
+
+
 def test_items_of_a_head_stay_together_and_long_ones_come_first():
     plan = backward_work(segments([4096, 600], [[512] * 8, [100] * 4]), backward_tile(128), 8, 2, 132)
     steps = plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]
