@@ -228,5 +228,5 @@ def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> lis
                 f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: "
                 f"update the driver to one for CUDA {torch.version.cuda}, and check CUDA_VISIBLE_DEVICES"
             )
-    advice += [f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version]
+    advice += dict.fromkeys(f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version)
     return advice
