@@ -47,8 +47,11 @@ def updates() -> str:
         row.append(f"{a['tokens'][0]:,} / {b['tokens'][0]:,}")
         ratio = a["total_seconds"] / b["total_seconds"]
         row.append(f"{a['total_seconds']:.2f} / {b['total_seconds']:.2f} s ({ratio:.1f}x)")
-        memory = f"{a['peak_bytes'] / 2**30:.1f} / {b['peak_bytes'] / 2**30:.1f} GiB"
-        row.append(f"{memory} ({a['peak_bytes'] / b['peak_bytes']:.1f}x)")
+        if a["peak_bytes"] and b["peak_bytes"]:
+            memory = f"{a['peak_bytes'] / 2**30:.1f} / {b['peak_bytes'] / 2**30:.1f} GiB"
+            row.append(f"{memory} ({a['peak_bytes'] / b['peak_bytes']:.1f}x)")
+        else:
+            row.append("not recorded")
         away = run["to_truth"]
         ratios = [away["packed"][what] / away["replicated"][what] for what in ("logp_rms", "gradients") if away]
         row.append(", ".join(f"{ratio:.2f}" for ratio in ratios))

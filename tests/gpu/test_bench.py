@@ -1,0 +1,37 @@
+"""The benchmark on a GPU: its sides compute the same, and every figure is there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dualkv import cli, hopper
+from dualkv.bench.workloads import DIRECTIONS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != hopper.CAPABILITY,
+        reason="needs compute capability 9.0",
+    ),
+]
+
+
+def test_a_run(tmp_path):
+    """Without flash-attn-4, which may be missing, and FlexAttention, which takes long to compile."""
+    path = tmp_path / "bench.json"
+    words = ["bench", "-w", "700:130,911;1:5;40:", "-d", ",".join(DIRECTIONS), "--seconds", "0.1", "--rounds", "1"]
+    words += ["-s", "dualkv", "-s", "dualkv-deterministic", "-s", "torch-flash-replicated", "--json", str(path)]
+    cli.app(words, standalone_mode=False)
+    results = json.loads(path.read_text())["results"]
+    assert [result["direction"] for result in results] == list(DIRECTIONS)
+    for result in results:
+        for name, side in result["sides"].items():
+            assert "error" not in side, f"{result['direction']} {name}: {side['error']}"
+            assert side["sustained_ms"] > 0
+            assert side["cold_ms"] > 0
+            assert side["host_us"] > 0
+        assert result["sides"]["torch-flash-replicated"]["difference"] < 0.02
