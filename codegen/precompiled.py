@@ -25,7 +25,7 @@ NO_RECORD = "has no readable record of this version (kernel.json)"
 # What manifest.json repeats of an entry's record.
 FIELDS = (
     "spec", "symbol", "registers", "stack", "spill_stores", "spill_loads", "threads", "shared_memory",
-    "static_shared_memory", "ctas_per_sm", "sources", "ptxas", "cubin_sha256", "so_sha256",
+    "static_shared_memory", "ctas_per_sm", "sources", "compiler", "ptxas", "cubin_sha256", "so_sha256",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def record_of(entry: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path) -> dict[str, Any]:
-    """Write `manifest.json`: every kernel in the folder that this installation made, or would make the same.
+    """Write `manifest.json`: every kernel in the folder that can be used here, each with the compiler that made it.
 
     Raises:
         KernelError: the folder cannot be written.
@@ -64,7 +64,7 @@ def write_manifest(folder: Path) -> dict[str, Any]:
             kernels = {}
             for path in sorted(folder.iterdir()):
                 spec = _spec_of(path)
-                if spec is not None and store.mismatch(path, spec, same_compiler=True) is None:
+                if spec is not None and store.mismatch(path, spec, same_compiler=False) is None:
                     record = record_of(path)
                     kernels[path.name] = {name: record[name] for name in FIELDS}
             manifest = {

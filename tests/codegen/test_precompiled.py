@@ -166,7 +166,9 @@ def test_the_gpu_has_the_last_word(made, monkeypatch):
         raise KernelError("cuModuleLoadData failed with CUDA_ERROR_NO_BINARY_FOR_GPU")
 
     monkeypatch.setattr(cubin, "on_device", refuses)
-    assert any("is not accepted by the GPU: cuModuleLoadData" in problem for problem in precompiled.check(made).problems)
+    assert any(
+        "is not accepted by the GPU: cuModuleLoadData" in problem for problem in precompiled.check(made).problems
+    )
 
 
 def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, monkeypatch):
@@ -179,12 +181,23 @@ def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, mo
         store.load(forward_spec("bf16", 64, 1))
 
 
-def test_the_manifest_leaves_out_what_this_installation_did_not_make(folder):
+def test_the_manifest_leaves_out_what_cannot_be_used_here(folder):
     name = min(manifest(folder)["kernels"])
     stand_in.changed(folder / name / "kernel.json", sources="those of another version")
     (folder / "notes").mkdir()
     (folder / "README").write_text("not a kernel")
     assert set(precompiled.write_manifest(folder)["kernels"]) == {max(manifest(folder)["kernels"])}
+
+
+def test_the_manifest_says_which_compiler_made_a_kernel(folder):
+    """One of another Python makes kernels that are used here too."""
+    name = min(manifest(folder)["kernels"])
+    compiler = json.loads((folder / name / "kernel.json").read_text())["compiler"] | {"compiler-sha256": "another"}
+    stand_in.changed(folder / name / "kernel.json", compiler=compiler)
+    kernels = precompiled.write_manifest(folder)["kernels"]
+    assert len(kernels) == 2
+    assert kernels[name]["compiler"] == compiler
+    assert precompiled.check(folder, SPECS).problems == []
 
 
 def test_code_is_written_out(made, tmp_path):
