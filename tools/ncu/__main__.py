@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from codegen import KernelError
 from tools.ncu import collect, lines, metrics, show
@@ -16,6 +17,8 @@ from tools.ncu.job import Job, read_tile, read_workload
 
 app = typer.Typer(help="Kernels under Nsight Compute.", no_args_is_help=True, add_completion=False)
 Folder = Annotated[Path, typer.Argument(help="A profile: the folder that `run` left.")]
+
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -26,6 +29,13 @@ def _fail(error: Exception) -> NoReturn:
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _print(table: Table, markdown: bool) -> None:
+    if markdown:
+        print(show.markdown(table) + "\n")
+    else:
+        _console().print(table)
 
 
 @app.command()
@@ -62,16 +72,13 @@ def report(
     profiles: Annotated[list[Path], typer.Argument(help="Profiles: folders that `run` left.")],
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline of all into this PNG.")] = None,
     json_to: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    markdown: MarkdownOption = False,
 ) -> None:
     """What each kernel of a profile did with its time."""
     try:
         found = [metrics.read(folder) for folder in profiles]
         for profile in found:
-            if markdown:
-                print(f"{show.caption(profile)}\n\n{show.markdown(profile)}\n")
-            else:
-                _console().print(show.report(profile))
+            _print(show.report(profile), markdown)
         if plot is not None:
             show.roofline(found, plot)
         if json_to is not None:
@@ -98,6 +105,7 @@ def hot(
         str | None, typer.Option(help="One operation, such as bwd. Default: those with products.")
     ] = None,
     instructions: Annotated[bool, typer.Option("--instructions", help="By instruction rather than by line.")] = False,
+    markdown: MarkdownOption = False,
 ) -> None:
     """Where warps wait: source lines (or instructions) with the most samples."""
     try:
@@ -112,7 +120,7 @@ def hot(
             entry = known[one.operation]
             why_not = "instructions asked for" if instructions else entry.get("why_not")
             places = {} if why_not else {int(at): (file, line) for at, (file, line) in entry["lines"].items()}
-            _console().print(show.hot(one, lines.hot(samples.get(one.symbol, []), places, limit), why_not))
+            _print(show.hot(one, lines.hot(samples.get(one.symbol, []), places, limit), why_not), markdown)
     except (ValueError, OSError) as e:
         _fail(e)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,8 @@ from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from tools.ncu import lines
 from tools.ncu.job import Job
-from tools.ncu.metrics import WANTED
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats", "SourceCounters")
 ELSEWHERE = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 NO_RIGHT = "ERR_NVGPUCTRPERM"
 SECONDS = 600  # for one profile: some 40 passes of every kernel
@@ -88,17 +87,17 @@ def collect(job: Job, folder: Path, commit: str | None = None) -> dict[str, Any]
     request, report = folder / "job.json", folder / "report.ncu-rep"
     request.write_text(json.dumps(job.to_dict()))
     # The card's clocks stay as they are: kernels are profiled at the clock that they run at.
-    options = ["--profile-from-start", "off", "--clock-control", "none", "--force-overwrite", "--export", str(report)]
-    for section in SECTIONS:
-        options += ["--section", section]
+    options = ["--set", "full", "--profile-from-start", "off", "--clock-control", "none", "--force-overwrite"]
     target = [sys.executable, "-m", "tools.ncu.target", str(request.absolute())]
-    _run([ncu, *options, "--metrics", ",".join(WANTED), *target])
+    with ThreadPoolExecutor() as pool:
+        places = {name: pool.submit(lines.kernel_lines, spec, entries[name]) for name, spec in job.specs().items()}
+        _run([ncu, *options, "--export", str(report.absolute()), *target])
     request.unlink()
-    show = [ncu, "--import", str(report), "--csv", "--print-units", "base", "--page"]
+    show = [ncu, "--import", str(report.absolute()), "--csv", "--print-units", "base", "--page"]
     (folder / "metrics.csv").write_text(_run([*show, "raw"]))
     (folder / "source.csv").write_text(_run([*show, "source", "--print-source", "sass"]))
-    places = {name: lines.kernel_lines(spec, entries[name]) for name, spec in job.specs().items()}
-    (folder / "lines.json").write_text(json.dumps(places, separators=(",", ":")))
+    found = {name: future.result() for name, future in places.items()}
+    (folder / "lines.json").write_text(json.dumps(found, separators=(",", ":")))
     about = {**job.to_dict(), "specs": {n: s.to_dict() for n, s in job.specs().items()}}
     about |= environment(Meter(), commit) | {"ncu": _run([ncu, "--version"]).split("Version")[-1].strip()}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")

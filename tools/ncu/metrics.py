@@ -30,15 +30,12 @@ _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 _L2 = "lts__t_sectors_srcunit_tex_op_{}.sum"
 _L2_READ, _L2_ADD, _L2_WRITE = (_L2.format(op) for op in ("read", "red", "write"))
 _L2_SECTORS, _L2_HIT = "lts__t_sectors_srcunit_tex.sum", "lts__t_sector_hit_rate.pct"
-_L2_BUSY, _L2_PEAK, _L2_CLOCK = (
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "lts__t_sectors.sum.peak_sustained",
-    "lts__cycles_elapsed.avg.per_second",
-)
+_L2_BUSY = "lts__throughput.avg.pct_of_peak_sustained_elapsed"
+_L2_RATE, _L2_PART = "lts__t_sectors.sum.per_second", "lts__t_sectors.sum.pct_of_peak_sustained_elapsed"
 _SM_READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
 _DRAM_READ, _DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 _DRAM_PEAK, _DRAM_CLOCK = "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second"
-_LOCAL = "sm__sass_inst_executed_op_local.sum"
+_LOCAL = tuple(f"l1tex__t_requests_pipe_lsu_mem_local_op_{op}.sum" for op in ("ld", "st"))
 _WARPS, _MAX_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active", "sm__maximum_warps_per_active_cycle_pct"
 _LAUNCH = {
     name: f"launch__{name}"
@@ -65,10 +62,10 @@ STALLS = {  # what a warp waits for, by ncu's name
     "tex_throttle": "the queue of texture instructions is full",
     "misc": "other",
 }
-WANTED = (
+USED = (
     _DURATION, _CLOCK, _TENSOR, _OPS_BF16, _OPS_FP16, _ISSUE, _EXP, _SHARED, _WAVES, _CONFLICTS,
-    _L2_READ, _L2_ADD, _L2_WRITE, _L2_SECTORS, _L2_HIT, _L2_BUSY, _L2_PEAK, _L2_CLOCK, _SM_READ,
-    _DRAM_READ, _DRAM_WRITE, _DRAM_PEAK, _DRAM_CLOCK, _LOCAL, _WARPS, _MAX_WARPS, *_LAUNCH.values(),
+    _L2_READ, _L2_ADD, _L2_WRITE, _L2_SECTORS, _L2_HIT, _L2_BUSY, _L2_RATE, _L2_PART, _SM_READ,
+    _DRAM_READ, _DRAM_WRITE, _DRAM_PEAK, _DRAM_CLOCK, *_LOCAL, _WARPS, _MAX_WARPS, *_LAUNCH.values(),
     *map(_STALLS.format, STALLS),
 )  # fmt: skip
 
@@ -117,7 +114,7 @@ class Kernel:
         """FLOP/s of the tensor cores and bytes/s of L2 and DRAM at the clocks of this run."""
         return {
             "tensor": _times(_times(self.get(_LAUNCH["sm_count"]), DENSE_FLOPS), self.get(_CLOCK)),
-            "l2": _times(_times(self.get(_L2_PEAK), SECTOR), self.get(_L2_CLOCK)),
+            "l2": _times(_over(self.get(_L2_RATE), self.get(_L2_PART)), 100 * SECTOR),
             "dram": _times(self.get(_DRAM_PEAK), self.get(_DRAM_CLOCK)),
         }
 
@@ -173,7 +170,7 @@ FIGURES = (
     Figure("DRAM writes, GB", ".3f", lambda k: _times(k.get(_DRAM_WRITE), 1e-9), -1),
     Figure("DRAM with each tensor once, GB", ".3f", lambda k: _times(k.need.dram_bytes, 1e-9)),
     Figure("registers a thread", ".0f", _metric(_LAUNCH["registers_per_thread"])),
-    Figure("local memory instructions", ".0f", _metric(_LOCAL), -1),
+    Figure("local memory requests", ".0f", lambda k: k.sum(*_LOCAL), -1),
     Figure("shared memory a CTA, KB", ".1f", lambda k: _times(k.get(_LAUNCH["shared_mem_per_block"]), 1e-3)),
     Figure("threads a CTA", ".0f", _metric(_LAUNCH["block_size"])),
     Figure("CTAs", ".0f", _metric(_LAUNCH["grid_size"])),
@@ -254,6 +251,8 @@ def read_csv(text: str) -> list[tuple[str, dict[str, float]]]:
     head = rows[begin]
     kernels = []
     for row in rows[begin + 2 :]:  # a row of units is between
+        if len(row) < len(head):
+            continue
         cells = dict(zip(head, row, strict=False))
         kernels.append(
             (cells["Kernel Name"], {name: v for name, text in cells.items() if (v := _number(text)) is not None})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from tools.ncu.lines import Hot
 from tools.ncu.metrics import FIGURES, STALLS, Figure, Kernel, Profile
@@ -51,13 +52,13 @@ def report(profile: Profile) -> Table:
     return table
 
 
-def markdown(profile: Profile) -> str:
-    """The same table for a document."""
-    source = report(profile)
-    cells = [[str(cell) for cell in column.cells] for column in source.columns]
-    head = [str(column.header) for column in source.columns]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)], *map(list, zip(*cells, strict=True))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def markdown(table: Table) -> str:
+    """A table for a document."""
+    head = [str(column.header) for column in table.columns]
+    rules = ["---:" if column.justify == "right" else "---" for column in table.columns]
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rules, *rows)]
+    return "\n".join([str(table.title), "", *(f"| {line} |" for line in lines)])
 
 
 def compare(a: Profile, b: Profile) -> Table:
@@ -120,7 +121,8 @@ def hot(kernel: Kernel, places: Sequence[Hot], why_not: str | None) -> Table:
         table.add_column(column, justify="right" if column in ("samples", "%") else "left", overflow="fold")
     for place in places:
         reasons = ", ".join(f"{name} {share:.0%}" for name, share in place.reasons)
-        table.add_row(f"{place.samples}", f"{place.share:.1%}", place.where, reasons, place.instruction, place.source)
+        cells = f"{place.samples}", f"{place.share:.1%}", place.where, reasons, place.instruction, place.source
+        table.add_row(*map(Text, cells))  # brackets in code are no markup
     return table
 
 
