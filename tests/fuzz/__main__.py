@@ -13,19 +13,29 @@ from pathlib import Path
 
 import torch
 
+from dualkv.bench.run import environment
+from dualkv.bench.timing import Meter
 from tests.fuzz.case import WrongResult, reduce, run, seeded
 
 CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
 
 
-def wrong(case):
-    """What is wrong with the case's results, or None."""
+def attempt(case):
+    """(the largest error as a part of its bound, None), or (0, what is wrong)."""
     try:
-        run(case)
+        return run(case), None
     except WrongResult as e:
-        return str(e)
-    return None
+        return 0.0, str(e)
+    except torch.AcceleratorError:  # the device is of no more use to this process
+        raise
+    except Exception as e:
+        return 0.0, f"raised {type(e).__name__}: {str(e).splitlines()[0]}"
+
+
+def wrong(case):
+    """What is wrong with the case, or None."""
+    return attempt(case)[1]
 
 
 def save(case, why):
@@ -44,8 +54,10 @@ def main():
     parser.add_argument("--start", type=int, default=0, help="index of the first case (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write what was tried, and how much failed")
+    parser.add_argument("--commit", help="recorded where git cannot tell")
     options = parser.parse_args()
     seed = options.seed or secrets.token_hex(4)
+    recorded = environment(Meter() if options.device == "cuda" else None, options.commit) if options.json else {}
     print(f"seed {seed} on {options.device}: up to {options.cases} cases, {options.seconds:.0f} s", flush=True)
     begin, worst, failed, tried = time.monotonic(), 0.0, 0, Counter()
     said = begin
@@ -59,14 +71,15 @@ def main():
         case = seeded(seed, index, options.device)
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
         try:
-            worst = max(worst, run(case))
-        except WrongResult as e:
+            ratio, why = attempt(case)
+        except torch.AcceleratorError:
+            print(f"case {index} of seed {seed} broke the device:\n{case.to_json()}", flush=True)
+            raise
+        worst = max(worst, ratio)
+        if why:
             failed += 1
             print(f"case {index} of seed {seed}:", flush=True)
-            save(case, e)
-        except Exception:
-            print(f"case {index} of seed {seed} raised:\n{case.to_json()}", flush=True)
-            raise
+            save(case, why)
         if failed == FAILURES:
             print(f"{FAILURES} failures are enough: stopping", flush=True)
             break
@@ -76,9 +89,16 @@ def main():
         f"worst error {worst:.2f} of its bound"
     )
     if options.json:
-        record = {"seed": seed, "start": options.start, "device": options.device, "torch": torch.__version__,
-                  "seconds": round(seconds, 1), "failed": failed, "worst_part_of_bound": round(worst, 3),
-                  "tried": dict(sorted(tried.items()))}  # fmt: skip
+        record = {
+            **recorded,
+            "seed": seed,
+            "start": options.start,
+            "device": options.device,
+            "seconds": round(seconds, 1),
+            "failed": failed,
+            "worst_part_of_bound": round(worst, 3),
+            "tried": dict(sorted(tried.items())),
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if failed else 0
 

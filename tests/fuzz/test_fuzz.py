@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -92,6 +94,20 @@ def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path
     assert all(fuzz.wrong(case) is None for case in saved)
 
 
+def test_what_raises_is_a_failure_too(monkeypatch, tmp_path, capsys):
+    def broken(*arguments):
+        raise RuntimeError("no such luck\nand more")
+
+    monkeypatch.setattr(reference, "backward", broken)
+    monkeypatch.setattr(fuzz, "CASES", tmp_path)
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
+    assert fuzz.main() == 1
+    said = capsys.readouterr().out
+    assert "raised RuntimeError: no such luck\n" in said
+    assert f"{fuzz.FAILURES} failures are enough" in said
+    assert list(tmp_path.glob("*.json"))
+
+
 def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     record = tmp_path / "record.json"
     monkeypatch.setattr(
@@ -99,7 +115,10 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     )
     assert fuzz.main() == 0
     assert "seed suite on cpu: 5 cases" in capsys.readouterr().out
-    assert '"failed": 0' in record.read_text()
+    record = json.loads(record.read_text())
+    assert record["failed"] == 0
+    assert record["tried"]["cases"] == 5
+    assert record["versions"]["torch"] == torch.__version__
 
 
 def test_reduction_ends_where_nothing_simpler_fails():
