@@ -90,7 +90,7 @@ class BackwardTile:
 
     @property
     def locks(self) -> int:
-        """Locks a query block and head, where dQ is summed in the order of the keys."""
+        """Locks a query block and head, where dQ is summed in the order of the keys: one a CTA of the cluster."""
         return self.cluster
 
     def slab_floats(self, head_dim: int) -> int:
@@ -102,7 +102,7 @@ BACKWARD_TILES = {
     64: BackwardTile(tile_m=128),
     96: BackwardTile(tile_m=80),
     128: BackwardTile(tile_m=80, late=2),
-    192: BackwardTile(tile_m=64, tile_n=96, warp_groups=3),
+    192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
 }
 
@@ -110,8 +110,10 @@ BACKWARD_TILES = {
 def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
     """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
     tile = BACKWARD_TILES[kernel_head_dim(head_dim)]
-    # Sums in a fixed order make the CTAs of a cluster wait for each other.
-    return replace(tile, cluster=1, deterministic=True) if deterministic else tile
+    if not deterministic:
+        return tile
+    # Sums in a fixed order make the CTAs of a cluster wait for each other, unless they add to different columns of dQ.
+    return replace(tile, cluster=1 if head_dim <= 128 else tile.cluster, deterministic=True)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, z
     warpgroup.commit_group()
 
 
+def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """Elements [first, first + count) of a register tensor in linear order."""
+    return cute.make_tensor(x.iterator + first, cute.make_layout(count))
+
+
 def reduce_tree(op: Callable[[Any, Any], Any], values: Sequence[Any], chains: int = 4) -> Any:
     """op over all values, in a few independent chains."""
     part = list(values[:chains])

@@ -5,6 +5,7 @@ A CTA owns a block of keys of one KV head and walks over its query heads and the
     dP = dO V^T      dS = P * (dP - dpsum)                  dK += dS^T Q        dQ += dS K  (in global memory, fp32)
 dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
 order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
+Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of the head dim.
 `bwd_narrow` and `bwd_wide` say how the products are laid out.
 """
 
@@ -16,90 +17,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import bwd_items as items
+from cute_kernels.bwd_results import Results
+from cute_kernels.ptx import load_acquire, store_release
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
-
-
-@dsl_user_op
-def add_to_global(
-    ptr: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Four fp32 added to global memory at a 16-byte aligned address, nothing returned."""
-    operands = [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
-    llvm.inline_asm(
-        None,
-        operands,
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def transpose_8x8(pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """An 8 x 8 matrix of 16-bit elements over a warp, lane l with row l // 4 and columns 2 * (l % 4) + {0, 1}."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(pair).ir_value(loc=loc, ip=ip)],
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-            "=r,r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
-def load_acquire(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
-            "ld.acquire.gpu.global.s32 $0, [$1];",
-            "=r,l",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
-def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    llvm.inline_asm(
-        None,
-        [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)],
-        "st.release.gpu.global.s32 [$0], $1;",
-        "l,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-def interleaved_stats(head_dim: int) -> bool:
-    """Whether the main kernel reads statistics by columns of S^T, for which the preprocess interleaves them."""
-    return head_dim <= 128
 
 
 def split_rows(head_dim: int) -> bool:
@@ -107,7 +33,7 @@ def split_rows(head_dim: int) -> bool:
     return head_dim == 64
 
 
-class BackwardFrame:
+class BackwardFrame(Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -169,15 +95,19 @@ class BackwardFrame:
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
         if cluster not in (1, 2) or warp_groups not in (2, 3):
             raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3 and 1 or 2")
+        if deterministic and cluster == 2 and not self.peer_columns:
+            raise ValueError("got a cluster of 2 and deterministic, expected 1: CTAs that add to the same columns wait")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
         self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
         self.warp_groups = warp_groups
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.want_dp = self.want_dq or self.want_dk
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
-        # mbarriers: one for K, V, dS and this CTA's turn to add to dQ and its end, one a stage for Q and dO
-        self.FULL_K, self.FULL_V, self.DS, self.TURN, self.ADDED = range(5)
-        self.FULL_Q, self.EMPTY_Q, self.FULL_DO, self.EMPTY_DO, self.num_bars = [5 + j * stages for j in range(5)]
+        # mbarriers: one for K, V, P and dS, two for the order of dQ's sums, three for dS of the other CTA, one a stage
+        self.FULL_K, self.FULL_V, self.P, self.DS = range(4)
+        self.TURN, self.ADDED, self.PASSED, self.PEER = 4, 6, 8, 10
+        self.FULL_Q, self.EMPTY_Q, self.FULL_DO = [13 + j * stages for j in range(3)]
+        self.EMPTY_DO, self.num_bars = [self.FULL_DO + j * self.do_stages for j in (1, 2)]
         self.check_tile()
         if self.smem_bytes() > SMEM_BYTES:
             raise ValueError(
@@ -200,14 +130,30 @@ class BackwardFrame:
         """tile_m x tile_n tiles of P and dS in shared memory."""
         raise NotImplementedError
 
+    @property
+    def do_stages(self) -> int:
+        """Blocks of dO in flight."""
+        return self.stages
+
+    @property
+    def peer_columns(self) -> int:
+        """Columns of the other CTA's K in shared memory. If not 0, the CTAs of a cluster hand each other dS, and each
+        makes one half of the columns of dQ, over the keys of both."""
+        return 0
+
+    @property
+    def ds_warps(self) -> int:
+        """Warps that write dS to shared memory."""
+        return 4 * self.warp_groups
+
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """The products S and dP; dV and dK; dQ."""
         raise NotImplementedError
 
     def smem_bytes(self) -> int:
         """K and V, Q and dO stages, P and dS, statistics, mbarriers, alignment."""
-        keys = self.tile_n * (self.k_columns + self.head_dim)
-        rows = 2 * self.stages * self.tile_m * self.head_dim
+        keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
+        rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
         return 2 * (keys + rows + probs) + 8 * self.tile_m * self.stages + 8 * self.num_bars + 1024
 
@@ -216,7 +162,7 @@ class BackwardFrame:
         return self.cluster * 2 * self.tile_n * self.head_dim
 
     def lock_count(self) -> int:
-        """Locks a query block and head."""
+        """Locks a query block and head: CTAs of a cluster that add to columns of their own have locks of their own."""
         return self.cluster
 
     def fake_arguments(self) -> tuple[object, ...]:
@@ -264,7 +210,9 @@ class BackwardFrame:
         atom = self.row_atom(D)
         sK_layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, self.k_columns), (0, 1))
         sV_layout = cute.tile_to_shape(atom, (N, D), (0, 1))
-        sQ_layout = cute.tile_to_shape(atom, (M, D, self.stages), (0, 1, 2))  # dO the same
+        sQ_layout = cute.tile_to_shape(atom, (M, D, self.stages), (0, 1, 2))
+        sdO_layout = cute.tile_to_shape(atom, (M, D, self.do_stages), (0, 1, 2))
+        sKp_layout, tma_Kp, gKp = None, None, None
         sdS_layout = cute.tile_to_shape(self.row_atom(N), (M, N, self.buffers), (0, 1, 2))  # keys contiguous
 
         def by_head(x: cute.Tensor) -> cute.Tensor:  # (T, H, D) -> (T, D, H)
@@ -282,6 +230,10 @@ class BackwardFrame:
         tma_Q, gQ = cpasync.make_tiled_tma_atom(load_q, by_head(q), q_smem, (M, D), self.cluster)
         tma_dO, gdO = cpasync.make_tiled_tma_atom(load_q, by_head(dout), q_smem, (M, D), self.cluster)
         tma_K, gK = cpasync.make_tiled_tma_atom(load, by_head(k), sK_layout, (N, self.k_columns))
+        if const_expr(self.peer_columns):
+            shape = (N, self.peer_columns)
+            sKp_layout = cute.tile_to_shape(self.row_atom(self.peer_columns, D), shape, (0, 1))
+            tma_Kp, gKp = cpasync.make_tiled_tma_atom(load, by_head(k), sKp_layout, shape)
         tma_V, gV = cpasync.make_tiled_tma_atom(load, by_head(v), sV_layout, (N, D))
         mma_S, mma_dKV, mma_dQ = self.tiled_mmas()
         self.kernel(
@@ -293,6 +245,8 @@ class BackwardFrame:
             gK,
             tma_V,
             gV,
+            tma_Kp,
+            gKp,
             stats,
             pairs(dk, self.want_dk),
             pairs(dv, self.want_dv),
@@ -306,6 +260,8 @@ class BackwardFrame:
             sK_layout,
             sV_layout,
             sQ_layout,
+            sdO_layout,
+            sKp_layout,
             sdS_layout,
             mma_S,
             mma_dKV,
@@ -335,6 +291,8 @@ class BackwardFrame:
         gK: cute.Tensor,
         tma_V: cute.CopyAtom,
         gV: cute.Tensor,
+        tma_Kp: cute.CopyAtom | None,
+        gKp: cute.Tensor | None,
         stats: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -348,6 +306,8 @@ class BackwardFrame:
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
         sQ_layout: cute.ComposedLayout,
+        sdO_layout: cute.ComposedLayout,
+        sKp_layout: cute.ComposedLayout | None,
         sdS_layout: cute.ComposedLayout,
         mma_S: cute.TiledMma,
         mma_dKV: cute.TiledMma,
@@ -358,7 +318,10 @@ class BackwardFrame:
         sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (N, k_columns)
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)  # (N, D)
         sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (M, D, stages)
-        sdO = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (M, D, stages)
+        sdO = smem.allocate_tensor(self.dtype, sdO_layout.outer, 1024, sdO_layout.inner)  # (M, D, do_stages)
+        sKp = None
+        if const_expr(self.peer_columns):
+            sKp = smem.allocate_tensor(self.dtype, sKp_layout.outer, 1024, sKp_layout.inner)  # (N, peer_columns)
         sdS = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)  # (M, N, buffers)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
@@ -372,12 +335,17 @@ class BackwardFrame:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp_idx == 0:
+                self.load_peer_keys(tma_Kp, gKp, sKp, bars, item)
                 self.load(
                     tma_Q, gQ, tma_dO, gdO, tma_K, gK, tma_V, gV, stats, sK, sV, sQ, sdO, sStat, bars, item,
                     heads_per_kv,
                 )  # fmt: skip
             if warp_idx == 1:
-                self.take_turns(locks, stats.shape[1] // (2 * self.tile_m), bars, item, heads_per_kv)
+                self.await_turns(locks, stats.shape[1] // (2 * self.tile_m), bars, item, heads_per_kv)
+            if warp_idx == 2:
+                self.pass_turns(locks, stats.shape[1] // (2 * self.tile_m), bars, item, heads_per_kv)
+            if warp_idx == 3:
+                self.exchange(sdS, bars, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(
@@ -402,6 +370,7 @@ class BackwardFrame:
                 bars,
                 item,
                 warp_idx - 4,
+                *(() if const_expr(sKp is None) else (sKp,)),
             )
         if const_expr(self.cluster > 1):
             self.sync_cluster()  # no CTA leaves while its peer may still write into it
@@ -412,13 +381,16 @@ class BackwardFrame:
             for first, count, arrivals in (
                 (self.FULL_K, 1, 1),
                 (self.FULL_V, 1, 1),
-                (self.DS, 1, 4 * self.warp_groups),
-                (self.TURN, 1, 1),
-                (self.ADDED, 1, 4 * self.warp_groups),
+                (self.P, 1, 4),
+                (self.DS, 1, self.ds_warps),
+                (self.TURN, 2, 1),
+                (self.ADDED, 2, 4 * self.warp_groups),
+                (self.PASSED, 2, 1),
+                (self.PEER, 3, 1),
                 (self.FULL_Q, self.stages, 1),
                 (self.EMPTY_Q, self.stages, users),
-                (self.FULL_DO, self.stages, 1),
-                (self.EMPTY_DO, self.stages, users),
+                (self.FULL_DO, self.do_stages, 1),
+                (self.EMPTY_DO, self.do_stages, users),
             ):
                 for j in range(count):
                     cute.arch.mbarrier_init(bars + first + j, arrivals)
@@ -435,21 +407,20 @@ class BackwardFrame:
 
     def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
         """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab, and
-        how many CTAs come before at blocks below one, that block, how many from it on."""
+        how many items come before at blocks below one, that block, how many from it on."""
         field = [work[cute.arch.block_idx()[0] // self.cluster, f] for f in range(items.NUM_FIELDS)]
         rank = self.rank()
         n0 = field[items.KEY] + rank * self.tile_n
         clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
         blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
         clean = n0 + self.tile_n - 1, clean_end
-        place = field[items.ORDER] * self.cluster + rank
-        before = cutlass.select_(rank == 0, (field[items.PREVIOUS] + 1) * self.cluster, place)
-        order = place, field[items.PREVIOUS_END], before
+        order = field[items.ORDER], field[items.PREVIOUS_END], field[items.PREVIOUS] + 1
         return field[items.KV_HEAD], n0, field[items.KEY_END], *blocks, *clean, field[items.SLAB], order
 
-    def ring(self, it: Int32) -> tuple[Int32, Int32]:
-        """Block counter -> (stage, phase)"""
-        return it % self.stages, (it // self.stages) & 1
+    def ring(self, it: Int32, stages: int = 0) -> tuple[Int32, Int32]:
+        """Block counter -> (stage, phase), of Q unless `stages` says otherwise."""
+        stages = stages or self.stages
+        return it % stages, (it // stages) & 1
 
     # ---------------------------------------------------------------- producer warp
     @cute.jit
@@ -484,12 +455,13 @@ class BackwardFrame:
             for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
                 mb = mb1 - 1 - j  # from the far end, where all key blocks of a prompt meet: their dQ meets in L2
                 stage, phase = self.ring(it)
-                full_q, full_do = bars + self.FULL_Q, bars + self.FULL_DO
+                do_stage, do_phase = self.ring(it, self.do_stages)
+                full_q, full_do, empty_do = bars + self.FULL_Q, bars + self.FULL_DO, bars + self.EMPTY_DO
                 self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, 8 * M)
                 row = cute.local_tile(stats[h, None], (2 * M,), (mb,))  # lse2 and dpsum, with Q
                 with cute.arch.elect_one():
                     cute.copy(bulk, row, sStat[None, stage], mbar_ptr=full_q + stage)
-                self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, stage, phase, full_do, bars + self.EMPTY_DO, 0)
+                self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, do_stage, do_phase, full_do, empty_do, 0)
                 it += 1
 
     def load_keys(
@@ -527,13 +499,18 @@ class BackwardFrame:
         multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
         cute.copy(tma, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
 
-    # ---------------------------------------------------------------- the warp that keeps the order of dQ's sums
+    def load_peer_keys(self, tma: Any, g: Any, s: Any, bars: cute.Pointer, item: Any) -> None:
+        """The other CTA's K, where peer_columns says so."""
+
+    def exchange(self, sdS: cute.Tensor, bars: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
+        """dS to the other CTA, where peer_columns says so."""
+
+    # ---------------------------------------------------------------- warps that keep the order of dQ's sums
     @cute.jit
-    def take_turns(
+    def await_turns(
         self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
     ) -> None:
-        """Deterministic: await this CTA's turn at each of its blocks and pass it on, so that MMA warps wait neither for
-        a lock to come from memory nor for their sums to get there."""
+        """Deterministic: see this CTA's turn at each of its blocks come, up to two blocks ahead of the MMA warps."""
         if const_expr(not self.deterministic):
             return
         kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
@@ -541,22 +518,44 @@ class BackwardFrame:
         for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
                 mb = mb1 - 1 - j
-                lock = locks.iterator + (Int64(h) * num_blocks + mb) * self.lock_count()
+                lock = self.lock_of(locks, h, num_blocks, mb)
                 expected = cutlass.select_(mb < end, place, before)
                 while load_acquire(lock) != expected:
                     pass
                 cute.arch.sync_warp()
+                slot, phase = self.ring(it, 2)
+                cute.arch.mbarrier_wait(bars + self.PASSED + slot, phase ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.TURN)
-                cute.arch.mbarrier_wait(bars + self.ADDED, it & 1)
-                with cute.arch.elect_one():
-                    store_release(lock, place + 1)
+                    cute.arch.mbarrier_arrive(bars + self.TURN + slot)
                 it += 1
+
+    @cute.jit
+    def pass_turns(
+        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
+    ) -> None:
+        """Deterministic: pass the turn on when this CTA's sums are in memory, for which no MMA warp waits."""
+        if const_expr(not self.deterministic):
+            return
+        kv_head, _, _, mb0, mb1, *_, (place, _, _) = item
+        it = Int32(0)
+        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
+                slot, phase = self.ring(it, 2)
+                cute.arch.mbarrier_wait(bars + self.ADDED + slot, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars + self.PASSED + slot)
+                    store_release(self.lock_of(locks, h, num_blocks, mb1 - 1 - j), place + 1)
+                it += 1
+
+    def lock_of(self, locks: cute.Tensor, h: Int32, num_blocks: Int32, mb: Int32) -> cute.Pointer:
+        """This CTA's lock of a query block of a head."""
+        return locks.iterator + ((Int64(h) * num_blocks + mb) * self.lock_count() + self.rank())
 
     # ---------------------------------------------------------------- MMA warp groups: shared parts
     @cute.jit
     def release(self, bar: cute.Pointer) -> None:
         """This warp is done with a stage: tell the producer of every CTA that writes into it."""
+        cute.arch.sync_warp()
         if const_expr(self.cluster == 1):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bar)
@@ -579,14 +578,15 @@ class BackwardFrame:
     def await_turn(self, bars: cute.Pointer, it: Int32) -> None:
         """Deterministic: wait until this CTA may add to the dQ of its block `it`."""
         if self.deterministic:
-            cute.arch.mbarrier_wait(bars + self.TURN, it & 1)
+            slot, phase = self.ring(it, 2)
+            cute.arch.mbarrier_wait(bars + self.TURN + slot, phase)
 
-    def pass_turn(self, bars: cute.Pointer) -> None:
-        """Deterministic: this warp has added to a block."""
+    def pass_turn(self, bars: cute.Pointer, it: Int32) -> None:
+        """Deterministic: this warp has added to its block `it`."""
         if self.deterministic:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars + self.ADDED)
+                cute.arch.mbarrier_arrive(bars + self.ADDED + it % 2)
 
     def transposed(self, s: cute.Tensor) -> cute.Tensor:
         """The transposed view of a shared memory tile, or of a ring of tiles."""

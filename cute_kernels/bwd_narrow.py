@@ -16,13 +16,8 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cute_kernels.accumulator import column, gemm, round_to
-from cute_kernels.bwd_frame import BackwardFrame, add_to_global, split_rows
-
-
-def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """Elements [first, first + count) of a register tensor in linear order."""
-    return cute.make_tensor(x.iterator + first, cute.make_layout(count))
+from cute_kernels.accumulator import gemm, part, round_to
+from cute_kernels.bwd_frame import BackwardFrame, split_rows
 
 
 @dataclass
@@ -188,7 +183,7 @@ class NarrowBackward(BackwardFrame):
             warpgroup.wait_group(0)
             self.await_turn(bars, total - 1)
             self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
-            self.pass_turn(bars)
+            self.pass_turn(bars, total - 1)
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[e] = acc_dK[e] * scale
@@ -229,6 +224,8 @@ class NarrowBackward(BackwardFrame):
             for e in range(8 * c, 8 * c + 8):
                 acc_S[e] = cute.math.exp2(acc_S[e] * state.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2], fastmath=True)
             round_to(part(acc_S, 8 * c, 8), part(state.tP, 8 * c, 8))
+        # The compiler moves arithmetic that should run beside dP^T behind the wait for it, but not past a branch.
+        cute.arch.mbarrier_wait(state.bars + self.FULL_K, 0)  # open since the start
         warpgroup.wait_group(0)
         if self.want_dp:
             for e in range(self.tile_m // 2):
@@ -258,9 +255,9 @@ class NarrowBackward(BackwardFrame):
             gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
         if self.want_dp:
             tdS = self.score_gradients(s, stage)  # while dV runs
-        warpgroup.wait_group(0)
         if self.want_dq:
-            self.publish(s, tdS, it, first)
+            self.publish(s, tdS, it, first)  # before the wait, or the compiler moves dS^T behind it
+        warpgroup.wait_group(0)
         if add_previous:
             acc_dQ = self.issue_dq(s, it - 1)
         if self.want_dk:
@@ -278,7 +275,7 @@ class NarrowBackward(BackwardFrame):
             rest = (lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)) if add_previous else None
             acc_S, acc_new = self.scores(s, it + 1, rest)
         if add_previous:
-            self.pass_turn(s.bars)
+            self.pass_turn(s.bars, it - 1)
         if not last:
             self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
 
@@ -311,61 +308,3 @@ class NarrowBackward(BackwardFrame):
             self.add_some(acc_dQ, dst, state.dq_stride, state.dq_wanted, begin, end)
         else:
             self.add_all(acc_dQ, dst, state.dq_stride, begin, end)
-
-    def add_all(self, acc_dQ: cute.Tensor, dst: cute.Pointer, stride: int, begin: int, end: int) -> None:
-        for c in range(begin, end):
-            add_to_global(dst + c * stride, *[acc_dQ[4 * c + j] for j in range(4)])
-
-    @cute.jit
-    def add_some(
-        self,
-        acc_dQ: cute.Tensor,
-        dst: cute.Pointer,
-        stride: cutlass.Constexpr,
-        wanted: cutlass.Boolean,
-        begin: cutlass.Constexpr,
-        end: cutlass.Constexpr,
-    ) -> None:
-        if wanted:
-            self.add_all(acc_dQ, dst, stride, begin, end)
-
-    @cute.jit
-    def mask(
-        self,
-        acc_S: cute.Tensor,
-        m0: Int32,
-        key: cute.Tensor,
-        key_visible: cute.Tensor,
-        clean_begin: Int32,
-        clean_end: Int32,
-    ) -> None:
-        """S^T of query rows [m0, m0 + tile_m): keep key <= q < key_visible. Most blocks skip it."""
-        if m0 < clean_begin or m0 + self.tile_m > clean_end:
-            for e in cutlass.range_constexpr(self.tile_m // 2):
-                r = e // 2 % 2
-                seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
-                acc_S[e] = acc_S[e] if seen else -Float32.inf
-
-    @cute.jit
-    def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
-        rounded = cute.make_rmem_tensor(cute.size(acc), self.dtype)
-        round_to(acc, rounded)
-        pairs = cute.recast_tensor(rounded, Int32)
-        for r in cutlass.range_constexpr(2):
-            if n + 8 * r < key_end:
-                row = out[n + 8 * r, kv_head, None].iterator + cute.arch.lane_idx() % 4
-                dst = cute.make_tensor(row, cute.make_layout(self.head_dim // 8, stride=4))
-                for c in cutlass.range_constexpr(self.head_dim // 8):
-                    if 4 * c < out.shape[2]:
-                        dst[c] = pairs[2 * c + r]
-
-    @cute.jit
-    def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> slab [tile_n, D] fp32: this thread's keys are row and row + 8."""
-        dst = cute.make_tensor(
-            slab + row * self.head_dim + cute.arch.lane_idx() % 4 * 2,
-            cute.make_layout((2, 2, self.head_dim // 8), stride=(1, 8 * self.head_dim, 8)),
-        )
-        for e in cutlass.range_constexpr(cute.size(acc)):
-            dst[e % 2, e // 2 % 2, e // 4] = acc[e]

@@ -8,7 +8,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
 from cute_kernels.accumulator import round_to
-from cute_kernels.bwd_frame import split_rows, transpose_8x8
+from cute_kernels.bwd_frame import split_rows
+from cute_kernels.ptx import transpose_8x8
 
 VECTOR = 8  # elements of a 128-bit store
 

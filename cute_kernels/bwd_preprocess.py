@@ -9,8 +9,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
-from cute_kernels.bwd_frame import interleaved_stats
-
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
 
@@ -24,9 +22,8 @@ class BackwardPreprocess:
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
         stats: [H, nm * 2 * tile_m] fp32, nm = ceil(T / tile_m): lse2 and dpsum of a block's rows. Rows past T get +inf
-            and 0, so that their probabilities are 0. Rows in order, or (interleaved_stats) 16 of them such that what
-            lane % 4 == b needs of an accumulator, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is
-            written.
+            and 0, so that their probabilities are 0. 16 rows are such that what lane % 4 == b needs of an accumulator
+            of S^T, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written. May be empty where dQ is not asked.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
         stream: taken from the environment (torch's current stream), not passed.
@@ -118,9 +115,7 @@ class BackwardPreprocess:
         cute.arch.sync_threads()
         if tid < M:
             t, m = mb * M + tid, tid
-            place = m
-            if cutlass.const_expr(interleaved_stats(self.head_dim)):
-                place = m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
+            place = m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
             lse2 = Float32.inf
             if t < num_rows:
                 lse2 = lse[h, t] * math.log2(math.e)

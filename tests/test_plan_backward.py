@@ -79,16 +79,13 @@ def check_turns(seg, tile, plan, kv_heads):
     locks = np.zeros((kv_heads, seg.total // tile.tile_m + 2), int)
     last_key = np.full((kv_heads, seg.total + tile.tile_m), -1)
     for item in plan.items.astype(int):
-        kv_head = item[items.KV_HEAD]
-        for rank in range(tile.cluster):
-            place = item[items.ORDER] * tile.cluster + rank
-            before = (item[items.PREVIOUS] + 1) * tile.cluster if rank == 0 else place
-            for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
-                assert locks[kv_head, mb] == (place if mb < item[items.PREVIOUS_END] else before)
-                locks[kv_head, mb] = place + 1
-                rows = slice(mb * tile.tile_m, (mb + 1) * tile.tile_m)
-                assert (last_key[kv_head, rows] <= item[items.KEY]).all()
-                last_key[kv_head, rows] = item[items.KEY]
+        kv_head, place, before = item[items.KV_HEAD], item[items.ORDER], item[items.PREVIOUS] + 1
+        for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
+            assert locks[kv_head, mb] == (place if mb < item[items.PREVIOUS_END] else before)
+            locks[kv_head, mb] = place + 1
+            rows = slice(mb * tile.tile_m, (mb + 1) * tile.tile_m)
+            assert (last_key[kv_head, rows] <= item[items.KEY]).all()
+            last_key[kv_head, rows] = item[items.KEY]
 
 
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))

@@ -1,0 +1,75 @@
+"""What the backward's main kernels do with accumulators whose rows are keys (S^T, dV, dK) or columns of dQ (dQ^T)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.accumulator import column, round_to
+from cute_kernels.ptx import add_to_global
+
+
+class Results:
+    """Mask S^T, write dK and dV, add dQ up. Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    tile_m: int
+
+    def add_all(self, acc_dQ: cute.Tensor, dst: cute.Pointer, stride: int, begin: int, end: int) -> None:
+        """Chunks [begin, end) of dQ^T, each four floats a thread, to `dst` and every `stride` floats from there."""
+        for c in range(begin, end):
+            add_to_global(dst + c * stride, *[acc_dQ[4 * c + j] for j in range(4)])
+
+    @cute.jit
+    def add_some(
+        self,
+        acc_dQ: cute.Tensor,
+        dst: cute.Pointer,
+        stride: cutlass.Constexpr,
+        wanted: cutlass.Boolean,
+        begin: cutlass.Constexpr,
+        end: cutlass.Constexpr,
+    ) -> None:
+        if wanted:
+            self.add_all(acc_dQ, dst, stride, begin, end)
+
+    @cute.jit
+    def mask(
+        self,
+        acc_S: cute.Tensor,
+        m0: Int32,
+        key: cute.Tensor,
+        key_visible: cute.Tensor,
+        clean_begin: Int32,
+        clean_end: Int32,
+    ) -> None:
+        """S^T of query rows [m0, m0 + tile_m): keep key <= q < key_visible. Most blocks skip it."""
+        if m0 < clean_begin or m0 + self.tile_m > clean_end:
+            for e in cutlass.range_constexpr(self.tile_m // 2):
+                r = e // 2 % 2
+                seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
+                acc_S[e] = acc_S[e] if seen else -Float32.inf
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
+        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
+        rounded = cute.make_rmem_tensor(cute.size(acc), self.dtype)
+        round_to(acc, rounded)
+        pairs = cute.recast_tensor(rounded, Int32)
+        for r in cutlass.range_constexpr(2):
+            if n + 8 * r < key_end:
+                row = out[n + 8 * r, kv_head, None].iterator + cute.arch.lane_idx() % 4
+                dst = cute.make_tensor(row, cute.make_layout(self.head_dim // 8, stride=4))
+                for c in cutlass.range_constexpr(self.head_dim // 8):
+                    if 4 * c < out.shape[2]:
+                        dst[c] = pairs[2 * c + r]
+
+    @cute.jit
+    def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
+        """acc (64 keys x D) of one warp group -> slab [tile_n, D] fp32: this thread's keys are row and row + 8."""
+        dst = cute.make_tensor(
+            slab + row * self.head_dim + cute.arch.lane_idx() % 4 * 2,
+            cute.make_layout((2, 2, self.head_dim // 8), stride=(1, 8 * self.head_dim, 8)),
+        )
+        for e in cutlass.range_constexpr(cute.size(acc)):
+            dst[e % 2, e // 2 % 2, e // 4] = acc[e]
