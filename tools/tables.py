@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualkv.bench.show import DIRECTIONS, markdown_table
+from dualkv.bench.sides import SIDES
 from tools import cold_start
 
 ROOT = Path(__file__).parent.parent
@@ -22,16 +24,12 @@ UPDATES = {
     "update-h200-p4096": "Qwen3-0.6B, bf16, H200, kernels",
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
 }
-OURS, PEER = "dualkv", "fa4-3-calls"
+OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
+MAIN = "n32-p8192-r2048"
 
 
 def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def updates() -> str:
@@ -57,44 +55,108 @@ def updates() -> str:
         row.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append(row)
     head = ["one update", "P, N x R", "tokens", "time", "peak memory above the weights"]
-    return _markdown([*head, "distance from fp32*"], rows)
+    return markdown_table([*head, "distance from fp32*"], rows)
+
+
+def _speed(side: dict[str, Any]) -> str:
+    return f"{side['sustained_ms']:.2f} ({side['sustained_tflops']:.0f})"
+
+
+def _recorded(run: dict[str, Any]) -> str:
+    """A line on when and how, for below a table."""
+    turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
+    return f"\n\nRecorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
+
+
+def _measured(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those in which ours and the peer were measured."""
+    return [r for r in results if all("sustained_ms" in r["sides"].get(name, {}) for name in (OURS, PEER))]
 
 
 def _against_peer(name: str) -> str:
+    """Ours and the peer, a row for each workload."""
+    run = _load(name)
+    results = _measured(run["results"])
+    deterministic = any(FIXED in result["sides"] for result in results)
     rows = []
-    for result in _load(name)["results"]:
-        w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
-        row = [w["name"]]
-        row += [f"{x['sustained_ms']:.2f} ({x['sustained_tflops']:.0f})" for x in (ours, peer)]
+    for result in results:
+        sides = result["sides"]
+        ours, peer = sides[OURS], sides[PEER]
+        row = [result["workload"]["name"], _speed(ours), _speed(peer)]
         row += [f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
+        if deterministic:
+            fixed = sides[FIXED].get("sustained_ms")
+            row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
         rows.append(row)
-    return _markdown(("workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"), rows)
+    head = ["workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
+    return markdown_table([*head, "deterministic, times"] if deterministic else head, rows) + _recorded(run)
 
 
-def peers() -> str:
-    """The forward of every side on one workload."""
-    (result,) = _load("forward-h200-peers")["results"]
-    rows = [
-        (name, f"{x['sustained_ms']:.1f}", f"{x['sustained_tflops']:.0f}", f"{x['joules']:.1f}")
-        for name, x in result["sides"].items()
-    ]
-    return _markdown((result["workload"]["name"], "ms", "TFLOP/s", "J a call"), rows)
+def head_dims(direction: str) -> str:
+    """A direction at every head dim and GQA ratio."""
+    run = _load(f"{direction}-h200-head-dims")
+    rows = []
+    for result in _measured(run["results"]):
+        ours, peer = result["sides"][OURS], result["sides"][PEER]
+        row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
+        rows.append([*row, f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"])
+    head = ("head dim, GQA", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call")
+    return markdown_table(head, rows) + _recorded(run)
+
+
+def tensor_parallel() -> str:
+    """Rates of fewer heads against those of all heads."""
+    run = _load("backward-h200-tensor-parallel")
+    whole, *_ = [r for r in _load("backward-h200")["results"] if r["workload"]["name"] == MAIN]
+    rows = []
+    for result in [whole, *_measured(run["results"])]:
+        w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
+        rate = f"{ours['sustained_tflops'] / whole['sides'][OURS]['sustained_tflops']:.2f}"
+        rows.append((f"{w['heads']} / {w['kv_heads']}", _speed(ours), rate, _speed(peer)))
+    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "of the rate at all heads", "FlashAttention-4, 3 calls")
+    return markdown_table(head, rows) + _recorded(run)
+
+
+def peers(name: str, row: Callable[[dict[str, Any]], str]) -> str:
+    """Every side, a row for each, with what its total leaves out; a column for each result, named by `row`."""
+    run = _load(name)
+    known = [side for side in SIDES if any(side in result["sides"] for result in run["results"])]
+    rows = [[side, *(_peer(result["sides"].get(side, {})) for result in run["results"])] for side in known]
+    return markdown_table(["ms (TFLOP/s), J a call", *map(row, run["results"])], rows) + _recorded(run)
+
+
+def _peer(side: dict[str, Any]) -> str:
+    if "sustained_ms" not in side:
+        return ""
+    apart = [f" + {part} {f['cold_ms']:.1f}" for part, f in side["parts"].items() if not f["in_total"]]
+    return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "updates": updates,
     "forward": lambda: _against_peer("forward-h200"),
-    "head-dims": lambda: _against_peer("forward-h200-head-dims"),
-    "peers": peers,
+    "backward": lambda: _against_peer("backward-h200"),
+    "forward-head-dims": lambda: head_dims("forward"),
+    "backward-head-dims": lambda: head_dims("backward"),
+    "tensor-parallel": tensor_parallel,
+    "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
+    "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
+
+
+def _table(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError:
+        return "Not recorded yet."
 
 
 def filled(text: str) -> str:
     """A document with its tables as the figures give them."""
     return re.sub(
         r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
+        lambda match: f"{match[1]}{_table(match[2])}\n{match[3]}",
         text,
         flags=re.DOTALL,
     )
