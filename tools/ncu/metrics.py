@@ -31,7 +31,7 @@ _L2 = "lts__t_sectors_srcunit_tex_op_{}.sum"
 _L2_READ, _L2_ADD, _L2_WRITE = (_L2.format(op) for op in ("read", "red", "write"))
 _L2_SECTORS, _L2_HIT = "lts__t_sectors_srcunit_tex.sum", "lts__t_sector_hit_rate.pct"
 _L2_BUSY = "lts__throughput.avg.pct_of_peak_sustained_elapsed"
-_L2_RATE, _L2_PART = "lts__t_sectors.sum.per_second", "lts__t_sectors.sum.pct_of_peak_sustained_elapsed"
+_L2_PEAK, _L2_CLOCK = "derived__lts__lts2xbar_bytes.sum.peak_sustained", "lts__cycles_elapsed.avg.per_second"
 _SM_READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
 _DRAM_READ, _DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 _DRAM_PEAK, _DRAM_CLOCK = "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second"
@@ -64,7 +64,7 @@ STALLS = {  # what a warp waits for, by ncu's name
 }
 USED = (
     _DURATION, _CLOCK, _TENSOR, _OPS_BF16, _OPS_FP16, _ISSUE, _EXP, _SHARED, _WAVES, _CONFLICTS,
-    _L2_READ, _L2_ADD, _L2_WRITE, _L2_SECTORS, _L2_HIT, _L2_BUSY, _L2_RATE, _L2_PART, _SM_READ,
+    _L2_READ, _L2_ADD, _L2_WRITE, _L2_SECTORS, _L2_HIT, _L2_BUSY, _L2_PEAK, _L2_CLOCK, _SM_READ,
     _DRAM_READ, _DRAM_WRITE, _DRAM_PEAK, _DRAM_CLOCK, *_LOCAL, _WARPS, _MAX_WARPS, *_LAUNCH.values(),
     *map(_STALLS.format, STALLS),
 )  # fmt: skip
@@ -111,10 +111,10 @@ class Kernel:
 
     @property
     def peaks(self) -> dict[str, float | None]:
-        """FLOP/s of the tensor cores and bytes/s of L2 and DRAM at the clocks of this run."""
+        """FLOP/s of the tensor cores, bytes/s from L2 towards the SMs and of DRAM, at the clocks of this run."""
         return {
             "tensor": _times(_times(self.get(_LAUNCH["sm_count"]), DENSE_FLOPS), self.get(_CLOCK)),
-            "l2": _times(_over(self.get(_L2_RATE), self.get(_L2_PART)), 100 * SECTOR),
+            "l2": _times(self.get(_L2_PEAK), self.get(_L2_CLOCK)),
             "dram": _times(self.get(_DRAM_PEAK), self.get(_DRAM_CLOCK)),
         }
 

@@ -1,0 +1,185 @@
+"""tools.sanitize without a GPU: its cases, what it reads in recorded output, and its verdicts."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
+from dualkv.plan_backward import backward_work
+from tools.sanitize import __main__ as sanitize
+from tools.sanitize import cases, controls, reading
+from tools.sanitize.reading import Report
+
+DATA = Path(__file__).parent / "data" / "sanitize"
+NUM_SMS = 132
+
+
+# ---------------------------------------------------------------- cases
+def test_every_family_is_there():
+    assert set(HEAD_DIMS) < set(cases.HEAD_DIMS), "and a padded one"
+    for head_dim in cases.HEAD_DIMS:
+        some = list(cases.cases(head_dim))
+        assert len({case.name for case in some}) == len(some)
+        assert {(case.layout, case.deterministic) for case in some if case.dtype == "bf16"} == {
+            (layout, fixed) for layout in cases.LAYOUTS for fixed in (False, True)
+        }
+        assert {case.gradients for case in some} == {"qkv", "q", "kv"}
+        assert {spec.operation for case in some for spec in case.specs()} == {
+            "fwd", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
+        }  # fmt: skip
+
+
+def test_edges_are_those_of_the_tiles():
+    """A length of every tile size in use, of one less and of one more, as a prompt and as a response."""
+    layout = cases.LAYOUTS["edges"]
+    sizes = {tile.tile_n for tile in FORWARD_TILES.values()}
+    sizes |= {size for tile in BACKWARD_TILES.values() for size in (tile.tile_m, tile.tile_n)}
+    wanted = {size + d for size in sizes for d in (-1, 0, 1)} | {0, 1}
+    assert wanted <= set(layout.prompt_lens)
+    assert wanted <= {length for group in layout.response_lens for length in group}
+
+
+@pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
+def test_key_blocks_are_split_on_an_h200(head_dim):
+    case = cases.Case("long prompt", head_dim)
+    work = backward_work(cases.LAYOUTS[case.layout]._segments, backward_tile(head_dim), *case.heads, NUM_SMS)
+    assert work.num_slabs > 0
+
+
+# ---------------------------------------------------------------- reading
+def test_races_of_an_h200():
+    found = reading.parse((DATA / "racecheck.log").read_text())
+    assert found.begun == found.ended
+    ((report, count),) = found.reports.items()
+    assert report.what == "Error: Race reported between Write access"
+    assert count == 1536
+    assert {reading.short(symbol) for symbol, _ in report.places} == {"bwd_narrow.NarrowBackward"}
+    assert [offset for _, offset in report.places] == [0xD10, 0x17E0, 0x22D0, 0x2320]
+
+
+def test_reads_of_an_h200():
+    found = reading.parse((DATA / "initcheck.log").read_text())
+    ((report, count),) = found.reports.items()
+    assert (report.what, count) == ("Uninitialized __global__ memory read of size 16 bytes", 2)
+    assert report.places[0][1] == 0x440
+    assert reading.short(report.places[0][0]) == "bwd_preprocess.BackwardPreprocess"
+
+
+def test_reports_belong_to_their_case():
+    text = f"""========= COMPUTE-SANITIZER
+{reading.MARK}one
+{reading.END}
+{reading.MARK}two
+========= Invalid __global__ write of size 4 bytes
+=========     at kernel+0x20
+=========     by thread (3,0,0) in block (0,0,0)
+=========
+said by the program
+========= Invalid __global__ write of size 4 bytes
+=========     at kernel+0x20
+=========     by thread (4,0,0) in block (0,0,0)
+========= Program hit cudaErrorLaunchFailure (error 719) on CUDA API call to cudaDeviceSynchronize.
+{reading.MARK}three
+{reading.FAILED}OutOfMemoryError: not today
+========= ERROR SUMMARY: 15 errors
+========= ERROR SUMMARY: 12 errors were not printed. Use --print-limit option to adjust the number of printed errors
+"""
+    found = reading.parse(text)
+    assert (found.begun, found.ended, found.not_printed) == (["one", "two", "three"], ["one"], 12)
+    assert found.failures == ["three: OutOfMemoryError: not today"]
+    hit = "Program hit cudaErrorLaunchFailure (error 719) on CUDA API call to cudaDeviceSynchronize."
+    assert found.reports == {
+        Report("two", "Invalid __global__ write of size 4 bytes", (("kernel", 0x20),)): 2,
+        Report("two", hit, ()): 1,
+    }
+
+
+# ---------------------------------------------------------------- verdicts
+PROGRAM = """#!{python}
+import sys
+tool, what = sys.argv[-2:]
+print("========= COMPUTE-SANITIZER")
+for name in {cases!r} if what != "controls" else {controls!r}[tool]:
+    print("@@ case: " + name, flush=True)
+    if (tool, name) in {bad!r}:
+        print("========= Invalid __global__ write of size 4 bytes\\n=========     at kernel+0x20")
+    if (tool, name) == {dies!r}:
+        sys.exit(7)
+    print("@@ end")
+print("========= ERROR SUMMARY: 0 errors")
+"""
+NAMES = [case.name for case in cases.cases(64)]
+PLANTED = {(tool, name) for tool, (name, _) in controls.PLANTED.items()}
+ALL_CONTROLS = {tool: [*controls.CORRECT, *controls.RACY, name] for tool, (name, _) in controls.PLANTED.items()}
+
+
+def run(monkeypatch, tmp_path, bad=frozenset(), dies=None):
+    program = tmp_path / "compute-sanitizer"
+    form = {"python": sys.executable, "cases": NAMES, "controls": ALL_CONTROLS, "bad": set(bad), "dies": dies}
+    program.write_text(PROGRAM.format(**form))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: str(program))
+    monkeypatch.setattr(sanitize.store, "fill", lambda *_: [])
+    monkeypatch.setattr(sanitize.store, "where", lambda spec: None)
+    monkeypatch.setattr(sanitize.store, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(sanitize, "_sass", lambda folder: ("other", {}))
+    monkeypatch.setattr(sanitize.store, "entry", lambda spec: tmp_path)
+    monkeypatch.setattr(sanitize, "environment", lambda *_: {"commit": "abc"})
+    monkeypatch.setattr(sanitize, "Meter", lambda: None)
+    app = typer.Typer()
+    app.command()(sanitize.main)
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out)])
+    return done, json.loads(out.read_text())["tools"]
+
+
+def test_clean(monkeypatch, tmp_path):
+    done, tools = run(monkeypatch, tmp_path, PLANTED)
+    assert done.exit_code == 0, done.output
+    for tool in sanitize.TOOLS:
+        assert tools[tool]["cases"] == len(NAMES)
+        assert tools[tool]["reports"] == tools[tool]["unfinished"] == []
+        assert tools[tool]["controls"][controls.PLANTED[tool][0]] == 1
+
+
+def test_a_tool_that_sees_nothing_fails(monkeypatch, tmp_path):
+    done, _ = run(monkeypatch, tmp_path, PLANTED - {("synccheck", "divergent_barrier")})
+    assert done.exit_code == 1
+
+
+def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
+    done, tools = run(monkeypatch, tmp_path, {*PLANTED, ("memcheck", NAMES[3])})
+    assert done.exit_code == 1
+    (report,) = tools["memcheck"]["reports"]
+    assert report["cases"] == {NAMES[3]: 1}
+    assert report["false_positive"] is None
+    assert "an error" in done.output
+    assert tools["racecheck"]["reports"] == []
+
+
+def test_a_process_that_dies_fails(monkeypatch, tmp_path):
+    done, tools = run(monkeypatch, tmp_path, PLANTED, dies=("racecheck", NAMES[2]))
+    assert done.exit_code == 1
+    assert tools["racecheck"]["cases"] == 2
+    assert "64: exit code 7" in tools["racecheck"]["unfinished"][0]
+
+
+def test_no_sanitizer(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sanitize, "ELSEWHERE", "/nowhere")
+    with pytest.raises(sanitize.SanitizeError, match="compute-sanitizer is not on PATH"):
+        sanitize.find_sanitizer()
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: "/bin/true")
+    monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(sanitize.SanitizeError, match="need an NVIDIA GPU"):
+        sanitize.find_sanitizer()

@@ -1,0 +1,236 @@
+"""Runs the tools over all cases and files what they say. See the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from codegen import KernelError, cubin, store
+from codegen.spec import KernelSpec
+from dualkv import hopper
+from dualkv.bench.run import environment
+from dualkv.bench.timing import Meter
+from tools.sanitize import controls, known
+from tools.sanitize.cases import HEAD_DIMS, Case, cases
+from tools.sanitize.reading import Place, parse, short
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CONTROLS = "controls"
+OPTIONS = ["--print-limit", "20000", "--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
+ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
+ROOT = Path(__file__).parents[2]
+
+
+class SanitizeError(RuntimeError):
+    """Why nothing was checked, in one sentence."""
+
+
+def find_sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or (ELSEWHERE if os.access(ELSEWHERE, os.X_OK) else None)
+    if found is None:
+        raise SanitizeError("compute-sanitizer is not on PATH: install the CUDA toolkit's compute-sanitizer")
+    if not torch.cuda.is_available():
+        raise SanitizeError("the sanitizers need an NVIDIA GPU and PyTorch sees none here")
+    why_not = hopper.device_unsupported(torch.device("cuda", torch.cuda.current_device()))
+    if why_not:
+        raise SanitizeError(f"the kernels run on compute capability 9.0 (H100, H200), not on {why_not}")
+    return found
+
+
+def specs(head_dims: list[int]) -> list[KernelSpec]:
+    """All kernels of all cases."""
+    return list(dict.fromkeys(spec for d in head_dims for case in cases(d) for spec in case.specs()))
+
+
+def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
+    """One tool over the cases of a head dim, or over the controls, in a process of its own.
+
+    Every tensor is an allocation of its own, so that a tool knows where it ends.
+    """
+    begin = time.monotonic()
+    command = [sanitizer, "--tool", tool, *OPTIONS, sys.executable, "-m", "tools.sanitize.target", tool, what]
+    environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
+    ended_by = ""
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            output = process.communicate(timeout=limit)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, ended_by = process.communicate()[0], f"stopped after {limit:g} s"
+    text = output.decode(errors="replace")
+    found = parse(text)
+    wrong = found.failures + [ended_by] * bool(ended_by)
+    if found.not_printed:
+        wrong.append(f"{found.not_printed} more reports were not printed")
+    if not wrong and (not found.begun or found.begun != found.ended):
+        wrong.append(f"exit code {process.returncode}: " + " ".join(text.split())[-300:])
+    return {
+        "tool": tool,
+        "cases_of": what,
+        "seconds": round(time.monotonic() - begin, 1),
+        "cases": found.ended,
+        "unfinished": "; ".join(wrong),
+        "reports": list(found.reports.items()),
+        "text": text,
+    }
+
+
+# ---------------------------------------------------------------- what the reports mean
+@cache
+def _sass(folder: Path) -> tuple[str, dict[int, str]]:
+    """The kernel's symbol, and its instructions by offset where a disassembler is at hand."""
+    symbol = cubin.resources((folder / "kernel.cubin").read_bytes()).function
+    try:
+        text = cubin.sass(folder / "kernel.cubin")
+    except (KernelError, OSError, subprocess.SubprocessError):
+        text = ""
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text)
+    return symbol, {int(offset, 16): text for offset, text in code}
+
+
+def instruction(case: Case | None, place: Place) -> str:
+    """What stands at a place of one of a case's kernels, its offset where that cannot be told."""
+    symbol, offset = place
+    for spec in case.specs() if case else ():
+        name, code = _sass(store.entry(spec))
+        if name == symbol:
+            return " ".join(code.get(offset, f"+{offset:#x}").split())
+    return f"+{offset:#x}"
+
+
+def explained(run: dict[str, Any], shown: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """The reports of a run by kernel and kind of instruction, with what the controls of its tool show of them."""
+    by_name = {} if run["cases_of"] == CONTROLS else {case.name: case for case in cases(int(run["cases_of"]))}
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for report, count in run["reports"]:
+        case = by_name.get(report.case)
+        texts = [instruction(case, place) for place in report.places]
+        kinds = list(dict.fromkeys(_kind(text) for text in texts))
+        kernel = ", ".join(dict.fromkeys(short(symbol) for symbol, _ in report.places))
+        key = report.what, kernel, tuple(kinds)
+        entry = merged.setdefault(key, {"what": report.what, "kernel": kernel, "instructions": kinds, "count": 0})
+        entry["count"] += count
+        entry.setdefault("cases", {}).setdefault(report.case, 0)
+        entry["cases"][report.case] += count
+    for entry in merged.values():
+        yield entry | {"false_positive": known.why(run["tool"], entry, shown)}
+
+
+def _kind(text: str) -> str:
+    """`LDS.128` of `@!P0 LDS.128 R20, [R17+0x33000]`."""
+    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0]
+
+
+# ---------------------------------------------------------------- command line
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """By tool: cases, what the controls showed, reports, and what is missing."""
+    tools: dict[str, Any] = {}
+    for name in dict.fromkeys(run["tool"] for run in runs):
+        mine = [run for run in runs if run["tool"] == name]
+        shown = dict.fromkeys([*controls.CORRECT, *controls.RACY, controls.PLANTED[name][0]], 0)
+        for run in mine:
+            if run["cases_of"] == CONTROLS:
+                for report, count in run["reports"]:
+                    shown[report.case] = shown.get(report.case, 0) + count
+        rest = [run for run in mine if run["cases_of"] != CONTROLS]
+        tools[name] = {
+            "cases": sum(len(run["cases"]) for run in rest),
+            "seconds": round(sum(run["seconds"] for run in mine), 1),
+            CONTROLS: shown,
+            "reports": [report for run in rest for report in explained(run, shown)],
+            "unfinished": [f"{run['cases_of']}: {run['unfinished']}" for run in mine if run["unfinished"]],
+        }
+    return tools
+
+
+def table(tools: dict[str, Any]) -> Table:
+    shown = Table("tool", "cases", "errors", "false positives", "planted fault found", "s", "unfinished")
+    for name, tool in tools.items():
+        bad = sum(r["count"] for r in tool["reports"] if r["false_positive"] is None)
+        fine = sum(r["count"] for r in tool["reports"] if r["false_positive"] is not None)
+        planted = tool[CONTROLS].get(controls.PLANTED[name][0], 0)
+        seen = "yes" if planted else "[red]no[/]"
+        wrong = "; ".join(tool["unfinished"])
+        shown.add_row(
+            name, f"{tool['cases']}", f"[red]{bad}[/]" if bad else "0", f"{fine}", seen, f"{tool['seconds']}", wrong
+        )
+    return shown
+
+
+def main(
+    json_to: Annotated[Path | None, typer.Option("--json", help="File all reports here.")] = None,
+    tool: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOOLS)}. Default: all.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Head dims. Default: all families.")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes at a time.")] = 4,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds of a process.")] = 600,
+    logs: Annotated[Path | None, typer.Option(help="Keep what the tools print in this folder.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this code, where git cannot tell.")] = None,
+    compile_only: Annotated[
+        bool, typer.Option("--compile", help="Compile the kernels, which needs no GPU; no more.")
+    ] = False,
+) -> None:
+    """Run compute-sanitizer's tools over edge shapes of every family of kernels, forward and backward."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    tools, dims = tool or list(TOOLS), head_dim or list(HEAD_DIMS)
+    for given, allowed, name in ((tools, TOOLS, "--tool"), (dims, HEAD_DIMS, "--head-dim")):
+        wrong = [value for value in given if value not in allowed]
+        if wrong:
+            raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(map(str, allowed))}", param_hint=name)
+    try:
+        sanitizer = None if compile_only else find_sanitizer()
+    except SanitizeError as e:
+        print(f"sanitize: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    missing = [spec for spec in specs(dims) if store.where(spec) is None]
+    if missing:
+        store.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with console.status(f"compiling {len(missing)} kernels"):
+            list(store.fill(missing, store.cache_dir(), os.cpu_count() or 1))
+    if sanitizer is None:
+        return
+    plan = [(t, what) for what in (CONTROLS, *map(str, dims[::-1])) for t in tools]
+    version = (
+        subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.split("Version")[-1].strip()
+    )
+    about = {**environment(Meter(), commit), "compute_sanitizer": version}
+    runs: list[dict[str, Any]] = []
+    with console.status("checking"), ThreadPoolExecutor(jobs) as pool:
+        for run in pool.map(lambda each: check(sanitizer, each[0], each[1], limit), plan):
+            state = run["unfinished"] or f"{len(run['reports'])} different reports"
+            console.print(f"{run['tool']} {run['cases_of']}: {len(run['cases'])} cases, {run['seconds']} s, {state}")
+            runs.append(run)
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                (logs / f"{run['tool']}-{run['cases_of']}.log").write_text(run["text"])
+            if json_to is not None:  # after each: what is done is not lost with what comes
+                json_to.parent.mkdir(parents=True, exist_ok=True)
+                json_to.write_text(json.dumps({**about, "tools": summary(runs)}, indent=1) + "\n")
+    found = summary(runs)
+    console.print(table(found))
+    for name, one in found.items():
+        for report in one["reports"]:
+            verdict = report["false_positive"] or "[red]an error[/]"
+            console.print(f"{name}: {report['count']} x {report['what']} in {report['kernel']}: {verdict}")
+    errors = any(r["false_positive"] is None for one in found.values() for r in one["reports"])
+    blind = any(not one[CONTROLS].get(controls.PLANTED[name][0]) for name, one in found.items())
+    if errors or blind or any(one["unfinished"] for one in found.values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

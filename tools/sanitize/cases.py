@@ -1,0 +1,67 @@
+"""What runs under the sanitizers: edge shapes of every family of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from codegen.spec import KernelSpec, backward_specs, forward_spec
+from dualkv import Layout
+
+_EDGES = [n + d for n in (64, 80, 96, 128) for d in (-1, 0, 1)]  # tiles' sizes of rows and keys, one less, one more
+LAYOUTS = {
+    "one token": Layout.from_lengths([1], [[]]),
+    "few tokens": Layout.from_lengths([1, 1, 0, 3], [[1], [1, 0, 1], [1], [0, 0]]),
+    "edges": Layout.from_lengths(
+        [*_EDGES, 130, 1, 0, 70],
+        [*([n, 1, 129 - n % 3] for n in reversed(_EDGES)), [1] * 70, [65, 0], [63, 0, 64], [0, 0]],
+    ),
+    "long prompt": Layout.from_lengths([600], [[500, 433, 477]]),  # at 8 heads and 1 KV head: split key blocks
+}
+HEADS = {"long prompt": (8, 1)}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # all native ones, and a padded one
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward and one backward.
+
+    Attributes:
+        layout: of LAYOUTS.
+        head_dim, dtype: of q, k and v.
+        deterministic: of the backward.
+        gradients: what the backward is asked for.
+    """
+
+    layout: str
+    head_dim: int
+    dtype: str = "bf16"
+    deterministic: bool = False
+    gradients: str = "qkv"
+
+    @property
+    def name(self) -> str:
+        extra = [self.dtype] * (self.dtype != "bf16") + ["deterministic"] * self.deterministic
+        extra += [f"gradients of {self.gradients}"] * (self.gradients != "qkv")
+        return " ".join([self.layout, f"D={self.head_dim}", *extra])
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(H, Hk)"""
+        return HEADS.get(self.layout, (4, 2))
+
+    def specs(self) -> list[KernelSpec]:
+        """The kernels that it runs."""
+        heads, kv_heads = self.heads
+        backward = backward_specs(self.dtype, self.head_dim, self.deterministic, self.gradients)
+        return [forward_spec(self.dtype, self.head_dim, heads // kv_heads), *backward.present]
+
+
+def cases(head_dim: int) -> Iterator[Case]:
+    """Of a head dim."""
+    for layout in LAYOUTS:
+        for deterministic in (False, True):
+            yield Case(layout, head_dim, "bf16", deterministic)
+    yield Case("edges", head_dim, "fp16")
+    for gradients in ("q", "kv"):
+        yield Case("long prompt", head_dim, "bf16", False, gradients)

@@ -1,0 +1,129 @@
+"""Small CUDA programs whose verdict is known, run beside the kernels: what a tool finds, misses and invents.
+
+`planted` faults prove that a tool sees anything in this setting. `correct` ones use an instruction of the kernels the
+way its documentation asks, so a report about them is the tool's error. (PTX ISA, "Asynchronous copy": a bulk copy's
+writes are visible to threads that observed the completion of its mbarrier's phase.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_FAULTS = r"""
+extern "C" __global__ void out_of_bounds(float* x, int n) {
+    x[n + threadIdx.x] = 1.0f;
+}
+extern "C" __global__ void shared_race(float* x) {
+    __shared__ float s[64];
+    s[threadIdx.x] = x[threadIdx.x];
+    x[threadIdx.x] = s[63 - threadIdx.x];
+}
+extern "C" __global__ void uninitialized(float* x, const float* never_written) {
+    x[threadIdx.x] = never_written[threadIdx.x] + 1.0f;
+}
+extern "C" __global__ void divergent_barrier(float* x) {
+    if (threadIdx.x < 40) {
+        __syncthreads();
+        x[threadIdx.x] = 1.0f;
+    }
+}
+"""
+# A ring of two stages filled by bulk copies: a producer warp, two consumer warps, full and empty mbarriers.
+_RING = r"""
+__device__ unsigned at(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+__device__ void wait(const void* bar, unsigned phase) {
+    asm volatile("{ .reg .pred p;\n again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra done;\n"
+                 " bra again;\n done: }" :: "r"(at(bar)), "r"(phase) : "memory");
+}
+__device__ void ring(const float* in, float* out, int blocks, bool await_full, bool together) {
+    __shared__ alignas(128) float data[2][64];
+    __shared__ alignas(8) unsigned long long full[2], empty[2];
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&full[i])));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 2;" :: "r"(at(&empty[i])));
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < blocks; ++i) {
+            int stage = i & 1, phase = (i >> 1) & 1;
+            wait(&empty[stage], phase ^ 1);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 256;" :: "r"(at(&full[stage])) : "memory");
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 256, [%2];"
+                         :: "r"(at(data[stage])), "l"(in + 64 * i), "r"(at(&full[stage])) : "memory");
+        }
+    } else if (threadIdx.x >= 32) {
+        float sum = 0;
+        for (int i = 0; i < blocks; ++i) {
+            int stage = i & 1, phase = (i >> 1) & 1;
+            if (await_full) wait(&full[stage], phase);
+            sum += data[stage][threadIdx.x - 32];
+            if (together) __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at(&empty[stage])) : "memory");
+        }
+        out[threadIdx.x - 32] = sum;
+    }
+    __syncthreads();
+}
+extern "C" __global__ void bulk_ring(const float* in, float* out, int n) { ring(in, out, n, true, true); }
+extern "C" __global__ void bulk_ring_no_syncwarp(const float* in, float* out, int n) { ring(in, out, n, true, false); }
+extern "C" __global__ void bulk_ring_no_wait(const float* in, float* out, int n) { ring(in, out, n, false, true); }
+"""
+_STORE = r"""
+extern "C" __global__ void bulk_store(float* out) {
+    __shared__ alignas(128) float data[64];
+    data[threadIdx.x] = threadIdx.x;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(data));
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 256;" :: "l"(out), "r"(from) : "memory");
+        asm volatile("cp.async.bulk.commit_group;");
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+}
+extern "C" __global__ void read_back(const float* in, float* out) { out[threadIdx.x] = in[threadIdx.x]; }
+"""
+
+
+def _run(source: str, name: str, threads: int, *arguments: torch.Tensor | int) -> None:
+    kernel = torch.cuda._compile_kernel(source, name)
+    kernel(grid=(1, 1, 1), block=(threads, 1, 1), args=list(arguments))
+    torch.cuda.synchronize()
+
+
+def _ring(name: str) -> None:
+    blocks = torch.randn(8, 64, device="cuda")
+    out = torch.zeros(64, device="cuda")
+    _run(_RING, name, 96, blocks, out, len(blocks))
+    if name != "bulk_ring_no_wait":
+        torch.testing.assert_close(out, blocks.sum(0))
+
+
+def _store() -> None:
+    made, copy = torch.empty(64, device="cuda"), torch.zeros(64, device="cuda")
+    _run(_STORE, "bulk_store", 64, made)
+    _run(_STORE, "read_back", 64, made, copy)
+    torch.testing.assert_close(copy.cpu(), torch.arange(64.0))
+
+
+PLANTED: dict[str, tuple[str, Callable[[], None]]] = {  # by tool: the fault, and what runs it
+    "memcheck": ("out_of_bounds", lambda: _run(_FAULTS, "out_of_bounds", 64, torch.zeros(64, device="cuda"), 64)),
+    "racecheck": ("shared_race", lambda: _run(_FAULTS, "shared_race", 64, torch.zeros(64, device="cuda"))),
+    "initcheck": (
+        "uninitialized",
+        lambda: _run(_FAULTS, "uninitialized", 64, torch.zeros(64, device="cuda"), torch.empty(64, device="cuda")),
+    ),
+    "synccheck": ("divergent_barrier", lambda: _run(_FAULTS, "divergent_barrier", 64, torch.zeros(64, device="cuda"))),
+}
+CORRECT: dict[str, Callable[[], None]] = {
+    "bulk_ring": lambda: _ring("bulk_ring"),
+    "bulk_ring_no_syncwarp": lambda: _ring("bulk_ring_no_syncwarp"),
+    "bulk_store": _store,
+}
+RACY: dict[str, Callable[[], None]] = {"bulk_ring_no_wait": lambda: _ring("bulk_ring_no_wait")}

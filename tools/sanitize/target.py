@@ -1,0 +1,65 @@
+"""The checked program: `python -m tools.sanitize.target TOOL controls|HEAD_DIM` runs its cases, each one announced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+import dualkv
+from tools.sanitize import controls
+from tools.sanitize.cases import LAYOUTS, Case, cases
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MARK, END, FAILED = "@@ case: ", "@@ end", "@@ failed: "
+
+
+def announced(name: str, run: Callable[[], None]) -> None:
+    """Run a case; one that fails leaves the next ones their chance, as far as the process goes on."""
+    print(f"{MARK}{name}", flush=True)
+    try:
+        run()
+        torch.cuda.synchronize()
+    except Exception as e:
+        print(f"{FAILED}{type(e).__name__}: {' '.join(str(e).split())[:300]}", flush=True)
+    else:
+        print(END, flush=True)
+
+
+def run_case(case: Case, through_host: bool) -> None:
+    layout = LAYOUTS[case.layout]
+    heads, kv_heads = case.heads
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(
+            layout.num_tokens, n, case.head_dim, device="cuda", dtype=DTYPES[case.dtype], generator=generator
+        ).requires_grad_(i < 3 and "qkv"[min(i, 2)] in case.gradients)
+        for i, n in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    host = layout.offsets, layout.parent, case.head_dim**-0.5, case.deterministic
+    if through_host:
+        with torch.no_grad():
+            out, lse = (x.cpu().cuda() for x in torch.ops.dualkv.fwd(q, k, v, *host))
+            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients)
+    else:
+        dualkv.attention(q, k, v, layout, deterministic=case.deterministic).backward(dout)
+
+
+def main(tool: str, what: str) -> None:
+    torch.cuda.init()
+    if what == "controls":
+        for name, run in controls.CORRECT.items():
+            announced(name, run)
+        for name, run in controls.RACY.items():
+            announced(name, run)
+        announced(*controls.PLANTED[tool])  # last: a fault may end the process
+        return
+    for case in cases(int(what)):
+        # initcheck does not see what the copy engine stores. A copy by way of the host is known to be initialized, so
+        # that what is reported of the backward is about what the backward's own kernels leave to each other.
+        announced(case.name, lambda case=case: run_case(case, tool == "initcheck"))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
