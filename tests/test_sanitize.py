@@ -160,7 +160,7 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     (report,) = tools["memcheck"]["reports"]
     assert report["cases"] == {NAMES[3]: 1}
     assert report["false_positive"] is None
-    assert "an error" in done.output
+    assert "AN ERROR" in done.output
     assert tools["racecheck"]["reports"] == []
 
 

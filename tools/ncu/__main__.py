@@ -82,8 +82,8 @@ def report(
         if plot is not None:
             show.roofline(found, plot)
         if json_to is not None:
-            shared: dict[str, Any] = {"profiles": [profile.to_dict() for profile in found]}
-            json_to.write_text(json.dumps(shared, indent=1) + "\n")
+            figures: dict[str, Any] = {**found[0].environment, "profiles": [profile.to_dict() for profile in found]}
+            json_to.write_text(json.dumps(figures, indent=1) + "\n")
     except (ValueError, OSError) as e:
         _fail(e)
 

@@ -190,6 +190,11 @@ class Profile:
     job: Job
     kernels: list[Kernel]
 
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Machine, versions, commit and date."""
+        return {name: value for name, value in self.about.items() if name not in {*self.job.to_dict(), "specs"}}
+
     def to_dict(self) -> dict[str, Any]:
         """Everything that a report shows, for a JSON file."""
         kernels = [

@@ -18,19 +18,18 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from codegen import KernelError, cubin, store
 from codegen.spec import KernelSpec
 from dualkv import hopper
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
-from tools.sanitize import controls, known
+from tools.sanitize import controls, known, show
 from tools.sanitize.cases import HEAD_DIMS, Case, cases
 from tools.sanitize.reading import Place, parse, short
+from tools.sanitize.show import CONTROLS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-CONTROLS = "controls"
 OPTIONS = ["--print-limit", "20000", "--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
 ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
 ROOT = Path(__file__).parents[2]
@@ -158,20 +157,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return tools
 
 
-def table(tools: dict[str, Any]) -> Table:
-    shown = Table("tool", "cases", "errors", "false positives", "planted fault found", "s", "unfinished")
-    for name, tool in tools.items():
-        bad = sum(r["count"] for r in tool["reports"] if r["false_positive"] is None)
-        fine = sum(r["count"] for r in tool["reports"] if r["false_positive"] is not None)
-        planted = tool[CONTROLS].get(controls.PLANTED[name][0], 0)
-        seen = "yes" if planted else "[red]no[/]"
-        wrong = "; ".join(tool["unfinished"])
-        shown.add_row(
-            name, f"{tool['cases']}", f"[red]{bad}[/]" if bad else "0", f"{fine}", seen, f"{tool['seconds']}", wrong
-        )
-    return shown
-
-
 def main(
     json_to: Annotated[Path | None, typer.Option("--json", help="File all reports here.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOOLS)}. Default: all.")] = None,
@@ -221,11 +206,9 @@ def main(
                 json_to.parent.mkdir(parents=True, exist_ok=True)
                 json_to.write_text(json.dumps({**about, "tools": summary(runs)}, indent=1) + "\n")
     found = summary(runs)
-    console.print(table(found))
-    for name, one in found.items():
-        for report in one["reports"]:
-            verdict = report["false_positive"] or "[red]an error[/]"
-            console.print(f"{name}: {report['count']} x {report['what']} in {report['kernel']}: {verdict}")
+    console.print(show.table(found))
+    for line in show.findings(found):
+        console.print(line, markup=False)
     errors = any(r["false_positive"] is None for one in found.values() for r in one["reports"])
     blind = any(not one[CONTROLS].get(controls.PLANTED[name][0]) for name, one in found.items())
     if errors or blind or any(one["unfinished"] for one in found.values()):

@@ -1,0 +1,37 @@
+"""What the tools found, as a table and in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from tools.sanitize import controls
+
+CONTROLS = "controls"
+
+
+def table(tools: dict[str, Any]) -> Table:
+    """A line a tool."""
+    shown = Table()
+    for column in ("tool", "cases", "errors", "false positives", "planted fault"):
+        shown.add_column(column, justify="left" if column == "tool" else "right")
+    for name, tool in tools.items():
+        errors, fine = ([r for r in tool["reports"] if (r["false_positive"] is None) == bad] for bad in (True, False))
+        counts = [str(sum(report["count"] for report in some)) for some in (errors, fine)]
+        seen = "found" if tool[CONTROLS].get(controls.PLANTED[name][0]) else "NOT FOUND"
+        shown.add_row(name, str(tool["cases"]), *counts, seen)
+    return shown
+
+
+def findings(tools: dict[str, Any]) -> list[str]:
+    """One line for each kind of report, and for each thing that was not finished."""
+    lines = []
+    for name, tool in tools.items():
+        for report in tool["reports"]:
+            what = f"{report['count']} x {report['what']}"
+            where = f"{report['kernel']} ({', '.join(report['instructions'])})"
+            verdict = report["false_positive"] or "AN ERROR"
+            lines.append(f"{name}: {what} in {where}, {len(report['cases'])} cases: {verdict}")
+        lines += [f"{name}: not finished: {why}" for why in tool["unfinished"]]
+    return lines
