@@ -77,6 +77,7 @@ class BackwardTile:
         stages: Q blocks (and dO blocks) in flight.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast.
         late: head dims up to 128: reductions of dQ (of some 10 a thread) that wait until the next scores are computed.
+        heads_inside: a CTA walks all query heads of a block of rows before the next rows, else one head after another.
         deterministic: dQ is summed in the order of the keys.
     """
 
@@ -86,6 +87,7 @@ class BackwardTile:
     stages: int = 2
     cluster: int = 2
     late: int = 4
+    heads_inside: bool = False
     deterministic: bool = False
 
     @property
@@ -101,7 +103,7 @@ class BackwardTile:
 BACKWARD_TILES = {
     64: BackwardTile(tile_m=128),
     96: BackwardTile(tile_m=80),
-    128: BackwardTile(tile_m=80, late=2),
+    128: BackwardTile(tile_m=80, late=2, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
 }
@@ -113,7 +115,8 @@ def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
     if not deterministic:
         return tile
     # Sums in a fixed order make the CTAs of a cluster wait for each other, unless they add to different columns of dQ.
-    return replace(tile, cluster=1 if head_dim <= 128 else tile.cluster, deterministic=True)
+    cluster = 1 if head_dim <= 128 else tile.cluster
+    return replace(tile, cluster=cluster, heads_inside=False, deterministic=True)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class BackwardFrame(Results):
         head_dim: native head dim.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
             left out.
-        tile_m, tile_n, warp_groups, stages, cluster, late: see codegen.tiles.BackwardTile.
+        tile_m, tile_n, warp_groups, stages, cluster, late, heads_inside: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
             it: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are bitwise equal
             in any case.
@@ -87,6 +87,7 @@ class BackwardFrame(Results):
         stages: int = 2,
         cluster: int = 2,
         late: int = 4,
+        heads_inside: bool = False,
         deterministic: bool = False,
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -95,11 +96,15 @@ class BackwardFrame(Results):
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
         if cluster not in (1, 2) or warp_groups not in (2, 3):
             raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3 and 1 or 2")
+        if heads_inside and (deterministic or head_dim > 128):
+            raise ValueError(
+                f"got heads_inside, head_dim {head_dim} and deterministic={deterministic}, expected up to 128 and False"
+            )
         if deterministic and cluster == 2 and not self.peer_columns:
             raise ValueError("got a cluster of 2 and deterministic, expected 1: CTAs that add to the same columns wait")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
         self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
-        self.warp_groups = warp_groups
+        self.warp_groups, self.heads_inside = warp_groups, heads_inside
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.want_dp = self.want_dq or self.want_dk
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
@@ -451,9 +456,14 @@ class BackwardFrame(Results):
             self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         it = Int32(0)
-        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
-                mb = mb1 - 1 - j  # from the far end, where all key blocks of a prompt meet: their dQ meets in L2
+        outer, inner = heads_per_kv, mb1 - mb0
+        if const_expr(self.heads_inside):
+            outer, inner = inner, outer
+        for i in cutlass.range(0, outer, 1, unroll=1):
+            for j in cutlass.range(0, inner, 1, unroll=1):
+                head, block = (j, i) if const_expr(self.heads_inside) else (i, j)
+                h = kv_head * heads_per_kv + head
+                mb = mb1 - 1 - block  # from the far end, where all key blocks of a prompt meet: their dQ meets in L2
                 stage, phase = self.ring(it)
                 do_stage, do_phase = self.ring(it, self.do_stages)
                 full_q, full_do, empty_do = bars + self.FULL_Q, bars + self.FULL_DO, bars + self.EMPTY_DO
@@ -564,11 +574,20 @@ class BackwardFrame(Results):
                 cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())  # second argument: CTA of the cluster
 
     @cute.jit
-    def next_block(self, mb: Int32, h: Int32, mb0: Int32, mb1: Int32) -> tuple[Int32, Int32]:
-        mb -= 1
-        if mb < mb0:
-            mb = mb1 - 1
+    def next_block(
+        self, mb: Int32, h: Int32, mb0: Int32, mb1: Int32, kv_head: Int32 | int = 0, heads_per_kv: Int32 | int = 0
+    ) -> tuple[Int32, Int32]:
+        """The last two are read where heads_inside."""
+        if const_expr(self.heads_inside):
             h += 1
+            if h == (kv_head + 1) * heads_per_kv:
+                h = kv_head * heads_per_kv
+                mb -= 1
+        else:
+            mb -= 1
+            if mb < mb0:
+                mb = mb1 - 1
+                h += 1
         return mb, h
 
     def dq_slot(self, dq_acc: cute.Pointer, h: Int32, num_blocks: Int32, mb: Int32) -> cute.Pointer:

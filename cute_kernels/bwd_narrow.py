@@ -168,12 +168,12 @@ class NarrowBackward(BackwardFrame):
         if total == 1:
             self.step(state, Int32(0), (h, mb), mb, True, True)
         else:
-            next_mb, next_h = self.next_block(mb, h, mb0, mb1)
+            next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
             self.step(state, Int32(0), (h, mb), next_mb, True, False)
             for it in cutlass.range(1, total - 1, 1, unroll=1):
                 previous = (h, mb)
                 mb, h = next_mb, next_h
-                next_mb, next_h = self.next_block(mb, h, mb0, mb1)
+                next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
                 self.step(state, it, previous, next_mb, False, False)
             self.step(state, total - 1, (h, mb), next_mb, False, True)
             mb, h = next_mb, next_h

@@ -19,6 +19,7 @@ Table = npt.NDArray[np.int32]
 
 SHARES = 3  # no item longer than a cluster's share of all work divided by this ...
 SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
+WAVE = 16  # neighbouring items of a KV head that start together, before those of the next: all add to the same dQ
 SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
 
 
@@ -116,7 +117,11 @@ def backward_work(
         longest = np.zeros(len(begin), np.int64)
         np.maximum.at(longest, run[item], piece_end - piece_begin)
         order = np.lexsort((item, piece, run[item], -longest[run[item]]))
-    work = _by_kv_head(base[order], run[item[order]], kv_heads, num_slabs)
+    starts = np.append(True, np.diff(run[item[order]]) != 0)[: len(order)]  # of runs, and of the waves in them
+    if tile.heads_inside:
+        within = positions(np.diff(np.append(np.flatnonzero(starts), len(order))))
+        starts |= (within % WAVE == 0) & ~split[item[order]]
+    work = _by_kv_head(base[order], np.flatnonzero(starts), kv_heads, num_slabs)
 
     sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
     sums[:, :, items.SUM_KV_HEAD] = np.arange(kv_heads)[:, None]
@@ -143,12 +148,9 @@ def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budg
         limit += limit // 4
 
 
-def _by_kv_head(base: Table, run: IntArray, kv_heads: int, num_slabs: int) -> Table:
-    """`base` for every KV head, run by run and within a run KV head by KV head."""
-    if len(base) == 0:
-        return base
-    starts = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
-    counts = np.diff(np.append(starts, len(run)))
+def _by_kv_head(base: Table, starts: IntArray, kv_heads: int, num_slabs: int) -> Table:
+    """`base` for every KV head, part by part (from each of `starts` on) and within a part KV head by KV head."""
+    counts = np.diff(np.append(starts, len(base)))
     place = np.repeat(kv_heads * starts, counts) + positions(counts)
     work = np.empty((kv_heads * len(base), items.NUM_FIELDS), np.int32)
     for kv_head in range(kv_heads):

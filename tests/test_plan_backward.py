@@ -1,6 +1,7 @@
 """The backward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,6 +183,19 @@ def test_items_of_a_head_stay_together_and_long_ones_come_first():
     assert (plan.items[: 2 * 16, items.KEY] < 4096).all()
     assert (np.diff(head[: 2 * 16]) != 0).sum() == 1
     assert steps[-1] <= 7
+
+
+def test_long_prompts_go_in_waves_of_key_blocks():
+    seg = segments([16384], [[2048] * 8])
+    tile = replace(backward_tile(128), heads_inside=True)
+    plan = backward_work(seg, tile, 8, 2, 8)
+    assert plan.num_slabs == 0
+    for wave in range(8):
+        first = plan.items[16 * wave : 16 * wave + 16]
+        assert (first[:, items.KV_HEAD] == wave % 2).all()
+        assert (first[:, items.KEY] == (wave // 2 * 16 + np.arange(16)) * 256).all()
+    plan = backward_work(seg, replace(tile, heads_inside=False), 8, 2, 8)
+    assert (plan.items[:64, items.KV_HEAD] == 0).all()
 
 
 def test_empty_layouts():
