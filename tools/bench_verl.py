@@ -277,7 +277,7 @@ def main(
     figures = measure(settings)
     if dist.get_rank() == 0:
         meter = Meter() if get_device_name() == "cuda" else None
-        recorded = {"settings": asdict(settings), "environment": environment(meter, commit), **figures}
+        recorded = {**environment(meter, commit), "settings": asdict(settings), **figures}
         json_path.write_text(json.dumps(recorded, indent=1) + "\n")
         print(
             f"{engine}: {figures['seconds']['median']:.3f} s an update,"

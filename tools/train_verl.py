@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from verl.utils.device import get_device_name
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from dualkv.grpo import group_advantages
+from dualkv.report import COLORS
 from dualkv.sampling import sample_responses
 from tools.bench_verl import Algorithm, Engine, Settings, make_worker
 
@@ -101,11 +101,11 @@ def copy_weights(worker: Any, model: PreTrainedModel) -> None:
     model.load_state_dict({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()})
 
 
-def train(settings: Settings, task: Task, folder: Path, seed: int) -> dict[str, Any]:
-    """The mean reward before each update, and the seconds of all updates."""
+def train(settings: Settings, task: Task, folder: Path, seed: int) -> list[float]:
+    """The mean reward before each update."""
     worker = make_worker(settings, folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(get_device_name()).eval()
-    rewards, seconds = [], 0.0
+    rewards = []
     for update in track(range(settings.updates), settings.engine.value):
         copy_weights(worker, model)
         prompts = task.prompts(seed + update)
@@ -116,7 +116,6 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> dict[str, 
         scores = task.rewards(prompts, responses)
         rewards.append(float(scores.mean()))
         data = make_batch(task, prompts, responses, scores)
-        start = time.perf_counter()
         scored = data.clone()
         tu.assign_non_tensor(scored, compute_loss=False)
         old = worker.infer_batch(scored)["log_probs"].values().reshape(len(data), -1)
@@ -126,25 +125,23 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> dict[str, 
         size = len(data)
         tu.assign_non_tensor(data, mini_batch_size=size, global_batch_size=size, dataloader_kwargs={"shuffle": False})
         worker.train_mini_batch(data)
-        seconds += time.perf_counter() - start
-    return {"rewards": rewards, "seconds": seconds}
+    return rewards
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
+def plot(rewards: dict[str, list[float]], task: Task, path: Path) -> None:
+    """The rewards of both engines over one another."""
+    from matplotlib.figure import Figure
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, style in (("verl", {"color": "C1", "linewidth": 4, "alpha": 0.4}), ("dualkv", {"color": "C0"})):
-        run = found["engines"][name]
-        axes.plot(run["rewards"], label=name, **style)
-    task = found["task"]
-    axes.set(
-        xlabel="update",
-        ylabel="mean reward",
-        title=f"GRPO by veRL, P={task['prompt_len']} N={task['responses']} R={task['response_len']}",
-    )
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for engine, way, width in ((Engine.VERL, "replicated", 5), (Engine.DUALKV, "packed", 1.5)):
+        axes.plot(rewards[engine.value], color=COLORS[way], linewidth=width, label=f"{engine.value}: prompts {way}")
+    axes.set_xlabel("updates")
+    axes.set_ylabel("mean reward")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"GRPO by veRL: {task.groups} prompts of {task.prompt_len} tokens, {task.responses} responses each")
+    figure.savefig(path)
 
 
 def main(
@@ -183,26 +180,23 @@ def main(
         updates=updates,
         learning_rate=learning_rate,
     )
-    engines = {}
+    rewards = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL)).save_pretrained(folder)
         for engine in Engine:
-            engines[engine.value] = train(replace(settings, engine=engine), task, Path(folder), seed)
+            rewards[engine.value] = train(replace(settings, engine=engine), task, Path(folder), seed)
     found = {
-        "environment": environment(Meter() if cuda else None, commit),
+        **environment(Meter() if cuda else None, commit),
         "settings": asdict(settings) | {"seed": seed},
         "task": asdict(task),
-        "engines": engines,
+        "rewards": rewards,
     }
     json_path.write_text(json.dumps(found, indent=1) + "\n")
-    for name, run in engines.items():
-        first, last = run["rewards"][0], sum(run["rewards"][-10:]) / 10
-        print(
-            f"{name}: reward {first:.3f} at first, {last:.3f} in the last ten of its updates ({run['seconds']:.1f} s)"
-        )
+    for name, values in rewards.items():
+        print(f"{name}: reward {values[0]:.3f} at first, {sum(values[-10:]) / 10:.3f} before the last ten updates")
     if plot_path is not None:
-        plot(found, plot_path)
+        plot(rewards, task, plot_path)
     dist.destroy_process_group()
 
 
