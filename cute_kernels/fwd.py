@@ -1,63 +1,27 @@
-"""Attention forward on Hopper over packed groups: one launch for a whole micro-batch.
+"""Attention forward on Hopper over packed groups: one launch for a whole micro-batch. Here is what warp groups compute.
 
-A cluster takes tiles: consecutive packed rows of one group with all `packed_heads` query heads of one KV head, 64 rows
-(tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
-multicasts it. Softmax does not care about order: blocks that need the mask come first, then the unmasked loop.
+Softmax does not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
+
+The unmasked loop takes no maximum: the reference of a row stands, as 16-bit and fp32 probabilities exp2(s - reference)
+beyond 1 are as exact as others. Only a score that outgrows the reference so far that a sum passes SUM_LIMIT moves it:
+that block's scores are computed again, from K in its stage, and its maxima taken. So every result is exact.
 """
 
 import math
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.cute.nvgpu import warp, warpgroup
 
-from cute_kernels import items
 from cute_kernels.accumulator import column, gemm, round_to, row_elements
+from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.mask import mask
-from cute_kernels.softmax import FIRST_MAX, normalize, online_softmax, rescale
+from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, any_above, fixed_softmax, normalize, online_softmax, rescale
 from cute_kernels.work import Tile, first_and_step
 
-SMEM_BYTES = 227 * 1024  # a CTA's shared memory
-WG_ROWS = 64  # query rows of a warp group
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
-
-
-class Atoms(NamedTuple):
-    """Copies by the copy engine (TMA)."""
-
-    Q: cute.CopyAtom
-    K: cute.CopyAtom
-    V: cute.CopyAtom
-    O: cute.CopyAtom
-
-
-class Global(NamedTuple):
-    """Tensors in global memory; Q to O as coordinates for the copy engine."""
-
-    Q: cute.Tensor  # ((packed_heads, T), D, head groups)
-    K: cute.Tensor  # (T, D, Hk)
-    V: cute.Tensor  # (T, D, Hk)
-    O: cute.Tensor  # ((packed_heads, T), D, head groups)
-    pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
-    lse: cute.Tensor  # (H, T)
-    work: cute.Tensor  # (n, 8)
-    segment_begin: cute.Tensor  # (T)
-
-
-class Shared(NamedTuple):
-    """Tensors and barriers in shared memory."""
-
-    Q: cute.Tensor  # (64, D, warp groups)
-    K: cute.Tensor  # (N, D, stages)
-    V: cute.Tensor  # (N, D, stages)
-    O: cute.Tensor  # (64, D, warp groups)
-    bars: cute.Pointer
 
 
 class Operands(NamedTuple):
@@ -74,341 +38,34 @@ class Rows(NamedTuple):
     """What a thread keeps of its two query rows."""
 
     token: cute.Tensor  # (2) packed row
-    begin: cute.Tensor  # (2) where its segment begins
+    in_use: cute.Tensor  # (2) 1 if it is a query's, 0 if it holds anything and is not stored
     max: cute.Tensor  # (2) reference of the online softmax
-    sum: cute.Tensor  # (2) this thread's part
+    sum: cute.Tensor  # (2) of probabilities, this thread's part
     scale: cute.Tensor  # (2) of O, as the reference moves
 
 
-class ForwardKernel:
-    """out = softmax(scale Q K^T, masked) V and its log-sum-exp; query q sees key k iff k <= q < visible_end[k].
+class ForwardKernel(ForwardFrame):
+    """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
-    Compiled once for a dtype, a native head dim and a number of packed heads; at run time any T, H, Hk, group count,
-    strides, and any head dim D <= head_dim that is a multiple of 8 (the copy engine reads columns past D as zeros and
-    drops them on the way out).
-
-    Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        q: [T, H, D] fp16 or bf16. H a multiple of Hk * packed_heads. T >= 1.
-        k, v: [T, Hk, D], dtype of q.
-        out: [T, H, D], dtype of q. Every element is written.
-        lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
-        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile, longest first (fields: items.py).
-        segment_begin: [T] int32, the packed row where each row's segment begins.
-        softmax_scale: fp32, above 0.
-        num_sms: int32, multiprocessors of the device: CTAs launched at most.
-        stream: taken from the environment (torch's current stream), not passed.
-    q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
-
-    What is not finite in Q and K touches only the rows that see it. In V it touches every row of a tile in which a row
-    sees it (0 * NaN is NaN in the tensor cores): rows before it, or of a neighbouring response, never of another group.
-
-    Args:
-        dtype: cutlass.BFloat16 or cutlass.Float16.
-        head_dim: native head dim, a multiple of 32 up to 256.
-        packed_heads: query heads of one KV head in a tile, 1 to 16.
-        tile_n, warp_groups, stages, q_in_registers, cluster: see codegen.tiles.ForwardTile.
-
-    Raises:
-        ValueError: a configuration that does not fit, in one sentence.
-    """
-
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        packed_heads: int,
-        *,
-        tile_n: int,
-        warp_groups: int = 2,
-        stages: int = 2,
-        q_in_registers: bool = True,
-        cluster: int = 2,
-    ) -> None:
-        if dtype not in (cutlass.BFloat16, cutlass.Float16):
-            raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
-        if head_dim % 32 or not 32 <= head_dim <= 256:
-            raise ValueError(f"head_dim is {head_dim}, expected a multiple of 32 from 32 to 256")
-        if not 1 <= packed_heads <= 16:
-            raise ValueError(f"packed_heads is {packed_heads}, expected 1 to 16")
-        if tile_n % (8 * cluster) or tile_n % 16 or not 16 <= tile_n <= 256:
-            raise ValueError(f"tile_n is {tile_n}, expected a multiple of {max(16, 8 * cluster)} up to 256")
-        if warp_groups not in (1, 2, 3) or cluster not in (1, 2, 4):
-            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 1 to 3 and 1, 2 or 4")
-        self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
-        self.tile_n, self.warp_groups, self.stages = tile_n, warp_groups, stages
-        self.q_in_registers, self.cluster = q_in_registers, cluster
-        self.tokens_wg = WG_ROWS // packed_heads
-        self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest computes and is dropped
-        self.regs_load, self.regs_mma = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[warp_groups]
-        # mbarriers: for Q one a warp group, for K and V one a stage
-        self.FULL_Q, self.EMPTY_Q = 0, warp_groups
-        first = 2 * warp_groups
-        self.FULL_K, self.EMPTY_K, self.FULL_V, self.EMPTY_V, self.num_bars = [first + j * stages for j in range(5)]
-        if self.smem_bytes() > SMEM_BYTES:
-            raise ValueError(
-                f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups need "
-                f"{self.smem_bytes()} bytes of shared memory, a CTA has {SMEM_BYTES}"
-            )
-
-    def smem_bytes(self) -> int:
-        """Q (and O, unless it takes Q's place), K and V stages, mbarriers, alignment."""
-        q_tiles = 2 if self.q_in_registers else 1
-        rows = q_tiles * self.warp_groups * WG_ROWS + 2 * self.stages * self.tile_n
-        return rows * self.head_dim * 2 + self.num_bars * 8 + 1024
-
-    def fake_arguments(self) -> tuple[object, ...]:
-        """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
-
-        def packed(num_heads: cute.SymInt) -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=16)
-
-        lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
-        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=16)
-        segment_begin = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
-        q, k, v, out = packed(heads), packed(kv_heads), packed(kv_heads), packed(heads)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, out, lse, work, segment_begin, Float32(0.0), Int32(0), stream
-
-    # ---------------------------------------------------------------- host side
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (T, H, D)
-        k: cute.Tensor,  # (T, Hk, D)
-        v: cute.Tensor,  # (T, Hk, D)
-        out: cute.Tensor,  # (T, H, D)
-        lse: cute.Tensor,  # (H, T)
-        work: cute.Tensor,  # (n, 8)
-        segment_begin: cute.Tensor,  # (T)
-        softmax_scale: Float32,
-        num_sms: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        q_smem = cute.make_composed_layout(self.q_layout().inner, 0, self.rows_layout())
-        q_box = ((self.packed_heads, self.tokens_wg), self.head_dim)
-        kv_smem, kv_box = cute.select(self.kv_layout(), mode=[0, 1]), (self.tile_n, self.head_dim)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_kv = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(q), q_smem, q_box)
-        tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(out), q_smem, q_box)
-        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(k), kv_smem, kv_box, self.cluster)
-        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(v), kv_smem, kv_box, self.cluster)
-        pairs_layout = cute.make_layout(
-            (q.shape[0], q.shape[1], q.shape[2] // 2), stride=(out.stride[0] // 2, out.stride[1] // 2, 1)
-        )
-        pairs = cute.make_tensor(cute.recast_ptr(out.iterator, dtype=Int32), pairs_layout)
-        head_groups = q.shape[1] // self.packed_heads
-        num_clusters = cutlass.min(work.shape[0] * head_groups, num_sms // self.cluster)
-        self.kernel(
-            Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, pairs, lse, work, segment_begin),
-            softmax_scale,
-            head_groups,
-            head_groups // k.shape[1],
-        ).launch(
-            grid=[num_clusters * self.cluster, 1, 1],
-            block=[128 * (1 + self.warp_groups), 1, 1],
-            cluster=[self.cluster, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    def packed(self, x: cute.Tensor) -> cute.Tensor:
-        """(T, H, D) -> ((packed_heads, T), D, head groups)"""
-        G, (T, H, D), (sT, sH, sD) = self.packed_heads, x.shape, x.stride
-        return cute.make_tensor(x.iterator, cute.make_layout(((G, T), D, H // G), stride=((sH, sT), sD, sH * G)))
-
-    def by_head(self, x: cute.Tensor) -> cute.Tensor:
-        """(T, Hk, D) -> (T, D, Hk)"""
-        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
-
-    # ---------------------------------------------------------------- layouts and products
-    def smem_atom(self) -> cute.ComposedLayout:
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.head_dim)
-        return warpgroup.make_smem_layout_atom(kind, self.dtype)
-
-    def q_layout(self) -> cute.ComposedLayout:
-        """(64, D, warp groups), of Q and O in shared memory."""
-        return cute.tile_to_shape(self.smem_atom(), (WG_ROWS, self.head_dim, self.warp_groups), (0, 1, 2))
-
-    def kv_layout(self) -> cute.ComposedLayout:
-        """(N, D, stages), of K and V in shared memory."""
-        return cute.tile_to_shape(self.smem_atom(), (self.tile_n, self.head_dim, self.stages), (0, 1, 2))
-
-    def rows_layout(self) -> cute.Layout:
-        """The rows in use of a 64-row tile as the copy engine sees them: chunks of a swizzle's width, rows within."""
-        width = cute.size(self.smem_atom(), mode=[1])
-        return cute.make_layout((self.rows_wg, (width, self.head_dim // width)), stride=(width, (1, WG_ROWS * width)))
-
-    def mma_qk(self) -> cute.TiledMma:
-        """S (64, N) = Q (64, D) K^T"""
-        K_major = warpgroup.OperandMajorMode.K
-        source = warpgroup.OperandSource.RMEM if self.q_in_registers else warpgroup.OperandSource.SMEM
-        shape = (WG_ROWS, self.tile_n)
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
-        )
-
-    def mma_pv(self) -> cute.TiledMma:
-        """O (64, D) += P (64, N) V"""
-        P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim)
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
-        )
-
-    # ---------------------------------------------------------------- kernel: set-up and roles
-    @cute.kernel
-    def kernel(self, atoms: Atoms, g: Global, scale: Float32, head_groups: Int32, groups_per_kv: Int32) -> None:
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        allocator = SmemAllocator()
-        q_layout, kv_layout = self.q_layout(), self.kv_layout()
-        sQ = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
-        sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        sO = sQ  # O takes Q's place unless Q leaves it early
-        if const_expr(self.q_in_registers):
-            sO = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
-        s = Shared(sQ, sK, sV, sO, allocator.allocate_array(cutlass.Int64, self.num_bars))
-        if warp_idx == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-            self.init_barriers(s.bars)
-        cute.arch.mbarrier_init_fence()
-        self.sync_cluster()
-        if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(self.regs_load)
-            if warp_idx == 0:
-                self.load(atoms, g, s, head_groups, groups_per_kv)
-        else:
-            cute.arch.setmaxregister_increase(self.regs_mma)
-            self.mma(atoms, g, s, scale, head_groups, warp_idx - 4)
-        if const_expr(self.cluster > 1):
-            self.sync_cluster()  # no CTA leaves while its peers may still write into it
-
-    @cute.jit
-    def init_barriers(self, bars: cute.Pointer) -> None:
-        readers = 4 * self.warp_groups * self.cluster  # warps that release a K or V stage
-        q_readers = 4 if self.q_in_registers else 1  # its warps, or the one that stores O from there
-        with cute.arch.elect_one():
-            for first, count, arrivals in (
-                (self.FULL_Q, self.warp_groups, 1),
-                (self.EMPTY_Q, self.warp_groups, q_readers),
-                (self.FULL_K, self.stages, 1),
-                (self.EMPTY_K, self.stages, readers),
-                (self.FULL_V, self.stages, 1),
-                (self.EMPTY_V, self.stages, readers),
-            ):
-                for j in cutlass.range_constexpr(count):
-                    cute.arch.mbarrier_init(bars + first + j, arrivals)
-
-    def sync_cluster(self) -> None:
-        if self.cluster == 1:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    def rank(self) -> Int32:
-        """This CTA's place in its cluster."""
-        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-
-    def ring(self, it: Int32) -> tuple[Int32, Int32]:
-        """Block counter -> (stage, phase)."""
-        return it % self.stages, (it // self.stages) & 1
-
-    def first_token(self, tile: Tile, wg: Int32) -> Int32:
-        """Packed row of a warp group's first token."""
-        return tile.row + (self.rank() * self.warp_groups + wg) * self.tokens_wg
-
-    def box(self, x: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
-        """The ((packed_heads, tokens_wg), D) box of q or out that starts at `token`."""
-        tile = ((self.packed_heads, self.tokens_wg), self.head_dim)
-        return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, head_group]), tile, ((0, 0), 0))
-
-    def partition(self, atom: cute.CopyAtom, shared: cute.Tensor, box: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """(shared, global) sides of a copy of one warp group's Q or O; `shared` is its (64, D) tile."""
-        in_use = cute.make_tensor(shared.iterator, self.rows_layout())
-        return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(in_use, 0, 2), cute.group_modes(box, 0, 2)
-        )
-
-    # ---------------------------------------------------------------- producer warp
-    @cute.jit
-    def load(self, atoms: Atoms, g: Global, s: Shared, head_groups: Int32, groups_per_kv: Int32) -> None:
-        num_tiles = g.work.shape[0]
-        it, q_phase = Int32(0), Int32(1)  # it: key blocks sent so far
-        first, step = first_and_step(self.cluster)
-        for item in cutlass.range(first, num_tiles * head_groups, step, unroll=1):
-            tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
-            kv_head = head_group // groups_per_kv
-            K = (atoms.K, g.K[None, None, kv_head], s.K, s.bars + self.FULL_K, s.bars + self.EMPTY_K)
-            V = (atoms.V, g.V[None, None, kv_head], s.V, s.bars + self.FULL_V, s.bars + self.EMPTY_V)
-            previous = tile.key_row(Int32(0))
-            self.load_block(*K, previous, it)
-            for wg in cutlass.range_constexpr(self.warp_groups):
-                full = s.bars + self.FULL_Q + wg
-                cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + wg, q_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows_wg * self.head_dim * 2)
-                box = self.box(g.Q, head_group, self.first_token(tile, wg))
-                tQs, tQg = self.partition(atoms.Q, s.Q[None, None, wg], box)
-                cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
-            q_phase ^= 1
-            for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K runs one block ahead of V, as it is used
-                row = tile.key_row(i)
-                self.load_block(*K, row, it + 1)
-                self.load_block(*V, previous, it)
-                previous = row
-                it += 1
-            self.load_block(*V, previous, it)
-            it += 1
-
-    def load_block(
-        self,
-        atom: cute.CopyAtom,
-        x: cute.Tensor,  # (T, D)
-        shared: cute.Tensor,  # (N, D, stages)
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        row: Int32,
-        it: Int32,
-    ) -> None:
-        """Rows [row, row + N) of one head -> stage; each CTA of the cluster brings its part to all."""
-        stage, phase = self.ring(it)
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_n * self.head_dim * 2)
-        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, self.head_dim), (0, 0))
-        ctas = cute.make_layout(self.cluster)
-        ts, tg = cpasync.tma_partition(
-            atom, self.rank(), ctas, cute.group_modes(shared, 0, 2), cute.group_modes(block, 0, 2)
-        )
-        multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        cute.copy(atom, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
-
-    # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
     def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
         num_tiles, bars = g.work.shape[0], s.bars
-        wg, lane, tid = warp_id // 4, cute.arch.lane_idx(), cute.arch.thread_idx()[0] % 128
+        wg, lane = warp_id // 4, cute.arch.lane_idx()
         scale_log2 = scale * math.log2(math.e)
         mma_qk = self.mma_qk()
         x = self.operands(s, wg)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Int32, Float32, Float32, Float32)])
         tile_row = warp_id % 4 * 16 + lane // 4  # of this warp group's 64: the thread has tile_row and tile_row + 8
         copy_Q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
-        thr_Q = copy_Q.get_slice(tid)
-        it, q_phase = Int32(0), Int32(0)
+        thr_Q = copy_Q.get_slice(cute.arch.thread_idx()[0] % 128)
+        at, q_phase = Int32(0), Int32(0)  # at: place of the block whose probabilities are in x.tOrP
         first, step = first_and_step(self.cluster)
-        for item in cutlass.range(first, num_tiles * head_groups, step, unroll=1):
+        stop = num_tiles * head_groups
+        for item in cutlass.range(first, stop, step, unroll=1):
             tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
-            token = self.first_token(tile, wg)
-            for j in cutlass.range_constexpr(2):
-                rows.token[j] = token + (tile_row + 8 * j) // self.packed_heads
-                rows.begin[j] = g.segment_begin[cutlass.min(rows.token[j], tile.row_end - 1)]
+            for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
+                rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)
+                rows.in_use[r] = self.in_use(tile, wg, tile_row + 8 * r).to(Int32)
             for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
                 state.fill(initial)
 
@@ -417,7 +74,7 @@ class ForwardKernel:
             q_phase ^= 1
             if const_expr(self.q_in_registers):
                 cute.copy(copy_Q, thr_Q.partition_S(s.Q[None, None, wg]), thr_Q.retile(x.tSrQ))
-            stage, phase = self.ring(it)
+            stage, phase = self.ring(at)
             acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
             cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
             gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
@@ -427,28 +84,27 @@ class ForwardKernel:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
             masking = tile.mask_arguments(Int32(0))
-            mask(acc_S, rows.token, rows.begin, *masking)
+            mask(acc_S, rows.token, g.segment_begin, *masking)
             online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
             round_to(acc_S, x.tOrP)
-            self.clear_tail(s.V, bars, it, masking[0], masking[1], wg)
+            self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
 
             for i in cutlass.range(1, tile.masked, 1, unroll=1):
                 masking = tile.mask_arguments(i)
-                self.mma_one_block(x, rows, scale_log2, bars, it, masking)
-                it += 1
-                self.clear_tail(s.V, bars, it, masking[0], masking[1], wg)
+                at = self.masked_block(x, rows, scale_log2, bars, at, g.segment_begin, masking)
+                self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
             for _ in cutlass.range(tile.masked, tile.blocks, 1, unroll=1):
-                self.mma_one_block(x, rows, scale_log2, bars, it, None)
-                it += 1
+                at = self.whole_block(x, rows, scale_log2, bars, at, wg)
 
             # last block: O += P V
-            stage, phase = self.ring(it)
+            stage, phase = self.ring(at)
             cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
             gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
             warpgroup.wait_group(0)
             self.release(bars + self.EMPTY_V + stage)
-            it += 1
-            self.epilogue(x.acc_O, rows, scale, atoms.O, g, s, head_group, token, tile.row_end, tile_row, warp_id)
+            at = self.after(at)
+            normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
+            self.store(x.acc_O, rows.scale, atoms.O, g, s, head_group, tile, tile_row, warp_id)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until the copy engine has read it
 
     def operands(self, s: Shared, wg: Int32) -> Operands:
@@ -477,37 +133,67 @@ class ForwardKernel:
             if cute.arch.lane_idx() < self.cluster:
                 cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())
 
+    def products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> None:
+        """Both products in flight, S of the next block and O += P V of this one; wait for S."""
+        (v_stage, v_phase), (k_stage, k_phase) = self.ring(at), self.ring(self.after(at))
+        cute.arch.mbarrier_wait(bars + self.FULL_K + k_stage, k_phase)
+        gemm(self.mma_qk(), acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
+        cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
+        gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
+        warpgroup.wait_group(1)
+
     @cute.jit
-    def mma_one_block(
+    def masked_block(
         self,
         x: Operands,
         rows: Rows,
         scale_log2: Float32,
         bars: cute.Pointer,
-        it: Int32,
-        masking: Any,  # the last arguments of mask(), or None for an unmasked block
-    ) -> None:
-        """Both products in flight (S of this block, O += P V of the last one), then the softmax of S."""
-        (v_stage, v_phase), (k_stage, k_phase) = self.ring(it), self.ring(it + 1)
-        mma_qk = self.mma_qk()
-        acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
-        cute.arch.mbarrier_wait(bars + self.FULL_K + k_stage, k_phase)
-        gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
-        cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
-        gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
-        warpgroup.wait_group(1)
-        self.release(bars + self.EMPTY_K + k_stage)
-        if const_expr(masking is not None):
-            mask(acc_S, rows.token, rows.begin, *masking)
+        at: Int32,
+        segment_begin: cute.Tensor,
+        masking: Any,  # the last arguments of mask()
+    ) -> Int32:
+        """The next block's probabilities, and O of this one; returns the next one's place."""
+        acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
+        self.products(acc_S, x, bars, at)
+        self.release(bars + self.EMPTY_K + self.ring(self.after(at))[0])
+        mask(acc_S, rows.token, segment_begin, *masking)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
         warpgroup.wait_group(0)
-        self.release(bars + self.EMPTY_V + v_stage)
+        self.release(bars + self.EMPTY_V + self.ring(at)[0])
         round_to(acc_S, x.tOrP)
         rescale(x.acc_O, rows.scale)
+        return self.after(at)
+
+    @cute.jit
+    def whole_block(
+        self, x: Operands, rows: Rows, scale_log2: Float32, bars: cute.Pointer, at: Int32, wg: Int32
+    ) -> Int32:
+        """As masked_block, of a block without a mask: the references stand, unless a score has outgrown one."""
+        mma_qk, (k_stage, _) = self.mma_qk(), self.ring(self.after(at))
+        acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
+        self.products(acc_S, x, bars, at)
+        part = fixed_softmax(acc_S, rows.max, scale_log2)
+        counted = sum(cutlass.select_(rows.in_use[r] != 0, part[r], Float32(0.0)) for r in range(2))
+        # All the warp group issues the product again, or none of it. The vote tells the compiler that warps agree.
+        outgrown = cute.arch.vote_any_sync(any_above(BAR_WG + wg, counted, SUM_LIMIT))
+        warpgroup.wait_group(0)
+        self.release(bars + self.EMPTY_V + self.ring(at)[0])
+        if outgrown:
+            gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
+            warpgroup.wait_group(0)
+            online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
+            rescale(x.acc_O, rows.scale)
+        else:
+            for r in cutlass.range_constexpr(2):
+                rows.sum[r] += part[r]
+        self.release(bars + self.EMPTY_K + k_stage)
+        round_to(acc_S, x.tOrP)
+        return self.after(at)
 
     @cute.jit
     def clear_tail(
-        self, sV: cute.Tensor, bars: cute.Pointer, it: Int32, key_row: Int32, limit: Int32, wg: Int32
+        self, sV: cute.Tensor, bars: cute.Pointer, at: Int32, key_row: Int32, limit: Int32, wg: Int32
     ) -> None:
         """Zero the rows of a V block at `limit` and beyond: they are another segment's, and 0 * NaN would be NaN.
 
@@ -515,7 +201,7 @@ class ForwardKernel:
         """
         first = limit - key_row
         if first < self.tile_n:
-            stage, phase = self.ring(it)
+            stage, phase = self.ring(at)
             cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
             width = cute.size(self.smem_atom(), mode=[1]) // 2  # of a swizzle, in 32-bit words; it keeps to its row
             units, rows = width // 4, self.tile_n  # a thread clears 16 bytes at a time
@@ -532,29 +218,27 @@ class ForwardKernel:
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
 
     @cute.jit
-    def epilogue(
+    def store(
         self,
         acc_O: cute.Tensor,
-        rows: Rows,
-        scale: Float32,
+        row_lse: cute.Tensor,  # (2)
         tma_O: cute.CopyAtom,
         g: Global,
         s: Shared,
         head_group: Int32,
-        token: Int32,  # the warp group's first
-        row_end: Int32,  # of the tile
+        tile: Tile,
         tile_row: Int32,
         warp_id: Int32,
     ) -> None:
         """lse, and O by the copy engine, or by hand where the tile ends within the warp group's box."""
-        wg, lane, row_lse = warp_id // 4, cute.arch.lane_idx(), rows.scale
-        normalize(acc_O, rows.max, rows.sum, row_lse, scale)
+        wg, lane = warp_id // 4, cute.arch.lane_idx()
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
         if const_expr(self.q_in_registers):
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous tile's O has left shared memory
         cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # ... or all warps are done with Q
-        whole = token + self.tokens_wg <= row_end
+        token = self.first_token(tile, wg)
+        whole = token + self.tokens_wg <= tile.row_end
         if whole:
             copy_O = cute.make_tiled_copy_C(
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.mma_pv()
@@ -570,14 +254,15 @@ class ForwardKernel:
         values = cute.recast_tensor(tOrO, Int32)
         for j in cutlass.range_constexpr(2):
             head = head_group * self.packed_heads + (tile_row + 8 * j) % self.packed_heads
-            if tile_row + 8 * j < self.rows_wg and rows.token[j] < row_end:
+            row = self.token(tile, wg, tile_row + 8 * j)
+            if self.in_use(tile, wg, tile_row + 8 * j):
                 if lane % 4 == 0:
-                    g.lse[head, rows.token[j]] = row_lse[j]
+                    g.lse[head, row] = row_lse[j]
                 if not whole:
                     for e in row_elements(acc_O, j)[::2]:
                         pair = lane % 4 + column(e) // 2
                         if pair < g.pairs.shape[2]:
-                            g.pairs[rows.token[j], head, pair] = values[e // 2]
+                            g.pairs[row, head, pair] = values[e // 2]
         if const_expr(not self.q_in_registers):
             self.release_Q(s.bars + self.EMPTY_Q + wg, warp_id)
 

@@ -14,7 +14,7 @@ from cute_kernels.accumulator import column, row_elements
 def mask(
     acc_S: cute.Tensor,
     q_row: cute.Tensor,  # (2) packed row of each of the thread's query rows
-    begin: cute.Tensor,  # (2) where its segment begins
+    segment_begin: cute.Tensor,  # (T) where each row's segment begins
     key_row: Int32,  # packed row of the block's first key
     limit: Int32,  # first key row past the region
     straddles: cutlass.Boolean,  # own keys of a tile with rows of several segments
@@ -27,6 +27,6 @@ def mask(
             acc_S[e] = acc_S[e] if column(e) < end else -Float32.inf
     if straddles:
         for r in cutlass.range_constexpr(2):
-            low = begin[r] - first
+            low = segment_begin[q_row[r]] - first
             for e in row_elements(acc_S, r):
                 acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf

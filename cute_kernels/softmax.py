@@ -1,15 +1,19 @@
 """Online softmax of score tiles held as wgmma accumulators (accumulator.py says which element is where)."""
 
 import operator
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_kernels.accumulator import reduce_tree, row_elements
 
 FIRST_MAX = -1.0e30  # finite, so that exp2(-inf - FIRST_MAX) = 0: a row may be empty in any block
 RESCALE_AT = 8.0  # log2 of what a row's maximum may outgrow its reference by
+SUM_LIMIT = 2.0**15  # of a thread's probabilities of a block: each one fits into fp16
 
 
 def online_softmax(
@@ -33,6 +37,35 @@ def online_softmax(
         for e in elements:
             acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2 - reference, fastmath=True)
         row_sum[r] = row_sum[r] * o_scale[r] + reduce_tree(operator.add, [acc_S[e] for e in elements])
+
+
+def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
+    """acc_S becomes exp2((s - reference) * scale_log2) with the reference `row_max`; returns (2) this thread's sums."""
+    part = cute.make_rmem_tensor(2, Float32)
+    for r in range(2):
+        reference, elements = row_max[r] * scale_log2, row_elements(acc_S, r)
+        for e in elements:
+            acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2 - reference, fastmath=True)
+        part[r] = reduce_tree(operator.add, [acc_S[e] for e in elements])
+    return part
+
+
+@dsl_user_op
+def any_above(barrier_id: Int32, x: Float32, limit: float, *, loc: Any = None, ip: Any = None) -> Boolean:
+    """Whether x is above the limit, or NaN, in any thread of a warp group. They wait for each other at a barrier."""
+    found = llvm.inline_asm(
+        T.i32(),
+        [v.ir_value(loc=loc, ip=ip) for v in (Int32(barrier_id), Float32(x), Float32(limit))],
+        "{ .reg .pred p, q; setp.gtu.f32 p, $2, $3; barrier.cta.red.or.pred.aligned q, $1, 128, p; "
+        "selp.s32 $0, 1, 0, q; }",
+        "=r,r,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(found) != 0
 
 
 @cute.jit

@@ -69,7 +69,8 @@ def walk(seg, tile, heads):
         assert blocks[0][2], "a tile begins with a masked block"
         for row, own, masked in blocks:
             keys = np.arange(row, row + tile.tile_n)[None]
-            seen = visible(item, q, begin[q], keys, own) if masked else np.ones((len(q), tile.tile_n), bool)
+            seen = visible(item, q, begin[q], keys, own)
+            assert masked or seen.all(), "a block without a mask needs none"
             pairs[q, keys] += seen
     return stores, pairs
 

@@ -133,6 +133,18 @@ def test_hostile_values(name, dtype):
     check(q, k, v, LONG)
 
 
+@pytest.mark.parametrize("num_sms", [2, 6, 132])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_outgrown_references(head_dim, num_sms):
+    """A key of an unmasked block far above all before, in one KV head of one group: blocks that are computed again lie
+    between others, before the ends of tiles and in tiles whose last rows are nobody's."""
+    layout = Layout.from_lengths([300, 1500, 300], [[200], [260, 40, 500], [100, 100]])
+    for ratio in (3, 4) if head_dim == 128 else (4,):
+        q, k, v = inputs(layout, 2 * ratio, 2, head_dim)
+        k[500 + 700, 1] *= 400
+        check(q, k, v, layout, num_sms)
+
+
 def test_slices_and_strides():
     layout = LAYOUTS["ragged groups"]
     fused = torch.randn(layout.num_tokens, 12 * 136, device="cuda", dtype=BF16).view(layout.num_tokens, 12, 136)
