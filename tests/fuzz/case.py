@@ -269,8 +269,10 @@ def _compat_call(case):
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     mask = torch.from_numpy(compat_mask(context, own, q_lens, case.causal)).to(case.device)
     q, kc, vc, kd, vd = tensors
-    # Copies of the context, and sequences one at a time, add gradients that were rounded on their own.
-    want = dense.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), mask, scale, dout, 2.0)
+    # Copies of the context add gradients that were rounded on their own. Without a mask PyTorch's attention runs, a
+    # sequence at a time, and rounds the gradient of each query head before it adds up those of a KV head.
+    roundings = 2.0 if case.causal else 4.0
+    want = dense.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), mask, scale, dout, roundings)
     return call, want, set()
 
 
