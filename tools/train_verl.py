@@ -12,6 +12,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
@@ -96,9 +97,41 @@ def make_batch(task: Task, prompts: torch.Tensor, responses: torch.Tensor, rewar
     return data
 
 
+def save_model(folder: Path, seed: int) -> None:
+    """A small model with random weights."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL)).save_pretrained(folder)
+
+
 def copy_weights(worker: Any, model: PreTrainedModel) -> None:
     state = worker.engine.module.state_dict()
     model.load_state_dict({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()})
+
+
+def settings_for(task: Task, updates: int, learning_rate: float) -> Settings:
+    """Of veRL's own engine: one group a micro-batch, fp32."""
+    return Settings(
+        engine=Engine.VERL,
+        model="a random Qwen3",
+        layers=None,
+        groups=task.groups,
+        responses=task.responses,
+        prompt_len=task.prompt_len,
+        response_len=task.response_len,
+        micro_batch=task.responses,
+        max_tokens=None,
+        algorithm=Algorithm.GRPO,
+        strategy="fsdp2",
+        sequence_parallel=1,
+        attention="sdpa",
+        fused_head=False,
+        checkpointing=False,
+        keep_attention=False,
+        offload=False,
+        dtype="fp32",
+        updates=updates,
+        learning_rate=learning_rate,
+    )
 
 
 def train(settings: Settings, task: Task, folder: Path, seed: int) -> list[float]:
@@ -158,32 +191,10 @@ def main(
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     cuda = get_device_name() == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    settings = Settings(
-        engine=Engine.VERL,
-        model="a random Qwen3",
-        layers=None,
-        groups=task.groups,
-        responses=task.responses,
-        prompt_len=task.prompt_len,
-        response_len=task.response_len,
-        micro_batch=task.responses,
-        max_tokens=None,
-        algorithm=Algorithm.GRPO,
-        strategy="fsdp2",
-        sequence_parallel=1,
-        attention="sdpa",
-        fused_head=False,
-        checkpointing=False,
-        keep_attention=False,
-        offload=False,
-        dtype="fp32",
-        updates=updates,
-        learning_rate=learning_rate,
-    )
+    settings = settings_for(task, updates, learning_rate)
     rewards = {}
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL)).save_pretrained(folder)
+        save_model(Path(folder), seed)
         for engine in Engine:
             rewards[engine.value] = train(replace(settings, engine=engine), task, Path(folder), seed)
     found = {
@@ -194,7 +205,7 @@ def main(
     }
     json_path.write_text(json.dumps(found, indent=1) + "\n")
     for name, values in rewards.items():
-        print(f"{name}: reward {values[0]:.3f} at first, {sum(values[-10:]) / 10:.3f} before the last ten updates")
+        print(f"{name}: reward {values[0]:.3f} at first, {mean(values[-10:]):.3f} before the last ten updates")
     if plot_path is not None:
         plot(rewards, task, plot_path)
     dist.destroy_process_group()

@@ -84,6 +84,7 @@ BENCH = {
 ONE_MORE: dict[str, dict[str, Any]] = {
     "bench": {"run": "bench", "settings": BENCH},
     "bench-verl": {"run": "bench", "settings": BENCH | {"engine": "verl", "max_tokens": 300, "fused_head": False}},
+    "training": {"run": "training"},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},
     "one-token-differs": PACKED | {"run": "scored", "differs": [4, 11], "budget": ROOMY},

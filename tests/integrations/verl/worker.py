@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from dualkv import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools import bench_verl
+from tools import bench_verl, train_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared")
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
@@ -216,6 +217,20 @@ def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
         model.forward = forward
     engine, algorithm = bench_verl.Engine(s["settings"]["engine"]), bench_verl.Algorithm.DAPO
     return bench_verl.measure(bench_verl.Settings(**s["settings"] | {"engine": engine, "algorithm": algorithm}))
+
+
+def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    for model, forward in FORWARDS.items():
+        model.forward = forward
+    task = train_verl.Task(groups=2, responses=4, prompt_len=12, response_len=3)
+    settings = train_verl.settings_for(task, updates=2, learning_rate=1e-3)
+    train_verl.save_model(models / "training", seed=0)
+    rewards = {
+        engine.value: train_verl.train(replace(settings, engine=engine), task, models / "training", seed=0)
+        for engine in bench_verl.Engine
+    }
+    train_verl.plot(rewards, task, models / "training.svg")
+    return {"rewards": rewards, "picture": (models / "training.svg").read_text()}
 
 
 class _Log(logging.Handler):
