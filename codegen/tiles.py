@@ -74,8 +74,8 @@ class BackwardTile:
         tile_m: packed rows a query block.
         tile_n: keys a CTA.
         warp_groups: MMA warp groups a CTA.
-        stages: Q blocks (and dO blocks) in flight.
-        cluster: CTAs with neighbouring keys that share Q and dO by multicast.
+        stages: Q blocks in flight, and as many dO blocks as there is room for.
+        cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
         late: head dims up to 128: reductions of dQ (of some 10 a thread) that wait until the next scores are computed.
         heads_inside: a CTA walks all query heads of a block of rows before the next rows, else one head after another.
         deterministic: dQ is summed in the order of the keys.
