@@ -79,7 +79,7 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0):
     dv_bound = (p * (u + r + sums) + tiny * seen).mT @ dout.abs()
 
     def result(value, bound):
-        return Result(value, SLACK * (bound + u * value.abs() + tiny))
+        return Result(value, SLACK * (bound + u * value.abs() + roundings * tiny))
 
     kv = {name: (by_kv_head(x), by_kv_head(b)) for name, x, b in (("dk", dk, dk_bound), ("dv", dv, dv_bound))}
     return {
