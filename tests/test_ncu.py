@@ -21,7 +21,8 @@ from tools.ncu.__main__ import app
 from tools.ncu.job import TABLES, Job, read_layout, read_tile, read_workload
 from tools.ncu.model import need
 
-DATA = Path(__file__).parent / "data" / "ncu"
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data" / "ncu"
 FORWARD, BACKWARD = DATA / "fwd", DATA / "bwd"
 SMALL = Workload("small", (3,), ((2, 1),), heads=8, kv_heads=2)
 
@@ -133,6 +134,9 @@ def test_needed_bytes_of_a_small_backward():
     assert need(job, main).flops == 2.5 * 4 * 128 * 8 * 19
     assert need(job, main).dram_bytes == 2 * q + 4 * kv + 2 * row + 2 * sums
     assert need(job, main).l2_add_bytes == 19 * 8 * 128 * 4 // main.tile.tile_n
+    wide = backward_specs("bf16", 256).main
+    adds = need(Job(SMALL.with_shape(head_dim=256), "bwd"), wide).l2_add_bytes
+    assert adds == 19 * 8 * 256 * 4 // (wide.tile.tile_n * wide.tile.cluster)
     assert need(job, pre).dram_bytes == 2 * q + 3 * row + sums
     assert need(job, post).dram_bytes == sums + q
     assert need(job, slabs) == need(job, slabs).__class__()
@@ -158,7 +162,11 @@ def test_report_as_json_and_png_and_markdown(tmp_path):
     assert done.exit_code == 0, done.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size < 60_000
-    filed = json.loads(json_to.read_text())["profiles"]
+    figures = json.loads(json_to.read_text())
+    assert figures["gpu"]["name"] == "NVIDIA H200"
+    filed = figures["profiles"]
+    assert len(filed[0]["kernels"][0]["hot"]) == 12
+    assert "hot" not in filed[1]["kernels"][0], "only kernels with products"
     assert [k["operation"] for p in filed for k in p["kernels"]] == ["fwd", "bwd_preprocess", "bwd", "bwd_postprocess"]
     table = [line for line in done.output.splitlines() if line.startswith("|")]
     assert re.match(r"\| duration, ms \| \d+\.\d{3} \|", table[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
 from dualkv.plan_backward import backward_work
 from tools.sanitize import __main__ as sanitize
-from tools.sanitize import cases, controls, reading
+from tools.sanitize import cases, controls, known, reading
 from tools.sanitize.reading import Report
 
 DATA = Path(__file__).parent / "data" / "sanitize"
@@ -164,6 +165,30 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     assert tools["racecheck"]["reports"] == []
 
 
+def test_reports_are_judged_again(monkeypatch, tmp_path):
+    run(monkeypatch, tmp_path, {*PLANTED, ("memcheck", NAMES[3])})
+    app = typer.Typer()
+    app.command()(sanitize.main)
+    again = ["--again", "--json", str(tmp_path / "out.json")]
+    assert CliRunner().invoke(app, again).exit_code == 1
+    monkeypatch.setattr(sanitize.known, "why", lambda tool, report, shown: "it is known")
+    done = CliRunner().invoke(app, again)
+    assert done.exit_code == 0, done.output
+    (report,) = json.loads((tmp_path / "out.json").read_text())["tools"]["memcheck"]["reports"]
+    assert report["false_positive"] == "it is known"
+
+
+def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
+    """The tool runs the checked program as a child, which holds the pipe."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\necho '@@ case: one'\nsleep 60 &\nwait\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    begin = time.monotonic()
+    found = sanitize.check(str(program), "memcheck", "64", limit=1)
+    assert time.monotonic() - begin < 20
+    assert (found["cases"], found["unfinished"]) == ([], "stopped after 1 s")
+
+
 def test_a_process_that_dies_fails(monkeypatch, tmp_path):
     done, tools = run(monkeypatch, tmp_path, PLANTED, dies=("racecheck", NAMES[2]))
     assert done.exit_code == 1
@@ -183,3 +208,25 @@ def test_no_gpu(monkeypatch):
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: False)
     with pytest.raises(sanitize.SanitizeError, match="need an NVIDIA GPU"):
         sanitize.find_sanitizer()
+
+
+RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "instructions": ["UBLKCP.S.G", "LDS.128"]}
+
+
+@pytest.mark.parametrize(
+    ("tool", "report", "shown", "says"),
+    [
+        ("racecheck", RACE, {"bulk_ring": 3}, "does not follow a bulk copy's completion"),
+        ("racecheck", RACE, {"bulk_ring": 0, "bulk_ring_no_syncwarp": 2}, "only the arriving lane's loads"),
+        ("racecheck", RACE, {"bulk_ring": 0, "bulk_ring_no_syncwarp": 0}, None),
+        ("racecheck", RACE | {"instructions": ["STS.128", "LDS.128"]}, {"bulk_ring": 3}, None),
+        ("racecheck", RACE | {"instructions": ["UBLKCP.S.G", "STS"]}, {"bulk_ring": 3}, None),
+        ("memcheck", RACE, {"bulk_ring": 3}, None),
+        ("initcheck", RACE | {"what": "Uninitialized access in cudaMemcpy"}, {"bulk_store": 1}, "copy engine"),
+        ("initcheck", RACE | {"what": "Uninitialized access in cudaMemcpy"}, {"bulk_store": 0}, None),
+        ("initcheck", RACE | {"what": "Uninitialized __global__ memory read"}, {"bulk_store": 1}, None),
+    ],
+)  # fmt: skip
+def test_a_false_positive_needs_its_control(tool, report, shown, says):
+    why = known.why(tool, report, shown)
+    assert why is None if says is None else says in why

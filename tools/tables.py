@@ -14,10 +14,16 @@ from typing import Any
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from tools import cold_start
+from tools.ncu import show as ncu
+from tools.ncu.lines import Hot
+from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "deployment.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "deployment", "profiling", "sanitizers")),
+)
 UPDATES = {
     "update-cpu": "tiny Qwen3, fp32, 2 CPU cores",
     "update-h200-composition": "Qwen3-0.6B, bf16, H200, PyTorch's attention composed",
@@ -132,6 +138,31 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
+def _profile(direction: str) -> dict[str, Any]:
+    return next(p for p in _load("profile-h200")["profiles"] if p["direction"] == direction)
+
+
+def profile(direction: str) -> str:
+    """What its kernels did with their time."""
+    filed = _profile(direction)
+    return f"{filed['date'][:10]}, commit {filed['commit'][:7]}: {ncu.markdown(ncu.report(filed))}"
+
+
+def hot(direction: str) -> str:
+    """Where the warps of a direction's main kernel wait."""
+    kernel = next(k for k in _profile(direction)["kernels"] if "hot" in k)
+    places = [Hot(**place) for place in kernel["hot"]]
+    return ncu.markdown(ncu.hot(kernel["operation"], places, kernel["no_lines"]))
+
+
+def sanitizers() -> str:
+    """What was checked, on what, and what was found."""
+    filed = _load("sanitizer-h200")
+    where = f"compute-sanitizer {filed['compute_sanitizer']}, {filed['gpu']['name']}, {filed['date'][:10]}"
+    found = [f"- {line}" for line in sanitize.findings(filed["tools"])] or ["No reports."]
+    return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *found])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "updates": updates,
     "forward": lambda: _against_peer("forward-h200"),
@@ -141,6 +172,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-parallel": tensor_parallel,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
+    "profile-fwd": lambda: profile("fwd"),
+    "profile-bwd": lambda: profile("bwd"),
+    "hot-fwd": lambda: hot("fwd"),
+    "hot-bwd": lambda: hot("bwd"),
+    "sanitizers": sanitizers,
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,6 +15,8 @@ from rich.table import Table
 from codegen import KernelError
 from tools.ncu import collect, lines, metrics, show
 from tools.ncu.job import Job, read_tile, read_workload
+
+PLACES = 12  # hot ones that are shown
 
 app = typer.Typer(help="Kernels under Nsight Compute.", no_args_is_help=True, add_completion=False)
 Folder = Annotated[Path, typer.Argument(help="A profile: the folder that `run` left.")]
@@ -62,7 +65,7 @@ def run(
         console = _console()
         with console.status(f"profiling {groups.name} {direction}: each kernel runs some 20 times"):
             collect.collect(job, out, commit)
-        console.print(show.report(metrics.read(out)))
+        console.print(show.report(metrics.read(out).to_dict()))
     except (collect.ProfileError, KernelError, ValueError, OSError) as e:
         _fail(e)
 
@@ -78,14 +81,26 @@ def report(
     try:
         found = [metrics.read(folder) for folder in profiles]
         for profile in found:
-            _print(show.report(profile), markdown)
+            _print(show.report(profile.to_dict()), markdown)
         if plot is not None:
             show.roofline(found, plot)
         if json_to is not None:
-            figures: dict[str, Any] = {**found[0].environment, "profiles": [profile.to_dict() for profile in found]}
-            json_to.write_text(json.dumps(figures, indent=1) + "\n")
+            json_to.write_text(json.dumps(_figures(profiles, found), indent=1) + "\n")
     except (ValueError, OSError) as e:
         _fail(e)
+
+
+def _figures(folders: list[Path], found: list[metrics.Profile]) -> dict[str, Any]:
+    """Everything that reports and `hot` show of some profiles, behind machine and versions of the first."""
+    profiles = []
+    for folder, profile in zip(folders, found, strict=True):
+        filed = profile.to_dict()
+        for kernel, entry in zip(profile.kernels, filed["kernels"], strict=True):
+            if kernel.need.flops:
+                places, entry["no_lines"] = lines.hot_of(folder, kernel.operation, kernel.symbol, PLACES, True)
+                entry["hot"] = [asdict(place) for place in places]
+        profiles.append(filed)
+    return {**found[0].environment, "profiles": profiles}
 
 
 @app.command()
@@ -100,7 +115,7 @@ def compare(a: Folder, b: Folder) -> None:
 @app.command()
 def hot(
     profile: Folder,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Places a kernel.")] = 15,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Places a kernel.")] = PLACES,
     kernel: Annotated[
         str | None, typer.Option(help="One operation, such as bwd. Default: those with products.")
     ] = None,
@@ -110,17 +125,13 @@ def hot(
     """Where warps wait: source lines (or instructions) with the most samples."""
     try:
         found = metrics.read(profile)
-        samples = lines.read_samples((profile / "source.csv").read_text())
-        known = json.loads((profile / "lines.json").read_text())
         chosen = [k for k in found.kernels if (k.operation == kernel if kernel else k.need.flops)]
         if not chosen:
-            ran = ", ".join(map(show.kernel_name, found.kernels))
+            ran = ", ".join(one.name for one in found.kernels)
             raise ValueError(f"--kernel is {kernel!r}, this profile has {ran}")
         for one in chosen:
-            entry = known[one.operation]
-            why_not = "instructions asked for" if instructions else entry.get("why_not")
-            places = {} if why_not else {int(at): (file, line) for at, (file, line) in entry["lines"].items()}
-            _print(show.hot(one, lines.hot(samples.get(one.symbol, []), places, limit), why_not), markdown)
+            places, why_not = lines.hot_of(profile, one.operation, one.symbol, limit, not instructions)
+            _print(show.hot(one.name, places, why_not), markdown)
     except (ValueError, OSError) as e:
         _fail(e)
 

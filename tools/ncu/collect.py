@@ -6,7 +6,6 @@ import glob
 import json
 import re
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +19,8 @@ from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from tools.ncu import lines
 from tools.ncu.job import Job
+from tools.process import run_limited
 
-ROOT = Path(__file__).parents[2]
 ELSEWHERE = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 NO_RIGHT = "ERR_NVGPUCTRPERM"
 SECONDS = 600  # for one profile: some 40 passes of every kernel
@@ -110,10 +109,9 @@ def _run(command: list[str]) -> str:
     Raises:
         ProfileError: it fails, or takes longer than SECONDS.
     """
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        raise ProfileError(f"{Path(command[0]).name} did not end within {SECONDS} s: give a smaller workload") from None
-    if done.returncode or "==ERROR==" in done.stdout:
-        raise ProfileError(why_failed(done.stdout + done.stderr))
-    return done.stdout
+    code, output = run_limited(command, SECONDS)
+    if code is None:
+        raise ProfileError(f"{Path(command[0]).name} did not end within {SECONDS} s: give a smaller workload")
+    if code or "==ERROR==" in output:
+        raise ProfileError(why_failed(output))
+    return output

@@ -7,6 +7,7 @@ them. A twin compiled with it has the same instructions (checked here), so its l
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -126,6 +127,19 @@ def read_samples(text: str) -> dict[str, list[dict[str, str]]]:
         elif head and len(row) >= len(head) - 1:
             rows.append(dict(zip(head, row, strict=False)))
     return kernels
+
+
+def hot_of(folder: Path, operation: str | None, symbol: str, limit: int, by_line: bool) -> tuple[list[Hot], str | None]:
+    """The places of one kernel of a profile with the most samples, and why they are instructions if they are.
+
+    Raises:
+        OSError, ValueError: the profile is not whole.
+    """
+    samples = read_samples((folder / "source.csv").read_text())
+    entry = json.loads((folder / "lines.json").read_text()).get(operation, {"why_not": "not a kernel of this project"})
+    why_not = entry.get("why_not") if by_line else "instructions asked for"
+    places = {} if why_not else {int(at): (file, line) for at, (file, line) in entry["lines"].items()}
+    return hot(samples.get(symbol, []), places, limit), why_not
 
 
 def hot(rows: list[dict[str, str]], places: Mapping[int, Place], limit: int) -> list[Hot]:

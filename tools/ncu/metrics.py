@@ -83,6 +83,10 @@ class Kernel:
     metrics: Mapping[str, float]
     need: Need
 
+    @property
+    def name(self) -> str:
+        return self.operation or self.symbol[:40]
+
     def get(self, name: str) -> float | None:
         return self.metrics.get(name)
 

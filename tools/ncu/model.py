@@ -9,6 +9,7 @@ from codegen.spec import KernelSpec
 from tools.ncu.job import Job
 
 ELEMENT, FLOAT = 2, 4  # bytes of bf16 and fp16, of fp32
+NARROW = 128  # largest head dim of cute_kernels/bwd_narrow.py; beyond is bwd_wide.py
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Need:
         dram_bytes: every tensor that the kernel reads or writes, once.
         l2_read_bytes: from L2 to the SMs. Forward: each row of K and V once for every tile of query rows that sees it.
             Backward: each row of Q and dO once for every cluster's keys that it sees.
-        l2_add_bytes: of fp32 additions to dQ, once for every CTA's keys.
+        l2_add_bytes: of fp32 additions to dQ, once for every CTA's keys; for every cluster's at the head dims at which
+            its CTAs sum up dQ together.
     """
 
     flops: int = 0
@@ -46,11 +48,12 @@ def need(job: Job, spec: KernelSpec) -> Need:
         return Need(0, 2 * q + row + 2 * row + sums)
     if spec.operation == "bwd":
         tile = spec.tile
+        summed = tile.tile_n * (tile.cluster if native > NARROW else 1)
         return Need(
             w.flops("bwd"),
             2 * q + 4 * kv + 2 * row + 2 * sums,
             2 * kv + pairs * (both + 2 * FLOAT) // (tile.tile_n * tile.cluster),
-            pairs * native * FLOAT // tile.tile_n,
+            pairs * native * FLOAT // summed,
         )
     if spec.operation == "bwd_postprocess":
         return Need(0, sums + q)

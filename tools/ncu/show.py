@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from dualkv.bench.show import markdown_table
 from tools.ncu.lines import Hot
 from tools.ncu.metrics import FIGURES, STALLS, Figure, Kernel, Profile
 
@@ -17,35 +19,32 @@ NOISE = 0.005  # of a ratio, that is given no colour
 COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8a8f98", "#e9a23b", "#7b5ea7")
 
 
-def caption(profile: Profile) -> str:
-    """What ran, where."""
-    w, about = profile.job.workload, profile.about
-    heads = f"H={w.heads} Hk={w.kv_heads} D={w.head_dim} {w.dtype}"
-    options = [f"{name}={value}" for name, value in profile.job.tile.items()]
-    options += ["deterministic"] if profile.job.deterministic else []
-    return ", ".join([f"{w.name} {profile.job.direction}  {heads}", *options, about["gpu"]["name"]])
-
-
-def kernel_name(kernel: Kernel) -> str:
-    return kernel.operation or kernel.symbol[:40]
+def caption(filed: Mapping[str, Any]) -> str:
+    """What ran, where, of a profile's `to_dict`."""
+    w = filed["workload"]
+    heads = f"H={w['heads']} Hk={w['kv_heads']} D={w['head_dim']} {w['dtype']}"
+    options = [f"{name}={value}" for name, value in filed["tile"].items()]
+    options += ["deterministic"] if filed["deterministic"] else []
+    return ", ".join([f"{w['name']} {filed['direction']}  {heads}", *options, filed["gpu"]["name"]])
 
 
 def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def report(profile: Profile) -> Table:
-    """A line a figure, a column a kernel; then what warps wait for."""
-    table = Table(title=caption(profile), title_justify="left")
+def report(filed: Mapping[str, Any]) -> Table:
+    """A line a figure, a column a kernel; then what warps wait for. Of a profile's `to_dict`."""
+    table = Table(title=caption(filed), title_justify="left")
     table.add_column("")
-    for kernel in profile.kernels:
-        table.add_column(kernel_name(kernel), justify="right")
+    kernels = filed["kernels"]
+    for kernel in kernels:
+        table.add_column(kernel["operation"] or kernel["symbol"][:40], justify="right")
     for figure in FIGURES:
-        values = [figure.of(kernel) for kernel in profile.kernels]
+        values = [kernel["figures"].get(figure.name) for kernel in kernels]
         if any(value is not None for value in values):
             table.add_row(figure.name, *(number(value, figure.form) for value in values))
     table.add_section()
-    stalls = [kernel.stalls()[:STALLS_SHOWN] for kernel in profile.kernels]
+    stalls = [list(kernel["stalls"].items())[:STALLS_SHOWN] for kernel in kernels]
     for place in range(STALLS_SHOWN):
         row = [f"{some[place][0]} {some[place][1]:.0%}" if place < len(some) else "" for some in stalls]
         table.add_row("warps wait for" if place == 0 else "", *row)
@@ -55,15 +54,14 @@ def report(profile: Profile) -> Table:
 def markdown(table: Table) -> str:
     """A table for a document."""
     head = [str(column.header) for column in table.columns]
-    rules = ["---:" if column.justify == "right" else "---" for column in table.columns]
     rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rules, *rows)]
-    return "\n".join([str(table.title), "", *(f"| {line} |" for line in lines)])
+    text = markdown_table(head, [[cell.replace("|", "\\|") for cell in row] for row in rows])
+    return f"{table.title}\n\n{text}" if table.title else text
 
 
 def compare(a: Profile, b: Profile) -> Table:
     """Two profiles side by side: kernels of the same operation, in order."""
-    table = Table(title=f"A: {caption(a)}\nB: {caption(b)}", title_justify="left")
+    table = Table(title=f"A: {caption(a.to_dict())}\nB: {caption(b.to_dict())}", title_justify="left")
     for column in ("kernel", "", a.name + " (A)", b.name + " (B)", "B / A"):
         table.add_column(column, justify="left" if column in ("kernel", "") else "right")
     for left, right in pairs(a, b):
@@ -73,7 +71,7 @@ def compare(a: Profile, b: Profile) -> Table:
             if x is None and y is None:
                 continue
             shown = _ratio(figure, x, y)
-            name = kernel_name(left) if first else ""
+            name = left.name if first else ""
             table.add_row(name, figure.name, number(x, figure.form), number(y, figure.form), shown)
             first = False
         shares = dict(left.stalls()), dict(right.stalls())
@@ -108,19 +106,19 @@ def pairs(a: Profile, b: Profile) -> list[tuple[Kernel, Kernel]]:
             rest.remove(right)
             found.append((left, right))
     if not found:
-        ran = [", ".join(map(kernel_name, profile.kernels)) for profile in (a, b)]
+        ran = [", ".join(kernel.name for kernel in profile.kernels) for profile in (a, b)]
         raise ValueError(f"{a.name} and {b.name} have no kernel in common: {ran[0]} against {ran[1]}")
     return found
 
 
-def hot(kernel: Kernel, places: Sequence[Hot], why_not: str | None) -> Table:
-    """Where a kernel's warps were found waiting, most often first."""
-    title = f"{kernel_name(kernel)}: samples of waiting warps by {'instruction' if why_not else 'source line'}"
+def hot(name: str, places: Sequence[Hot], why_not: str | None) -> Table:
+    """Where a kernel's warps were found, most often first; `why_not`: why by instruction rather than by line."""
+    title = f"{name}: samples of warps by {'instruction' if why_not else 'source line'}"
     table = Table(title=title + (f" (no source lines: {why_not})" if why_not else ""), title_justify="left")
     for column in ("samples", "%", "where", "mostly for", "instruction", "source"):
         table.add_column(column, justify="right" if column in ("samples", "%") else "left", overflow="fold")
     for place in places:
-        reasons = ", ".join(f"{name} {share:.0%}" for name, share in place.reasons)
+        reasons = ", ".join(f"{reason} {share:.0%}" for reason, share in place.reasons)
         cells = f"{place.samples}", f"{place.share:.1%}", place.where, reasons, place.instruction, place.source
         table.add_row(*map(Text, cells))  # brackets in code are no markup
     return table
@@ -152,7 +150,7 @@ def roofline(profiles: Sequence[Profile], path: Path) -> None:
             axes.plot(x, y, style, color="#555", linewidth=1, label=label)
     for (profile, kernel), color in zip(points, itertools.cycle(COLORS), strict=False):
         rate = kernel.need.flops / kernel.seconds / 1e12
-        name = f"{kernel_name(kernel)} D={profile.job.workload.head_dim}: {rate:.0f} TFLOP/s"
+        name = f"{kernel.name} D={profile.job.workload.head_dim}: {rate:.0f} TFLOP/s"
         for moved, fill in ((kernel.dram_bytes, color), (kernel.l2_bytes, "none")):
             at = kernel.need.flops / (moved or 1)
             shown = name if fill == color else None

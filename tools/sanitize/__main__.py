@@ -24,6 +24,7 @@ from codegen.spec import KernelSpec
 from dualkv import hopper
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from tools.process import run_limited
 from tools.sanitize import controls, known, show
 from tools.sanitize.cases import HEAD_DIMS, Case, cases
 from tools.sanitize.reading import Place, parse, short
@@ -32,7 +33,6 @@ from tools.sanitize.show import CONTROLS
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = ["--print-limit", "20000", "--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
 ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
-ROOT = Path(__file__).parents[2]
 
 
 class SanitizeError(RuntimeError):
@@ -64,20 +64,14 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
     begin = time.monotonic()
     command = [sanitizer, "--tool", tool, *OPTIONS, sys.executable, "-m", "tools.sanitize.target", tool, what]
     environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    ended_by = ""
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        try:
-            output = process.communicate(timeout=limit)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, ended_by = process.communicate()[0], f"stopped after {limit:g} s"
-    text = output.decode(errors="replace")
+    code, text = run_limited(command, limit, environ)
+    ended_by = f"stopped after {limit:g} s" if code is None else ""
     found = parse(text)
     wrong = found.failures + [ended_by] * bool(ended_by)
     if found.not_printed:
         wrong.append(f"{found.not_printed} more reports were not printed")
     if not wrong and (not found.begun or found.begun != found.ended):
-        wrong.append(f"exit code {process.returncode}: " + " ".join(text.split())[-300:])
+        wrong.append(f"exit code {code}: " + " ".join(text.split())[-300:])
     return {
         "tool": tool,
         "cases_of": what,
@@ -157,6 +151,29 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return tools
 
 
+def _conclude(tools: dict[str, Any], console: Console) -> None:
+    """Say it; exit with 1 unless all was checked and is clean."""
+    console.print(show.table(tools))
+    for line in show.findings(tools):
+        console.print(line, markup=False)
+    errors = any(r["false_positive"] is None for one in tools.values() for r in one["reports"])
+    blind = any(not one[CONTROLS].get(controls.PLANTED[name][0]) for name, one in tools.items())
+    if errors or blind or any(one["unfinished"] for one in tools.values()):
+        raise typer.Exit(1)
+
+
+def _judge_again(path: Path | None, console: Console) -> None:
+    """The reports in a file, by what is known now."""
+    if path is None or not path.is_file():
+        raise typer.BadParameter("--again needs --json FILE of a run", param_hint="--again")
+    filed = json.loads(path.read_text())
+    for name, tool in filed["tools"].items():
+        for report in tool["reports"]:
+            report["false_positive"] = known.why(name, report, tool[CONTROLS])
+    path.write_text(json.dumps(filed, indent=1) + "\n")
+    _conclude(filed["tools"], console)
+
+
 def main(
     json_to: Annotated[Path | None, typer.Option("--json", help="File all reports here.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOOLS)}. Default: all.")] = None,
@@ -168,9 +185,15 @@ def main(
     compile_only: Annotated[
         bool, typer.Option("--compile", help="Compile the kernels, which needs no GPU; no more.")
     ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Run nothing: judge what --json has filed by known.py.")
+    ] = False,
 ) -> None:
     """Run compute-sanitizer's tools over edge shapes of every family of kernels, forward and backward."""
     console = Console(width=None if sys.stdout.isatty() else 160)
+    if again:
+        _judge_again(json_to, console)
+        return
     tools, dims = tool or list(TOOLS), head_dim or list(HEAD_DIMS)
     for given, allowed, name in ((tools, TOOLS, "--tool"), (dims, HEAD_DIMS, "--head-dim")):
         wrong = [value for value in given if value not in allowed]
@@ -205,14 +228,7 @@ def main(
             if json_to is not None:  # after each: what is done is not lost with what comes
                 json_to.parent.mkdir(parents=True, exist_ok=True)
                 json_to.write_text(json.dumps({**about, "tools": summary(runs)}, indent=1) + "\n")
-    found = summary(runs)
-    console.print(show.table(found))
-    for line in show.findings(found):
-        console.print(line, markup=False)
-    errors = any(r["false_positive"] is None for one in found.values() for r in one["reports"])
-    blind = any(not one[CONTROLS].get(controls.PLANTED[name][0]) for name, one in found.items())
-    if errors or blind or any(one["unfinished"] for one in found.values()):
-        raise typer.Exit(1)
+    _conclude(summary(runs), console)
 
 
 if __name__ == "__main__":

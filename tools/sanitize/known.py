@@ -1,4 +1,4 @@
-"""Reports that are a tool's error, and why."""
+"""Reports that are a tool's error, and why. A control that is correct and reported too is the proof."""
 
 from __future__ import annotations
 
@@ -13,4 +13,30 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
         report: its `what`, `kernel` and `instructions`.
         shown: reports of the tool about each of the controls.
     """
+    instructions = report["instructions"]
+    copied = instructions[:1] == ["UBLKCP.S.G"] and all(name.startswith("LDS") for name in instructions[1:])
+    if tool == "racecheck" and copied:
+        return _bulk_copy(shown)
+    if tool == "initcheck" and "memcpy" in report["what"].lower() and shown.get("bulk_store"):
+        return (
+            "initcheck does not see what the copy engine stores: the control bulk_store, whose values come back right, "
+            "is reported too. out is stored so; the GPU tests fill outputs with NaN first and find none left"
+        )
+    return None
+
+
+def _bulk_copy(shown: dict[str, int]) -> str | None:
+    """Row statistics of the backward: a bulk copy to shared memory against the loads of its previous or next stage."""
+    if shown.get("bulk_ring"):
+        return (
+            "racecheck does not follow a bulk copy's completion on its mbarrier: the control bulk_ring, which waits on "
+            "both sides as the PTX ISA asks, is reported too"
+        )
+    if shown.get("bulk_ring_no_syncwarp"):
+        return (
+            "racecheck orders only the arriving lane's loads before a stage is released: the control "
+            "bulk_ring_no_syncwarp is reported, with a __syncwarp it is not. In the kernels every lane has used what it"
+            " loaded before wgmma.wait_group.sync.aligned, which all lanes of the warp execute together before one of "
+            "them arrives"
+        )
     return None
