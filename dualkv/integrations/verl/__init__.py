@@ -16,13 +16,16 @@ try:
     import verl  # noqa: F401  (says what is missing, and loads its plugins before this one uses it)
 
     from dualkv.integrations.verl.engine import MODEL_TYPE, DualKVEngine
-
-    if find_spec("transfer_queue"):  # veRL's trainers need it, its workers do not
-        import dualkv.integrations.verl.trainer  # noqa: F401
 except Exception as error:
     # veRL drops what its plugins raise, and would later not know the engine's name.
     if getattr(error, "name", None) != "verl":
         warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
     raise
+
+if find_spec("transfer_queue"):  # veRL's trainers need it, its workers do not
+    try:
+        import dualkv.integrations.verl.trainer  # noqa: F401
+    except ImportError as error:
+        warnings.warn(f"dualkv: veRL's trainers that keep groups whole are not available: {error}", stacklevel=1)
 
 __all__ = ["MODEL_TYPE", "DualKVEngine"]
