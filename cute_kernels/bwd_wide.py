@@ -276,9 +276,12 @@ class WideBackward(BackwardFrame):
             self.issue_own_dq(s, it - 1)
         elif self.want_dp and not first:
             cute.arch.mbarrier_wait(s.bars + self.DS, (it - 1) & 1)
-        lse2 = self.statistics(s, stage, 0)
+        if self.want_dk:
+            lse2 = self.statistics(s, stage, 0)
         # The other warp group has read P of block it - 1: its dS is there.
         warpgroup.wait_group(1 if dq else 0)
+        if not self.want_dk:  # the compiler has no registers for them earlier
+            lse2 = self.statistics(s, stage, 0)
         self.mask(acc_S, mb * self.tile_m, *s.masks)
         tP = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
