@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+import sys
+from typing import Any, Literal, overload
 
 import torch
+from torch.autograd import forward_ad
 
-import dualkv.ops  # noqa: F401  (registers torch.ops.dualkv)
+from dualkv import ops
 from dualkv.layout import Layout
 
 
@@ -72,12 +74,60 @@ def attention(
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
-    if torch.is_autocast_enabled(q.device.type):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_local(name, x)
+    if casts(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     elif not 0.0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a positive finite number")
-    out, lse = torch.ops.dualkv.fwd(q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
+    out, lse = forward(q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic)
     return (out, lse) if return_lse else out
+
+
+def check_local(name: str, x: object) -> None:
+    """Raises TypeError for what is no tensor, and for a DTensor."""
+    distributed = sys.modules.get("torch.distributed.tensor")  # not imported: then x is none
+    if not isinstance(x, torch.Tensor) or (distributed is not None and isinstance(x, distributed.DTensor)):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor (of a DTensor its .to_local())")
+
+
+def casts(device: torch.device) -> bool:
+    """Whether autocast is on for tensors of this device."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+class _Transformed(torch.autograd.Function):
+    """The op for torch.func, whose transforms ask for `setup_context`. Forward mode raises: the op alone would take it
+    for a tangent of zero."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(ops._fwd_setup)
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return torch.ops.dualkv.fwd(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        return ops._fwd_backward(ctx, dout, dlse, _TransformedBackward.apply)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return torch.ops.dualkv.bwd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        ops._bwd_backward(ctx, *grads)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dualkv import hopper
-from dualkv.attention import attention
+from dualkv.attention import attention, casts, check_local
 from dualkv.layout import IntArray, Layout, Lengths, _cumulative, positions
 from dualkv.ops import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP
 
@@ -184,8 +184,10 @@ def _lengths(name: str, cu_seqlens: Lengths) -> IntArray:
 
 # ---------------------------------------------------------------- checks: one sentence each, before anything runs
 def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
+    for name, x in tensors.items():
+        check_local(name, x)
     q, k_context = tensors["q"], tensors["k_context"]
-    autocast = q.dim() == 3 and torch.is_autocast_enabled(q.device.type)  # all are cast to one dtype then
+    autocast = casts(q.device)  # all are cast to one dtype then
     for name, x in tensors.items():
         if x.dim() != 3:
             rows = {"q": "sum(len_q), H", "k_context": "P, Hk", "v_context": "P, Hk"}.get(name, "sum(R), Hk")

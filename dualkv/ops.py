@@ -15,6 +15,7 @@ tensors.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,11 +217,13 @@ def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, to
     ctx.save_for_backward(q, k, v, out, lse, offsets, parent)
 
 
-def _fwd_backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _fwd_backward(
+    ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor, backward: Callable[..., Any] = torch.ops.dualkv.bwd
+) -> tuple[torch.Tensor | None, ...]:
     dout = dout if dout.stride(2) == 1 else dout.contiguous()  # out.sum() sends an expanded gradient
     needed = ctx.needs_input_grad[:3]
     gradients = "".join(name for name, need in zip("qkv", needed, strict=True) if need)
-    grads = torch.ops.dualkv.bwd(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic, gradients)
+    grads = backward(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic, gradients)
     wanted = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
     return (*wanted, None, None, None, None)
 
