@@ -168,6 +168,7 @@ def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
     if kernel_dir:
         if not Path(kernel_dir).is_dir():
             raise KernelError(f"DUALKV_KERNEL_DIR is {kernel_dir!r}, expected an existing folder of compiled kernels")
+        _check_private(Path(kernel_dir), "DUALKV_KERNEL_DIR", (os.geteuid(), 0))
         found, reasons = find_in(Path(kernel_dir), spec)
         if found is not None:
             return found, "kernel_dir", []
@@ -339,18 +340,18 @@ def _may_compile() -> bool:
     return value != "0"
 
 
-def _check_private(folder: Path) -> None:
-    """Code is loaded from `folder`: it must belong to this user, and nobody else may write to it."""
+def _check_private(folder: Path, what: str = "the kernel cache", owners: tuple[int, ...] = ()) -> None:
+    """Code is loaded from `folder`: it must belong to this user (or `owners`), and nobody else may write to it."""
     info = folder.stat()
-    if info.st_uid != os.geteuid():
+    if info.st_uid not in (owners or (os.geteuid(),)):
         raise KernelError(
-            f"the kernel cache {folder} belongs to uid {info.st_uid}, this process runs as {os.geteuid()}: code is not "
-            "loaded from another user's folder; set DUALKV_CACHE_DIR to a folder of yours"
+            f"{what} {folder} belongs to uid {info.st_uid}, this process runs as {os.geteuid()}: code is not loaded "
+            "from another user's folder; use a folder of yours"
         )
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelError(
-            f"the kernel cache {folder} can be written by others (mode {stat.S_IMODE(info.st_mode):o}): code is not "
-            f"loaded from there; chmod 700 {folder} or set DUALKV_CACHE_DIR"
+            f"{what} {folder} can be written by others (mode {stat.S_IMODE(info.st_mode):o}): code is not loaded from "
+            f"there; chmod go-w {folder}"
         )
 
 

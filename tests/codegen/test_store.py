@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -245,6 +247,24 @@ def test_cache_of_another_user_or_open_to_others_is_refused(compiles, monkeypatc
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(RuntimeError, match="this process runs as 12345"):
         store.load(SPEC)
+
+
+def test_kernel_dir_of_a_stranger_or_open_to_others_is_refused(compiles, monkeypatch, tmp_path):
+    store.entry(SPEC)
+    folder = tmp_path / "image"
+    shutil.copytree(store.cache_dir(), folder)
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(folder))
+    folder.chmod(0o777)
+    with pytest.raises(KernelError, match=r"DUALKV_KERNEL_DIR .* can be written by others \(mode 777\)"):
+        store.entry(SPEC)
+    folder.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # an image's folder is root's, and runs as anybody
+    owned_by = folder.stat().st_uid
+    if owned_by == 0:
+        assert store.entry(SPEC).parent == folder
+    monkeypatch.setattr(Path, "stat", lambda path, **k: os.stat_result((0o40755, 0, 0, 1, 777, 0, 0, 0, 0, 0)))
+    with pytest.raises(KernelError, match=r"DUALKV_KERNEL_DIR .* belongs to uid 777, this process runs as 12345"):
+        store.entry(SPEC)
 
 
 def test_default_cache(monkeypatch):
