@@ -180,6 +180,7 @@ def test_gradients_of_strided_inputs(only_the_kernel):
 
 
 def test_gradients_of_some_inputs(only_the_kernel):
+    """Each choice is a kernel of its own, which may walk the queries in another order: equal up to rounding."""
     layout = Layout.from_lengths([300], [[77, 128]])
     qkv = inputs(layout)
     dout = torch.randn_like(qkv[0])
@@ -188,7 +189,8 @@ def test_gradients_of_some_inputs(only_the_kernel):
         some = [x.detach().requires_grad_(i in needed) for i, x in enumerate(qkv)]
         out = dualkv.attention(*some, layout, deterministic=True)
         got = torch.autograd.grad(out, [some[i] for i in needed], dout)
-        assert all(torch.equal(grad, want[i]) for i, grad in zip(needed, got, strict=True))
+        merged = [got[needed.index(i)] if i in needed else want[i] for i in range(3)]
+        check_grads(merged, *qkv, dout, layout)
 
 
 def test_a_first_call_does_not_wait_for_the_gpu(only_the_kernel):

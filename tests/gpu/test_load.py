@@ -92,7 +92,7 @@ def test_out_of_memory_in_the_backward_leaves_the_process_usable():
 def test_two_streams_at_once(deterministic):
     layouts = [Layout.from_lengths(*LAYOUT), Layout.from_lengths([3000], [[400] * 9])]
     calls = [(*inputs(layout, seed), layout) for seed, layout in enumerate(layouts)]
-    wants = [step(*call) for call in calls]
+    wants = [step(*call, deterministic) for call in calls]
     torch.cuda.synchronize()
     streams, gots = [torch.cuda.Stream() for _ in calls], [[], []]
     for _ in range(20):
