@@ -41,9 +41,10 @@ def install() -> None:
 
 
 def flipped(path: Path, at: int) -> None:
-    """One bit of a file, turned."""
+    """One bit of a file, turned; in a new file of its name, as a process that has loaded the old one still maps that."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
+    path.unlink()
     path.write_bytes(content)
 
 
