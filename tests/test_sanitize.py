@@ -210,6 +210,7 @@ def test_no_gpu(monkeypatch):
         sanitize.find_sanitizer()
 
 
+HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
 RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "instructions": ["UBLKCP.S.G", "LDS.128"]}
 
 
@@ -221,6 +222,9 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("racecheck", RACE, {"bulk_ring": 0, "bulk_ring_no_syncwarp": 0}, None),
         ("racecheck", RACE | {"instructions": ["STS.128", "LDS.128"]}, {"bulk_ring": 3}, None),
         ("racecheck", RACE | {"instructions": ["UBLKCP.S.G", "STS"]}, {"bulk_ring": 3}, None),
+        ("racecheck", HANDED, {"exchange": 3}, "does not follow mbarriers between warps"),
+        ("racecheck", HANDED, {"exchange": 0, "bulk_ring": 3}, None),
+        ("racecheck", HANDED | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),
         ("initcheck", RACE | {"what": "Uninitialized access in cudaMemcpy"}, {"bulk_store": 1}, "copy engine"),
         ("initcheck", RACE | {"what": "Uninitialized access in cudaMemcpy"}, {"bulk_store": 0}, None),

@@ -30,13 +30,17 @@ extern "C" __global__ void divergent_barrier(float* x) {
     }
 }
 """
-# A ring of two stages filled by bulk copies: a producer warp, two consumer warps, full and empty mbarriers.
-_RING = r"""
+_WAIT = r"""
 __device__ unsigned at(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 __device__ void wait(const void* bar, unsigned phase) {
     asm volatile("{ .reg .pred p;\n again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra done;\n"
                  " bra again;\n done: }" :: "r"(at(bar)), "r"(phase) : "memory");
 }
+"""
+# A ring of two stages filled by bulk copies: a producer warp, two consumer warps, full and empty mbarriers.
+_RING = (
+    _WAIT
+    + r"""
 __device__ void ring(const float* in, float* out, int blocks, bool await_full, bool together) {
     __shared__ alignas(128) float data[2][64];
     __shared__ alignas(8) unsigned long long full[2], empty[2];
@@ -61,7 +65,8 @@ __device__ void ring(const float* in, float* out, int blocks, bool await_full, b
         for (int i = 0; i < blocks; ++i) {
             int stage = i & 1, phase = (i >> 1) & 1;
             if (await_full) wait(&full[stage], phase);
-            sum += data[stage][threadIdx.x - 32];
+            sum += *static_cast<volatile float*>(&data[stage][threadIdx.x - 32]);
+            if (!await_full) wait(&full[stage], phase);  // too late, but stages stay in step
             if (together) __syncwarp();
             if (threadIdx.x % 32 == 0)
                 asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at(&empty[stage])) : "memory");
@@ -74,6 +79,39 @@ extern "C" __global__ void bulk_ring(const float* in, float* out, int n) { ring(
 extern "C" __global__ void bulk_ring_no_syncwarp(const float* in, float* out, int n) { ring(in, out, n, true, false); }
 extern "C" __global__ void bulk_ring_no_wait(const float* in, float* out, int n) { ring(in, out, n, false, true); }
 """
+)
+# A warp hands what it computed to another one, block by block, by full and empty mbarriers: P of bwd_wide.
+_EXCHANGE = (
+    _WAIT
+    + r"""
+__device__ void arrive(const void* bar) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at(bar)) : "memory");
+}
+extern "C" __global__ void exchange(const float* in, float* out, int blocks) {
+    __shared__ float data[32];
+    __shared__ alignas(8) unsigned long long full, empty;
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&full)));
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&empty)));
+    }
+    __syncthreads();
+    float sum = 0;
+    for (int i = 0; i < blocks; ++i) {
+        if (threadIdx.x < 32) {
+            wait(&empty, (i & 1) ^ 1);
+            data[threadIdx.x] = in[32 * i + threadIdx.x];
+            arrive(&full);
+        } else {
+            wait(&full, i & 1);
+            sum += data[threadIdx.x - 32];
+            arrive(&empty);
+        }
+    }
+    if (threadIdx.x >= 32) out[threadIdx.x - 32] = sum;
+}
+"""
+)
 _STORE = r"""
 extern "C" __global__ void bulk_store(float* out) {
     __shared__ alignas(128) float data[64];
@@ -105,6 +143,12 @@ def _ring(name: str) -> None:
         torch.testing.assert_close(out, blocks.sum(0))
 
 
+def _exchange() -> None:
+    blocks, out = torch.randn(8, 32, device="cuda"), torch.zeros(32, device="cuda")
+    _run(_EXCHANGE, "exchange", 64, blocks, out, len(blocks))
+    torch.testing.assert_close(out, blocks.sum(0))
+
+
 def _store() -> None:
     made, copy = torch.empty(64, device="cuda"), torch.zeros(64, device="cuda")
     _run(_STORE, "bulk_store", 64, made)
@@ -125,5 +169,6 @@ CORRECT: dict[str, Callable[[], None]] = {
     "bulk_ring": lambda: _ring("bulk_ring"),
     "bulk_ring_no_syncwarp": lambda: _ring("bulk_ring_no_syncwarp"),
     "bulk_store": _store,
+    "exchange": _exchange,
 }
 RACY: dict[str, Callable[[], None]] = {"bulk_ring_no_wait": lambda: _ring("bulk_ring_no_wait")}

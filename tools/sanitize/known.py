@@ -17,6 +17,12 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
     copied = instructions[:1] == ["UBLKCP.S.G"] and all(name.startswith("LDS") for name in instructions[1:])
     if tool == "racecheck" and copied:
         return _bulk_copy(shown)
+    handed = len(instructions) > 1 and all(name.startswith(("STS", "LDS")) for name in instructions)
+    if tool == "racecheck" and handed and report["kernel"].startswith("bwd_wide") and shown.get("exchange"):
+        return (
+            "racecheck does not follow mbarriers between warps: the control exchange, which hands values over as one "
+            "warp group hands P to the other (store, __syncwarp, one lane arrives; wait, load), is reported too"
+        )
     if tool == "initcheck" and "memcpy" in report["what"].lower() and shown.get("bulk_store"):
         return (
             "initcheck does not see what the copy engine stores: the control bulk_store, whose values come back right, "
