@@ -230,7 +230,7 @@ def add(spec: KernelSpec, folder: Path) -> Path:
         KernelError: the compile failed, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask: code is loaded from it
         return _add(spec, folder)
     except OSError as e:
         raise KernelError(f"kernels cannot be written to {folder} ({e.strerror or e})") from e

@@ -267,6 +267,16 @@ def test_kernel_dir_of_a_stranger_or_open_to_others_is_refused(compiles, monkeyp
         store.entry(SPEC)
 
 
+def test_a_folder_that_is_filled_can_be_loaded_from_whatever_the_umask(compiles, monkeypatch, tmp_path):
+    before = os.umask(0o002)
+    try:
+        store.add(SPEC, tmp_path / "made")
+    finally:
+        os.umask(before)
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "made"))
+    assert store.where(SPEC) == "kernel_dir"
+
+
 def test_default_cache(monkeypatch):
     monkeypatch.delenv("DUALKV_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
