@@ -248,7 +248,7 @@ def _add(spec: KernelSpec, folder: Path) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
         made, replaced = (folder / f".{path.name}.{what}{secrets.token_hex(4)}" for what in ("new", "old"))
         try:
-            made.mkdir()
+            made.mkdir(mode=0o755)
             _make(spec, made)
             if path.exists():  # not to be used; a process that has it open keeps its files
                 path.rename(replaced)
