@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 
 from codegen import compile, toolchain
 from codegen.spec import TILES
+from dualkv import cli
 from tests.codegen import stand_in
 
 
@@ -20,3 +24,18 @@ def compiles(monkeypatch, tmp_path):
     digests = {operation: toolchain.source_digest(operation) for operation in TILES}
     monkeypatch.setattr(toolchain, "read_source_digest", digests.get)  # held still, whoever edits kernels meanwhile
     return stand_in.compiles
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a `dualkv` command line in this process: exit code, standard output, standard error."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dualkv", *words])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call

@@ -28,21 +28,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process: exit code, standard output, standard error."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dualkv", *words])
-        monkeypatch.setenv("COLUMNS", "160")
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return call
-
-
 def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
     plot = tmp_path / "demo.png"
     code, out, err = run(*SMALL, "--plot", str(plot), "--json", str(tmp_path / "demo.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import shlex
@@ -12,7 +13,7 @@ import pytest
 
 from codegen import KernelError, select, store
 from codegen.spec import backward_specs, forward_spec, table
-from dualkv import cli, precompile
+from dualkv import precompile
 from dualkv.models import CONFIGS
 from dualkv.precompile import Heads, heads_of, requested, shape
 from tests.codegen import stand_in
@@ -21,18 +22,9 @@ POST = backward_specs("bf16", 64).postprocess
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs `dualkv precompile ...` in this process: exit code, standard output, standard error."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dualkv", "precompile", *words])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return call
+def run(run):
+    """Runs `dualkv precompile ...`."""
+    return functools.partial(run, "precompile")
 
 
 # ---------------------------------------------------------------- models
