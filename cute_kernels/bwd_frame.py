@@ -23,6 +23,7 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import bwd_items as items
 from cute_kernels.bwd_results import Results
+from cute_kernels.cluster import Clustered
 from cute_kernels.ptx import load_acquire, store_release
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
@@ -33,7 +34,7 @@ def split_rows(head_dim: int) -> bool:
     return head_dim == 64
 
 
-class BackwardFrame(Results):
+class BackwardFrame(Clustered, Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -382,33 +383,21 @@ class BackwardFrame(Results):
 
     def init_barriers(self, bars: cute.Pointer) -> None:
         users = 4 * self.warp_groups * self.cluster  # MMA warps that read a stage
-        with cute.arch.elect_one():
-            for first, count, arrivals in (
-                (self.FULL_K, 1, 1),
-                (self.FULL_V, 1, 1),
-                (self.P, 1, 4),
-                (self.DS, 1, self.ds_warps),
-                (self.TURN, 2, 1),
-                (self.ADDED, 2, 4 * self.warp_groups),
-                (self.PASSED, 2, 1),
-                (self.PEER, 3, 1),
-                (self.FULL_Q, self.stages, 1),
-                (self.EMPTY_Q, self.stages, users),
-                (self.FULL_DO, self.do_stages, 1),
-                (self.EMPTY_DO, self.do_stages, users),
-            ):
-                for j in range(count):
-                    cute.arch.mbarrier_init(bars + first + j, arrivals)
-
-    def sync_cluster(self) -> None:
-        if self.cluster == 1:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    def rank(self) -> Int32:
-        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        kinds = (
+            (self.FULL_K, 1, 1),
+            (self.FULL_V, 1, 1),
+            (self.P, 1, 4),
+            (self.DS, 1, self.ds_warps),
+            (self.TURN, 2, 1),
+            (self.ADDED, 2, 4 * self.warp_groups),
+            (self.PASSED, 2, 1),
+            (self.PEER, 3, 1),
+            (self.FULL_Q, self.stages, 1),
+            (self.EMPTY_Q, self.stages, users),
+            (self.FULL_DO, self.do_stages, 1),
+            (self.EMPTY_DO, self.do_stages, users),
+        )
+        self.init_mbarriers(bars, kinds)
 
     def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
         """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab, and

@@ -18,7 +18,8 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.accumulator import column, gemm, round_to, row_elements
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.mask import mask
-from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, any_above, fixed_softmax, normalize, online_softmax, rescale
+from cute_kernels.ptx import any_above
+from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, normalize, online_softmax, rescale
 from cute_kernels.work import Tile, first_and_step
 
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)

@@ -17,6 +17,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import items
+from cute_kernels.cluster import Clustered
 from cute_kernels.work import Tile, first_and_step
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
@@ -55,7 +56,7 @@ class Shared(NamedTuple):
     bars: cute.Pointer
 
 
-class ForwardFrame:
+class ForwardFrame(Clustered):
     """out = softmax(scale Q K^T, masked) V and its log-sum-exp; query q sees key k iff k <= q < visible_end[k].
 
     Compiled once for a dtype, a native head dim and a number of packed heads; at run time any T, H, Hk, group count,
@@ -271,28 +272,15 @@ class ForwardFrame:
     def init_barriers(self, bars: cute.Pointer) -> None:
         readers = 4 * self.warp_groups * self.cluster  # warps that release a K or V stage
         q_readers = 4 if self.q_in_registers else 1  # its warps, or the one that stores O from there
-        with cute.arch.elect_one():
-            for first, count, arrivals in (
-                (self.FULL_Q, self.warp_groups, 1),
-                (self.EMPTY_Q, self.warp_groups, q_readers),
-                (self.FULL_K, self.stages, 1),
-                (self.EMPTY_K, self.stages, readers),
-                (self.FULL_V, self.stages, 1),
-                (self.EMPTY_V, self.stages, readers),
-            ):
-                for j in cutlass.range_constexpr(count):
-                    cute.arch.mbarrier_init(bars + first + j, arrivals)
-
-    def sync_cluster(self) -> None:
-        if self.cluster == 1:
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    def rank(self) -> Int32:
-        """This CTA's place in its cluster."""
-        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        kinds = (
+            (self.FULL_Q, self.warp_groups, 1),
+            (self.EMPTY_Q, self.warp_groups, q_readers),
+            (self.FULL_K, self.stages, 1),
+            (self.EMPTY_K, self.stages, readers),
+            (self.FULL_V, self.stages, 1),
+            (self.EMPTY_V, self.stages, readers),
+        )
+        self.init_mbarriers(bars, kinds)
 
     def ring(self, at: Int32) -> tuple[Int32, Int32]:
         """A key block's place in the ring of stages, counted over two rounds -> (stage, phase)."""

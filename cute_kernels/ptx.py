@@ -3,9 +3,25 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result: Any, text: str, constraints: str, operands: list[Any], loc: Any, ip: Any) -> Any:
+    """`text` with `operands`: pointers and numbers of the DSL."""
+    values = [x.toint(loc=loc, ip=ip) if isinstance(x, cute.Pointer) else x for x in operands]
+    return llvm.inline_asm(
+        result,
+        [x.ir_value(loc=loc, ip=ip) for x in values],
+        text,
+        constraints,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op
@@ -13,69 +29,35 @@ def add_to_global(
     ptr: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
 ) -> None:
     """Four fp32 added to global memory at a 16-byte aligned address, nothing returned."""
-    operands = [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
-    llvm.inline_asm(
-        None,
-        operands,
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    _asm(None, text, "l,f,f,f,f", [ptr, *map(Float32, (a, b, c, d))], loc, ip)
 
 
 @dsl_user_op
 def transpose_8x8(pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """An 8 x 8 matrix of 16-bit elements over a warp, lane l with row l // 4 and columns 2 * (l % 4) + {0, 1}."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(pair).ir_value(loc=loc, ip=ip)],
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-            "=r,r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
+    return Int32(_asm(T.i32(), "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [Int32(pair)], loc, ip))
 
 
 @dsl_user_op
 def load_acquire(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
-            "ld.acquire.gpu.global.s32 $0, [$1];",
-            "=r,l",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
+    return Int32(_asm(T.i32(), "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], loc, ip))
 
 
 @dsl_user_op
 def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    llvm.inline_asm(
-        None,
-        [ptr.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)],
-        "st.release.gpu.global.s32 [$0], $1;",
-        "l,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
+    _asm(None, "st.release.gpu.global.s32 [$0], $1;", "l,r", [ptr, Int32(value)], loc, ip)
+
+
+@dsl_user_op
+def any_above(barrier_id: Int32, x: Float32, limit: float, *, loc: Any = None, ip: Any = None) -> Boolean:
+    """Whether x is above the limit, or NaN, in any thread of a warp group. They wait for each other at a barrier."""
+    text = (
+        "{ .reg .pred p, q; setp.gtu.f32 p, $2, $3; barrier.cta.red.or.pred.aligned q, $1, 128, p; "
+        "selp.s32 $0, 1, 0, q; }"
     )
+    found = _asm(T.i32(), text, "=r,r,f,f", [Int32(barrier_id), Float32(x), Float32(limit)], loc, ip)
+    return Int32(found) != 0
 
 
 @dsl_user_op
@@ -83,17 +65,8 @@ def copy_to_peer(
     dst: cute.Pointer, src: cute.Pointer, bar: cute.Pointer, size: int, cta: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
     """`size` bytes of this CTA's shared memory into a CTA of the cluster, where `dst` lies and `bar` counts them."""
-    operands = [x.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip) for x in (dst, src, bar)]
-    operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (size, cta)]
-    llvm.inline_asm(
-        None,
-        operands,
+    text = (
         "{\n.reg .b32 d, b;\nmapa.shared::cluster.u32 d, $0, $4;\nmapa.shared::cluster.u32 b, $2, $4;\n"
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [$1], $3, [b];\n}",
-        "r,r,r,r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [$1], $3, [b];\n}"
     )
+    _asm(None, text, "r,r,r,r,r", [dst, src, bar, Int32(size), Int32(cta)], loc, ip)

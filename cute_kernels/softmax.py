@@ -1,13 +1,10 @@
 """Online softmax of score tiles held as wgmma accumulators (accumulator.py says which element is where)."""
 
 import operator
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass import Float32
 
 from cute_kernels.accumulator import reduce_tree, row_elements
 
@@ -48,24 +45,6 @@ def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32)
             acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2 - reference, fastmath=True)
         part[r] = reduce_tree(operator.add, [acc_S[e] for e in elements])
     return part
-
-
-@dsl_user_op
-def any_above(barrier_id: Int32, x: Float32, limit: float, *, loc: Any = None, ip: Any = None) -> Boolean:
-    """Whether x is above the limit, or NaN, in any thread of a warp group. They wait for each other at a barrier."""
-    found = llvm.inline_asm(
-        T.i32(),
-        [v.ir_value(loc=loc, ip=ip) for v in (Int32(barrier_id), Float32(x), Float32(limit))],
-        "{ .reg .pred p, q; setp.gtu.f32 p, $2, $3; barrier.cta.red.or.pred.aligned q, $1, 128, p; "
-        "selp.s32 $0, 1, 0, q; }",
-        "=r,r,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(found) != 0
 
 
 @cute.jit
