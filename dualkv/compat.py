@@ -116,6 +116,8 @@ def _placement(context: int, q_lens_bytes: bytes, k_lens_bytes: bytes, device: t
     copied = int(reach[1:].max(initial=0))  # context positions, its last ones, that every sequence has for itself
     shared, own = context - copied, k_lens + copied
     layout = Layout.from_lengths([shared], [own], device)
+    if reach[:1].sum() <= copied:  # no row of the shared part is a query
+        layout = layout.without_prompt_queries()
     # A sequence's position p lies in row p where it is shared, else p - shared rows after its own begin.
     own_begin = shared + np.cumsum(own) - own
     sequence = np.repeat(np.arange(len(q_lens)), q_lens)

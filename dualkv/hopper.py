@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -213,6 +214,9 @@ def forward(
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
+    if not segments.prompts_ask:  # rows that no tile has
+        out.zero_()
+        lse.fill_(math.inf)
     kernel(q, k, v, out, lse, planned.work, planned.segment_begin, softmax_scale, _num_sms(device))
     return out, lse
 

@@ -75,8 +75,8 @@ class Segments:
     calls of the ops, which find it again by the storage of the layout's host tensors (see :func:`segments_of`).
     """
 
-    def __init__(self, offsets: IntArray, parent: IntArray) -> None:
-        self.offsets, self.parent = offsets, parent
+    def __init__(self, offsets: IntArray, parent: IntArray, prompts_ask: bool = True) -> None:
+        self.offsets, self.parent, self.prompts_ask = offsets, parent, prompts_ask
         self.depth = self._checked_depth()
         self._made: dict[Any, Any] = {}
 
@@ -148,6 +148,14 @@ class Segments:
             up = self.parent[at]
             start[at] = start[up] + self.lengths[up]
         return start
+
+    @cached_property
+    def first_query(self) -> IntArray:
+        """[G] where the rows of each group begin that kernels compute: a prompt that does not ask is left out, but for
+        the last row of a group of nothing else. See Layout.without_prompt_queries."""
+        roots = np.flatnonzero(self.parent == -1)
+        begin, end = self.offsets[roots], self.subtree_end[roots]
+        return begin if self.prompts_ask else np.clip(self.offsets[roots + 1], begin, np.maximum(end - 1, begin))
 
     @cached_property
     def is_leaf(self) -> npt.NDArray[np.bool_]:
@@ -358,6 +366,17 @@ class Layout:
         if torch.device(device) == self.device:
             return self
         return Layout(self._segments, self.offsets, self.parent, device)
+
+    def without_prompt_queries(self) -> Layout:
+        """The same layout for calls that need no results of the prompts' rows of q, and give zeros as their gradient.
+
+        Kernels leave out the work that only those rows need: their out and dq are zero, their log-sum-exp is infinite.
+        So a backward that does not know of it (its `offsets` and `parent` are copies) makes the same gradients.
+        """
+        segments = Segments(self._segments.offsets, self._segments.parent, prompts_ask=False)
+        tensors = self.offsets.clone(), self.parent.clone()
+        _remember(*tensors, segments)
+        return Layout(segments, *tensors, self.device)
 
     # ------------------------------------------------------------------ counts
     @property

@@ -28,7 +28,8 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
         tile_n: keys a block.
 
     Returns:
-        [n, items.NUM_FIELDS] int32: every packed row lies in exactly one tile, tiles end where their group ends.
+        [n, items.NUM_FIELDS] int32: every packed row that is asked for lies in exactly one tile, tiles end where their
+        group ends.
 
     Raises:
         ValueError: for trees deeper than two, whose rows see more than two regions.
@@ -40,9 +41,10 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     offsets, subtree_end = segments.offsets.astype(integer), segments.subtree_end.astype(integer)
     roots = np.flatnonzero(segments.parent == -1)
     group_begin, group_end = offsets[roots], subtree_end[roots]
-    count = -(-(group_end - group_begin) // tokens)  # tiles of each group
+    first_row = segments.first_query.astype(integer)
+    count = -(-(group_end - first_row) // tokens)  # tiles of each group
     context_begin, prompt_end = np.repeat(group_begin, count), np.repeat(offsets[roots + 1], count)
-    row = context_begin + positions(count).astype(integer) * tokens
+    row = np.repeat(first_row, count) + positions(count).astype(integer) * tokens
     row_end = np.minimum(row + tokens, np.repeat(group_end, count))
     context_end = np.minimum(prompt_end, row_end)
 

@@ -73,7 +73,8 @@ def backward_work(
     within = positions(count)
     key = np.repeat(cut_begin, count) + within * step
     key_end = np.minimum(key + step, np.repeat(cut_end, count))
-    block_begin = key // tile.tile_m
+    group = np.searchsorted(group_begin, key, side="right") - 1
+    block_begin = np.maximum(key, segments.first_query[group]) // tile.tile_m
     block_end = -(-_over_keys(np.maximum, begin, end, key, key_end) // tile.tile_m)
     blocks = block_end - block_begin
     clean_end = [np.zeros_like(key)] * 2
@@ -107,7 +108,7 @@ def backward_work(
     # prompt rows of the group has, or nobody.
     index = np.arange(len(key))
     last_prompt = np.where(prompt > 0, np.searchsorted(key, group_begin + prompt) - 1, -1)
-    last_prompt = last_prompt[np.searchsorted(group_begin, key, side="right") - 1]
+    last_prompt = last_prompt[group]
     base[:, items.ORDER] = item
     base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
     base[:, items.PREVIOUS] = np.where(last_prompt < index, last_prompt, -1)[item]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
 from cute_kernels import items
 from dualkv import Layout
-from dualkv.layout import segments_of
+from dualkv.layout import Segments, segments_of
 from dualkv.plan import forward_work, segment_begin
 
 TILES = sorted(set(FORWARD_TILES.values()), key=repr)
@@ -98,6 +98,23 @@ def test_items_cover_each_visible_pair_once(groups, tile, heads):
     while sum(p + sum(rs) for p, rs in groups) > 1200:
         groups.pop()
     check(segments([p for p, _ in groups], [rs for _, rs in groups]), tile, heads)
+
+
+@settings(max_examples=400, deadline=None)
+@given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, heads):
+    while sum(p + sum(rs) for p, rs in groups) > 1200:
+        groups.pop()
+    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
+    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    stores, pairs = walk(seg, tile, heads)
+    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
+    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
+    assert (stores[before <= 0] == 1).all()
+    assert (stores[before > 1] == 0).all()
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (pairs[:, : seg.total][before <= 0] == rule[before <= 0]).all()
 
 
 @pytest.mark.parametrize("tile", TILES, ids=repr)

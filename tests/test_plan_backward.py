@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels import bwd_items as items
 from dualkv import Layout
-from dualkv.layout import segments_of
+from dualkv.layout import Segments, segments_of
 from dualkv.plan_backward import backward_work
 from tests.strategies import trees
 
@@ -106,6 +106,29 @@ def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_s
         groups.pop()
     seg = segments([p for p, _ in groups], [rs for _, rs in groups])
     check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
+
+
+@settings(max_examples=400, deadline=None)
+@given(groups, st.sampled_from(TILES), ratios, kv_heads_, st.booleans())
+def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_heads, deterministic):
+    """Every pair of a response's query, every key's gradients, and no block of rows that do not ask."""
+    while sum(p + sum(rs) for p, rs in groups) > 1000:
+        groups.pop()
+    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
+    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, 20, deterministic)
+    pairs, stores = walk(seg, tile, plan, kv_heads)
+    assert (stores == 1).all()
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
+    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
+    for of_head in pairs:
+        assert (of_head[: seg.total, : seg.total][before <= 0] == rule[before <= 0]).all()
+        assert not of_head[: seg.total][before > tile.tile_m].any()
+        assert not (of_head[: seg.total, : seg.total] & ~rule).any()
+    if deterministic:
+        check_turns(seg, tile, plan, kv_heads)
 
 
 @settings(max_examples=800, deadline=None)

@@ -100,6 +100,21 @@ def test_graph_capture_after_one_call(name):
         assert torch.equal(out, function(*tensors, *lengths))
 
 
+def test_a_backward_that_does_not_know_that_prompt_rows_were_left_out():
+    """Whoever saves tensors elsewhere (offloading to the CPU does) gives the backward copies of the layout's."""
+    tensors, lengths = arguments(ALIGNMENTS["responses"])
+    dout = torch.randn_like(tensors[0])
+
+    def gradients():
+        return torch.autograd.grad(dualkv.flash_attn_dualkv_varlen_func(*tensors, *lengths), tensors, dout)
+
+    want = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        got = gradients()
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("change", "error", "words"), BAD)
 def test_bad_input_launches_nothing(change, error, words, causal, monkeypatch):
