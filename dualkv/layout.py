@@ -11,7 +11,6 @@ of the subtree of k's segment. (A prompt's subtree is its group, a response's is
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -92,26 +91,23 @@ class Segments:
         if (parent < -1).any() or (parent >= index).any():
             at = int(np.argmax((parent < -1) | (parent >= index)))
             raise ValueError(f"parent[{at}] is {parent[at]}, expected -1 or an earlier segment (0 to {at - 1})")
-        depth = np.zeros(n, np.int64)
-        level = np.flatnonzero(parent == -1)
-        is_level = np.zeros(n, bool)
-        for d in itertools.count(1):
-            is_level[:] = False
-            is_level[level] = True
-            level = np.flatnonzero((parent >= 0) & is_level[parent])
-            if level.size == 0:
-                break
-            depth[level] = d
-        # Depth-first: a segment continues the nearest earlier segment one level above it.
-        for d in range(1, int(depth.max(initial=0)) + 1):
-            nearest = np.maximum.accumulate(np.where(depth <= d - 1, index, -1))
-            wrong = (depth == d) & (parent != nearest)
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                raise ValueError(
-                    f"parent[{at}] is {parent[at]}, but segments are in depth-first order and a later segment "
-                    f"({nearest[at]}) has closed it: a parent may not cross groups"
-                )
+        # Steps up to the 1st, 2nd, 4th, ... ancestor, until all are past the top.
+        depth, up = (parent >= 0).astype(np.int64), parent
+        while (above := up >= 0).any():
+            depth += np.where(above, depth[up], 0)
+            up = np.where(above, up[up], -1)
+        # Depth-first: no level is skipped, and a segment continues the last one of the level above.
+        order = np.argsort(depth, kind="stable")
+        place = np.searchsorted((depth * n + index)[order], (depth - 1) * n + index) - 1
+        wrong = (depth > 0) & (parent != order[place])
+        wrong[1:] |= np.diff(depth) > 1
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            closed = int(np.flatnonzero(depth[:at] < depth[at])[-1])
+            raise ValueError(
+                f"parent[{at}] is {parent[at]}, but segments are in depth-first order and a later segment "
+                f"({closed}) has closed it: a parent may not cross groups"
+            )
         return depth
 
     @property
@@ -129,24 +125,26 @@ class Segments:
         return int(self.depth.max(initial=-1)) + 1
 
     @cached_property
+    def levels(self) -> list[IntArray]:
+        """The segments of each depth, in order."""
+        order = np.argsort(self.depth, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(self.depth))[:-1])
+
+    @cached_property
     def subtree_end(self) -> IntArray:
         """[S] first packed row after the subtree of each segment."""
-        n = len(self.parent)
-        end = np.empty(n, np.int64)
-        for d in range(self.max_depth):
-            at_most = np.append(np.where(self.depth <= d, np.arange(n), n), n)
-            following = np.minimum.accumulate(at_most[::-1])[::-1][1:]
-            end[self.depth == d] = following[self.depth == d]
-        return self.offsets[end]
+        end = self.offsets[1:].copy()
+        for level in reversed(self.levels[1:]):
+            end[self.parent[level]] = end[level]  # numpy keeps the last one's for each parent
+        return end
 
     @cached_property
     def first_position(self) -> IntArray:
         """[S] position id of each segment's first token: tokens on the path above it."""
         start = np.zeros(len(self.parent), np.int64)
-        for d in range(1, self.max_depth):
-            at = self.depth == d
-            up = self.parent[at]
-            start[at] = start[up] + self.lengths[up]
+        for level in self.levels[1:]:
+            up = self.parent[level]
+            start[level] = start[up] + self.lengths[up]
         return start
 
     @cached_property
@@ -386,10 +384,12 @@ class Layout:
 
     @property
     def num_groups(self) -> int:
+        """G."""
         return int((self._segments.parent == -1).sum())
 
     @property
     def num_segments(self) -> int:
+        """Prompts and responses, or turns of trees: S."""
         return len(self._segments.parent)
 
     @property

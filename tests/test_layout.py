@@ -3,11 +3,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dualkv import Layout
 from dualkv import layout as layout_module
@@ -32,6 +34,22 @@ def test_visibility_is_that_of_the_replicated_sequences(tree):
         expected |= {(rows[i], k) for i in range(first, len(rows)) for k in rows[: i + 1]}
         assert layout.position_ids[offsets[s] : offsets[s + 1]].tolist() == list(range(first, len(rows)))
     assert visible_pairs(layout) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=7))
+def test_parents_that_cross_are_refused(choices):
+    parent = [min(up, s) - 1 for s, up in enumerate(choices)]  # each -1 or an earlier segment
+    path, in_order = [], True
+    for s, up in enumerate(parent):
+        in_order &= up == -1 or up in path
+        path = path[: path.index(up) + 1] if up in path else []
+        path.append(s)
+    if in_order:
+        Layout.from_segments(range(len(parent) + 1), parent)
+    else:
+        with pytest.raises(ValueError, match="has closed it: a parent may not cross groups"):
+            Layout.from_segments(range(len(parent) + 1), parent)
 
 
 @settings(max_examples=150, deadline=None)
@@ -161,3 +179,15 @@ def test_thousands_of_segments_are_quick():
     chain = Layout.from_segments(range(65), range(-1, 63))
     assert chain.depth == 64
     assert chain.position_ids.tolist() == list(range(64))
+
+
+def test_host_time_does_not_grow_with_the_square_of_depth():
+    """10,000 segments under one another; 0.01 s on an idle core, 2 s when every level looked at every segment."""
+    best = np.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        chain = Layout.from_segments(range(10_001), range(-1, 9_999))
+        assert chain.visible_end.tolist() == [10_000] * 10_000
+        assert chain.position_ids.tolist() == list(range(10_000))
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.5
