@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 import types
 
@@ -264,10 +263,15 @@ def test_results_are_checked():
 class Event:
     """A call of `ms` milliseconds on a GPU that is not there."""
 
-    ms = 2.0
+    ms, polls = 2.0, 7
 
     def synchronize(self):
         pass
+
+    def query(self):
+        """Through after some polls."""
+        self.polls -= 1
+        return self.polls < 0
 
     def elapsed_time(self, end):
         return self.ms
@@ -306,14 +310,13 @@ def missing(inputs, direction):
 
 class FakeMeter(timing.Meter):
     def __init__(self):
-        self.absent, self.total = None, 0.0
+        self.absent, self.taken = None, 0
 
-    def joules(self):
-        self.total += 5.0
-        return self.total
-
-    def state(self):
-        return {"sm_clock_mhz": 1500, "power_w": 690.0, "temperature_c": 60}
+    def sample(self):
+        """690 W by a counter that moves at every third sample, 0.1 s apart."""
+        self.taken += 1
+        at = self.taken / 30
+        return [timing.Sample(at, 69.0 * (self.taken // 3), 1500, 60)]
 
     def limits(self):
         return {"driver": "580.1", "nvml": "present", "max_sm_clock_mhz": 1980, "power_limit_w": 700.0}
@@ -348,7 +351,8 @@ def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
         assert mine["sustained_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
         assert [len(side["rounds"]) for side in (mine, theirs)] == [3, 3]
         assert all(r["calls"] >= timing.MIN_CALLS for r in mine["rounds"])
-        assert mine["joules"] == pytest.approx(5.0 / statistics.median(r["calls"] for r in mine["rounds"]))
+        assert mine["power_w"] == pytest.approx(690.0)
+        assert 0 < mine["joules"] < 690.0
         assert mine["sm_clock_mhz"] == 1500
         assert mine["speed_against_reference"] == 1.0
         assert theirs["difference"] == pytest.approx(0.01)
@@ -372,6 +376,19 @@ def test_sustained_is_the_median_of_rounds():
     assert figures["cold_tflops"] == pytest.approx(2.0)
     assert figures["joules"] == 4.0
     assert figures["host_us"] == 33.0
+
+
+def test_energy_is_counted_between_movements_of_its_counter():
+    """A counter that moves every 0.1 s, read every 0.01 s in a turn of 0.35 s: 4 movements, or 3 by a bad start."""
+    for start in (0.0, 0.03, 0.08):
+        times = [start + 0.01 * i for i in range(36)]
+        samples = [timing.Sample(t, 1000.0 + 70.0 * int(t * 10 + 1e-9), 1600 + i % 3, 55) for i, t in enumerate(times)]
+        figures = timing.energy(samples, 0.007)
+        assert figures["power_w"] == pytest.approx(700.0)
+        assert figures["joules"] == pytest.approx(4.9)
+        assert figures["sm_clock_mhz"] == 1601
+    assert set(timing.energy(samples[:9], 0.007)) == {"sm_clock_mhz", "temperature_c"}, "one movement tells nothing"
+    assert timing.energy([], 0.007) == {}
 
 
 def test_slow_calls_are_still_sampled(no_gpu):

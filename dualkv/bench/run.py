@@ -66,7 +66,8 @@ def summary(cold: float, host: float, rounds: list[dict[str, Any]], flops: int) 
     """The figures of one side: medians over rounds."""
     figures: dict[str, Any] = {"cold_ms": cold, "cold_tflops": flops / cold / 1e9, "host_us": host, "rounds": rounds}
     if rounds:
-        middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0] if name != "calls"}
+        names = {name for r in rounds for name in r if name != "calls"}
+        middle = {name: statistics.median(r[name] for r in rounds if name in r) for name in names}
         figures |= {"sustained_ms": middle.pop("ms"), **middle}
         figures["sustained_tflops"] = flops / figures["sustained_ms"] / 1e9
     return figures

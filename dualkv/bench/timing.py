@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 5, 20, 0.2
+BATCH_MS, POLL = 50, 0.002  # calls queued at a time; seconds between two samples of NVML
 
 
 class TimeUp(Exception):
@@ -27,8 +29,17 @@ class Clock:
             raise TimeUp(f"not measured: the time limit of {self.limit:g} s was reached")
 
 
+class Sample(NamedTuple):
+    """What NVML says at one moment (`at`, seconds)."""
+
+    at: float
+    joules: float  # since the driver was loaded
+    sm_clock_mhz: float
+    temperature_c: float
+
+
 class Meter:
-    """Energy, clock and power of the current GPU through NVML. `absent` says why there is none."""
+    """Energy, clock and temperature of the current GPU through NVML. `absent` says why there is none."""
 
     def __init__(self) -> None:
         self.absent: str | None = None
@@ -38,21 +49,18 @@ class Meter:
             pynvml.nvmlInit()
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             self.nvml, self.gpu = pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            self.joules()
+            self.sample()
         except Exception as e:  # a missing package, driver or right: figures go without energy
             self.absent = f"{type(e).__name__}: {e}"
 
-    def joules(self) -> float:
-        return 0.0 if self.absent else self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1e3
-
-    def state(self) -> dict[str, float]:
+    def sample(self) -> list[Sample]:
+        """What NVML says now; nothing where it is absent."""
         if self.absent:
-            return {}
-        return {
-            "sm_clock_mhz": self.nvml.nvmlDeviceGetClockInfo(self.gpu, self.nvml.NVML_CLOCK_SM),
-            "power_w": self.nvml.nvmlDeviceGetPowerUsage(self.gpu) / 1e3,
-            "temperature_c": self.nvml.nvmlDeviceGetTemperature(self.gpu, self.nvml.NVML_TEMPERATURE_GPU),
-        }
+            return []
+        joules = self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1e3
+        clock = self.nvml.nvmlDeviceGetClockInfo(self.gpu, self.nvml.NVML_CLOCK_SM)
+        temperature = self.nvml.nvmlDeviceGetTemperature(self.gpu, self.nvml.NVML_TEMPERATURE_GPU)
+        return [Sample(time.monotonic(), joules, clock, temperature)]
 
     def limits(self) -> dict[str, Any]:
         """Driver, and what holds the GPU back."""
@@ -100,20 +108,47 @@ def host_us(call: Callable[[], Any], expected_ms: float) -> float:
 
 
 def sustained(call: Callable[[], Any], expected_ms: float, seconds: float, meter: Meter) -> dict[str, Any]:
-    """Back to back for `seconds` and MIN_CALLS calls at least.
+    """Back to back for `seconds` and MIN_CALLS calls at least: the next calls wait on the GPU before these are through.
 
     Returns:
-        Median ms of the last three quarters, joules a call, clock and power at the end.
+        Median ms of the last three quarters, joules a call, watts, median clock, temperature at the end.
     """
-    batch = max(1, min(50, round(100 / expected_ms)))
+    batch = max(1, min(50, round(BATCH_MS / expected_ms)))
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    samples: list[Sample] = []
+
+    def wait(end: torch.cuda.Event) -> None:
+        while not end.query():
+            samples.extend(meter.sample())
+            time.sleep(POLL)
+
     torch.cuda.synchronize()
-    begin, joules = time.monotonic(), meter.joules()
+    begin = time.monotonic()
     while time.monotonic() - begin < seconds or len(events) < MIN_CALLS:
+        before = events[-1:]
         events += [timed(call) for _ in range(batch)]
-        state = meter.state()
-        events[-1][1].synchronize()
-    joules = meter.joules() - joules
+        for _, end in before:
+            wait(end)
+    wait(events[-1][1])
+    wall = time.monotonic() - begin
     late = [a.elapsed_time(b) for a, b in events[len(events) // 4 :]]
-    energy = {} if meter.absent else {"joules": joules / len(events)}
-    return {"ms": statistics.median(late), "calls": len(events), **energy, **state}
+    return {"ms": statistics.median(late), "calls": len(events), **energy(samples, wall / len(events))}
+
+
+def energy(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+    """Of samples taken while calls of `seconds` ran back to back; without energy where its counter hardly moved.
+
+    The counter moves some ten times a second only. So power is what it gained between the first and the last time
+    that it was seen to move, not between begin and end.
+    """
+    if not samples:
+        return {}
+    moved = [b for a, b in itertools.pairwise(samples) if b.joules != a.joules]
+    state = {
+        "sm_clock_mhz": statistics.median(s.sm_clock_mhz for s in samples),
+        "temperature_c": samples[-1].temperature_c,
+    }
+    if len(moved) < 2:
+        return state
+    watts = (moved[-1].joules - moved[0].joules) / (moved[-1].at - moved[0].at)
+    return {"joules": watts * seconds, "power_w": watts, **state}
