@@ -3,16 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-VERL := .venv-verl
 # Waiting threads sleep: where something else runs too, spinning ones made the demo on two busy cores over four times as slow.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test test-verl test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test test-verl test-trl test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
 	@echo "make test         lint, types and the CPU test suite"
 	@echo "make test-verl    the veRL plugin's tests, in an environment of their own"
+	@echo "make test-trl     the TRL trainer's tests, in an environment of their own"
 	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
 	@echo "make fuzz         random calls against float64, on the GPU where there is one (ARGS='--cases 20000 --seconds 900')"
 	@echo "make bench-cpu    packed against replicated on this CPU, recorded in docs/results/update-cpu.json"
@@ -27,13 +27,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
 	touch $(STAMP)
 
-# veRL asks for other versions of transformers and a few more: they come before the first environment's packages.
-$(VERL)/.installed: $(STAMP) tests/integrations/verl/requirements.txt
-	$(BIN)/python -m venv --clear --without-pip $(VERL)
+# Environments of other libraries see the first one's packages behind their own: veRL asks for another transformers, TRL
+# brings a few of its own.
+.venv-%/.installed: $(STAMP) tests/integrations/%/requirements.txt
+	$(BIN)/python -m venv --clear --without-pip .venv-$*
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-		"$$($(VERL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
-	$(BIN)/python -m pip --python $(VERL)/bin/python install --quiet --no-deps \
-		--requirement tests/integrations/verl/requirements.txt
+		"$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
+	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet --no-deps \
+		--requirement tests/integrations/$*/requirements.txt
 	touch $@
 
 demo: $(STAMP)
@@ -42,8 +43,11 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-test-verl: $(VERL)/.installed
-	$(VERL)/bin/python -m pytest tests/integrations/verl $(ARGS)
+test-verl: .venv-verl/.installed
+	.venv-verl/bin/python -m pytest tests/integrations/verl $(ARGS)
+
+test-trl: .venv-trl/.installed
+	.venv-trl/bin/python -m pytest tests/integrations/trl $(ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
@@ -76,4 +80,4 @@ constraints: $(STAMP)
 		{ head -1 constraints.txt; cat; } > constraints.new && mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) $(VERL) build dist *.egg-info
+	rm -rf $(VENV) .venv-* build dist *.egg-info

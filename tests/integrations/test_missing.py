@@ -7,7 +7,11 @@ import pytest
 import dualkv.integrations
 
 
-@pytest.mark.skipif(find_spec("verl") is not None, reason="veRL is installed")
-def test_verl() -> None:
-    with pytest.raises(ImportError, match=r"dualkv\.integrations\.verl needs verl: pip install 'dualkv\[verl\]'"):
-        _ = dualkv.integrations.verl
+@pytest.mark.parametrize("name", ["trl", "verl"])
+def test_the_sentence_names_the_extra(name: str) -> None:
+    if find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(
+        ImportError, match=rf"dualkv\.integrations\.{name} needs {name}: pip install 'dualkv\[{name}\]'"
+    ):
+        getattr(dualkv.integrations, name)

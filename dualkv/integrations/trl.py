@@ -1,0 +1,196 @@
+"""TRL's GRPO trainer on packed groups: the rollouts of a prompt share it through the whole model.
+
+    from dualkv.integrations.trl import GRPOTrainer    # in place of trl's; everything else stays as it is
+
+Two methods of `trl.GRPOTrainer` differ. Per-token log-probs and entropies of a micro-batch come from one packed row, in
+which equal prompts lie once; TRL's own head makes them, and losses and metrics see the padded [B, R] they always saw.
+And where TRL shuffles the rollouts of a generation batch over its micro-batches, their groups are put together again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+import trl
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.trainer.utils import split_tensor_dict
+
+from dualkv.integrations.transformers import disable, enable
+from dualkv.layout import Layout
+from dualkv.packing import pack_padded
+
+Batch = dict[str, Any]
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """`trl.GRPOTrainer` that computes each prompt of a micro-batch once. Arguments, losses and metrics are TRL's.
+
+    Packed rows are exact: log-probs, entropies, losses, the load balancing loss of a mixture of experts (each token
+    counted as often as the padded batch has it) and gradients are those of the padded batch up to rounding. A prompt
+    costs P - 1 rows and each of its rollouts R + 1. A micro-batch is still `per_device_train_batch_size` rollouts, so a
+    multiple of `num_generations` never splits a group; a group that is split repeats its prompt.
+
+    After TRL's shuffle of a generation batch the rollouts of a prompt come to follow each other, groups in the order of
+    their first one: the order of groups, and that of rollouts within a group, are TRL's random ones, and no random
+    number is drawn. With `steps_per_generation` above `gradient_accumulation_steps` an optimizer step therefore sees
+    whole groups where TRL's sees rollouts of any.
+
+    Further metrics, of each micro-batch that is computed: "dualkv/tokens_packed", "dualkv/tokens_padded" (rows of the
+    model, packed and as TRL pads them) and "dualkv/dedup_ratio", the second over the first.
+
+    Raises:
+        ValueError: when it is made: a model that :func:`dualkv.integrations.transformers.enable` refuses, a
+            vision-language model, prompt-learning PEFT. When it trains: inputs other than text.
+    """
+
+    _buffered_inputs: Any  # micro-batches of a generation batch, or None
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(model, str):
+            disable(model)  # TRL makes the reference model with the attention implementation that this one names
+        super().__init__(model, *args, **kwargs)
+        if self._is_vlm:
+            raise ValueError(
+                "processing_class is a multimodal processor: vision-language models are not packed, use trl.GRPOTrainer"
+            )
+        for name, config in getattr(self.model, "peft_config", {}).items():
+            if config.is_prompt_learning:
+                raise ValueError(
+                    f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
+                    "which packed groups have no place for: use trl.GRPOTrainer, or an adapter such as LoRA"
+                )
+        enable(self.model)
+        if self.ref_model is not None:
+            enable(self.ref_model)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,  # [B, P + R]
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Log-probs [B, R], entropies [B, R] if asked for, and the load balancing loss if asked for."""
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(f"the batch has {', '.join(given)}: only text is packed, use trl.GRPOTrainer")
+        outputs = [
+            self._packed(model, ids, mask, logits_to_keep, compute_aux_loss)
+            for ids, mask in zip(
+                input_ids.split(batch_size or len(input_ids)),
+                attention_mask.split(batch_size or len(input_ids)),
+                strict=True,
+            )
+        ]
+        logps, entropies, aux_losses = zip(*outputs, strict=True)
+        return (
+            torch.cat(logps),
+            torch.cat(entropies) if compute_entropy else None,
+            torch.stack(aux_losses).mean() if compute_aux_loss else None,
+        )
+
+    def _packed(
+        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, response_width: int, with_aux_loss: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """One micro-batch as one packed row."""
+        at = ids.shape[1] - response_width
+        batch = pack_padded(ids[:, :at], mask[:, :at], ids[:, at:], mask[:, at:], labels="roll")
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in {
+            "tokens_packed": batch.layout.num_tokens,
+            "tokens_padded": ids.numel(),
+            "dedup_ratio": ids.numel() / batch.layout.num_tokens,
+        }.items():
+            metrics[f"dualkv/{name}"].append(value)
+
+        inputs = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "shift_labels": batch.labels,
+            "dualkv": batch.layout,
+        }
+        with self.accelerator.autocast():
+            if with_aux_loss:
+                outputs, aux_loss = self._with_aux_loss(model, inputs)
+            else:
+                outputs, aux_loss = model(**inputs, fused_lm_head=True), None
+
+        def padded(values: torch.Tensor) -> torch.Tensor:  # [1, T] -> [B, R]
+            return cast(torch.Tensor, batch.unpack(values[0].index_select(0, batch.predict_rows), "padded"))
+
+        # A reference model's head makes no entropies.
+        return (
+            padded(outputs.log_probs),
+            outputs.entropy if outputs.entropy is None else padded(outputs.entropy),
+            aux_loss,
+        )
+
+    def _with_aux_loss(self, model: Any, inputs: Batch) -> tuple[Any, torch.Tensor]:
+        """The model's outputs, and the load balancing loss of the padded batch: TRL's head makes that of the rows."""
+        plain = self.accelerator.unwrap_model(model)
+        found: list[Any] = []
+        hook = plain.get_decoder().register_forward_hook(lambda _module, _args, out: found.append(out.router_logits))
+        try:
+            outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
+        finally:
+            hook.remove()
+        config = plain.config.get_text_config()
+        times = _times(inputs["dualkv"]).to(inputs["input_ids"].device)[None]
+        loss = load_balancing_loss_func(found[0], config.num_experts, config.num_experts_per_tok, times)
+        return outputs, cast(torch.Tensor, loss)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is not before:
+            self._buffered_inputs = regrouped(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.use_transformers_continuous_batching:
+            return super()._generate_single_turn(*args, **kwargs)
+        disable(self.model)  # continuous batching knows attention implementations by their names
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            enable(self.model)
+
+
+def regrouped(batches: list[Batch]) -> list[Batch]:
+    """Micro-batches of the same rollouts, those of equal prompts behind each other; equally many in each as before.
+
+    Args:
+        batches: with "prompt_ids" and "prompt_mask" [B, P]; what has no first dimension is equal in all of them.
+    """
+    whole: Batch = {}
+    for name, first in batches[0].items():
+        values = [batch[name] for batch in batches]
+        if isinstance(first, torch.Tensor) and first.dim():
+            whole[name] = torch.cat(values)
+        else:
+            whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
+    prompts = torch.cat([whole["prompt_ids"], whole["prompt_mask"].to(whole["prompt_ids"].dtype)], 1).cpu().numpy()
+    first_of: dict[bytes, int] = {}
+    group = [first_of.setdefault(prompt.tobytes(), i) for i, prompt in enumerate(prompts)]
+    order = np.argsort(group, kind="stable").tolist()
+    for name, value in whole.items():
+        if isinstance(value, list):
+            whole[name] = [value[i] for i in order]
+        elif isinstance(value, torch.Tensor) and value.dim():
+            whole[name] = value[order]
+    return split_tensor_dict(whole, len(batches))
+
+
+def _times(layout: Layout) -> torch.Tensor:
+    """[T] in how many rollouts each packed row stands: a prompt's in as many as it has responses."""
+    offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
+    times = np.bincount(parent[parent >= 0], minlength=len(parent))
+    times[parent >= 0] = 1
+    return torch.from_numpy(np.repeat(times, np.diff(offsets)))

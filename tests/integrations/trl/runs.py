@@ -1,0 +1,137 @@
+"""Short trainings of tiny models: what a trainer computed on the way, for comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+from dualkv.integrations.trl import GRPOTrainer
+from tests.integrations.tiny import VOCAB, make_model
+
+# Ragged prompts, one of a single token; each batch of a run takes three of them.
+PROMPTS = [" ".join(f"t{3 + (11 * i + 5 * j) % 90}" for j in range(n)) for i, n in enumerate((9, 1, 23, 14, 5, 17))]
+SETTINGS = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 6,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,  # so that a micro-batch ends within a group
+    "max_completion_length": 12,
+    "learning_rate": 0.05,
+    "optim": "sgd",  # AdamW makes steps of the rounding of near-zero gradients
+    "max_grad_norm": 0.0,
+    "bf16": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{i}": i for i in range(3, VOCAB)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 7 for token in ids) / (3 * len(ids)) - 0.03 * len(ids) for ids in completion_ids]
+
+
+class Padded(GRPOTrainer):
+    """TRL's log-probs over the micro-batches of whole groups."""
+
+    _get_per_token_logps_and_entropies = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+
+@dataclass
+class Run:
+    """Attributes:
+    logps, entropies: [B, R] of each call, in the order of the calls; of response tokens, 0 elsewhere.
+    losses: of each micro-batch.
+    gradients: before each optimizer step, by name.
+    logs: what was logged at each step.
+    completions: token ids of each micro-batch, padded.
+    weights: after the run.
+    """
+
+    logps: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    completions: list[torch.Tensor] = field(default_factory=list)
+    logs: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Gradients(TrainerCallback):
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        self.run.gradients.append(grads)
+
+
+def make_trainer(
+    cls: type[trl.GRPOTrainer],
+    folder: Path,
+    model: str = "qwen3",
+    peft: Any = None,
+    of_model: dict[str, Any] | None = None,
+    **settings: Any,
+) -> trl.GRPOTrainer:
+    """A trainer of a tiny model with random weights, which it reads from a folder."""
+    path = folder / "-".join([model, *(f"{k}={v}" for k, v in (of_model or {}).items())])
+    if not path.exists():
+        made = make_model(model, **(of_model or {}))
+        made.generation_config.eos_token_id = [2, *range(80, VOCAB)]  # ends about one response in six at each token
+        made.save_pretrained(path)
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    return cls(
+        model=str(path),
+        reward_funcs=reward,
+        args=trl.GRPOConfig(output_dir=str(folder / "out"), **SETTINGS | settings),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        processing_class=tokenizer(),
+        peft_config=peft,
+    )
+
+
+def train(cls: type[trl.GRPOTrainer], folder: Path, evaluate: bool = False, **settings: Any) -> Run:
+    run = Run()
+
+    class Recorded(cls):  # type: ignore[misc,valid-type]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            run.logps.append(logps.detach())
+            if entropies is not None:
+                run.entropies.append(entropies.detach())
+            return logps, entropies, aux_loss
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            run.losses.append(loss.detach())
+            run.completions.append(inputs["completion_ids"])
+            return loss
+
+    trainer = make_trainer(Recorded, folder, **settings)
+    trainer.add_callback(_Gradients(run))
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    run.logs = trainer.state.log_history
+    run.weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    return run

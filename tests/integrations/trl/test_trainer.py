@@ -1,0 +1,269 @@
+"""The packed GRPO trainer against TRL's own, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
+
+import trl
+from peft import LoraConfig, PromptTuningConfig, TaskType
+from transformers import ProcessorMixin
+
+from dualkv.integrations.trl import GRPOTrainer
+from tests.integrations.tiny import VOCAB, assert_close
+from tests.integrations.trl.runs import SETTINGS, Padded, Run, make_trainer, tokenizer, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
+
+LORA = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+OF_THE_CLOCK = {"step_time", "train_runtime", "eval_runtime"}
+RUNS: dict[str, dict[str, Any]] = {
+    "dapo": {"evaluate": True},
+    "grpo, reference model, two iterations, sequences": {
+        "loss_type": "grpo",
+        "beta": 0.04,
+        "num_iterations": 2,
+        "epsilon_high": 0.28,
+        "importance_sampling_level": "sequence",
+        "max_steps": 4,
+    },
+    "bnpo, entropy, truncated responses masked, temperature": {
+        "loss_type": "bnpo",
+        "top_entropy_quantile": 0.5,
+        "entropy_coef": 0.01,
+        "mask_truncated_completions": True,
+        "temperature": 0.7,
+    },
+    "dr_grpo, several steps a generation": {"loss_type": "dr_grpo", "steps_per_generation": 4},
+    "cispo, one rollout a micro-batch": {
+        "loss_type": "cispo",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+    },
+    "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
+    "adapters": {"peft": LORA, "beta": 0.04},
+    "padded to multiples, no checkpointing": {"pad_to_multiple_of": 16, "gradient_checkpointing": False},
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trl")
+
+
+def largest(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    assert len(tensors) == len(others)
+    return max((a - b).abs().max().item() for a, b in zip(tensors, others, strict=True))
+
+
+def assert_equal_metrics(packed: Run, padded: Run) -> None:
+    assert len(packed.logs) == len(padded.logs)
+    for ours, theirs in zip(packed.logs, padded.logs, strict=True):
+        for name, value in theirs.items():
+            if not any(name.endswith(clock) for clock in (*OF_THE_CLOCK, "_per_second")):
+                assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
+
+
+def assert_equal_updates(packed: Run, padded: Run) -> None:
+    assert len(packed.gradients) == len(padded.gradients) > 1
+    for ours, theirs in zip(packed.gradients, padded.gradients, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert any(g.norm() > 1e-3 for g in theirs.values())
+        together = [torch.cat([g.flatten() for g in gradients.values()]) for gradients in (ours, theirs)]
+        assert_close("gradients", *together, 1e-4)
+    for name, weight in padded.weights.items():
+        assert_close(name, packed.weights[name], weight, 1e-4)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
+    packed, padded = (train(cls, folder, **RUNS[name]) for cls in (GRPOTrainer, Padded))
+    assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
+    assert len({int(r) for c in padded.completions for r in (c != 0).sum(1)}) > 3  # ragged
+    assert largest(packed.logps, padded.logps) < 1e-5
+    assert largest(packed.entropies, padded.entropies) < 1e-5
+    assert largest(packed.losses, padded.losses) < 1e-5
+    assert_equal_updates(packed, padded)
+    assert_equal_metrics(packed, padded)
+    log = packed.logs[0]
+    assert log["dualkv/tokens_packed"] < log["dualkv/tokens_padded"]
+    assert name.startswith("cispo") or log["dualkv/dedup_ratio"] > 1.3
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "grpo", "beta": 0.04}, {"optim": "adamw_torch"}])
+def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, settings: dict[str, Any]) -> None:
+    """Where an optimizer step takes all rollouts of a generation batch, their order does not matter to it."""
+    if "optim" in settings:
+        settings |= {"learning_rate": 1e-3, "adam_epsilon": 1e-4}  # above the rounding of gradients near zero
+    packed, stock = (train(cls, folder, **settings) for cls in (GRPOTrainer, trl.GRPOTrainer))
+    assert_equal_updates(packed, stock)
+    for ours, theirs in zip(packed.logs, stock.logs, strict=True):
+        for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+# ---------------------------------------------------------------- micro-batches
+def test_groups_follow_each_other_and_nothing_is_lost(folder: Path) -> None:
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
+    seen: dict[type, list[Any]] = {GRPOTrainer: [], trl.GRPOTrainer: []}
+    for cls, batches in seen.items():
+        trainer = make_trainer(cls, folder, **settings)
+
+        def keep(model: Any, inputs: Any, own: Any = trainer._compute_loss, into: list[Any] = batches) -> Any:
+            columns = (inputs[name].tolist() for name in ("prompt_ids", "completion_ids", "advantages"))
+            into.append([(tuple(prompt), *rest) for prompt, *rest in zip(*columns, strict=True)])
+            return own(model, inputs)
+
+        trainer._compute_loss = keep
+        trainer.train()
+    assert [len({prompt for prompt, *_ in batch}) for batch in seen[GRPOTrainer]] == [1, 1, 1, 1]
+    assert max(len({prompt for prompt, *_ in batch}) for batch in seen[trl.GRPOTrainer]) > 1
+    # TRL's random order is kept: of the groups by their first rollout, and within each.
+    grouped, shuffled = (list(chain.from_iterable(batches)) for batches in seen.values())
+    first = list(dict.fromkeys(prompt for prompt, *_ in shuffled))
+    assert grouped == sorted(shuffled, key=lambda row: first.index(row[0]))
+
+
+# ---------------------------------------------------------------- log-probs of given batches
+# Of each rollout its prompt, by number, and the length of its response: interleaved groups, groups of one, a prompt
+# that is the end of another one, a prompt of one token, an empty response.
+ROLLOUTS = [(0, 5), (2, 7), (0, 0), (1, 3), (3, 6), (0, 9), (2, 1), (1, 9), (4, 4)]
+PROMPT_LENS = [6, 1, 6, 11, 10]
+
+
+def padded_batch() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """input_ids and attention_mask [9, 11 + 9]: prompts padded on the left, responses on the right; 9."""
+    generator = torch.Generator().manual_seed(5)
+    longest = torch.randint(3, VOCAB, (11,), generator=generator)
+    prompts = [longest[-n:] if n > 9 else torch.randint(3, VOCAB, (n,), generator=generator) for n in PROMPT_LENS]
+    width, room = max(PROMPT_LENS), max(r for _, r in ROLLOUTS)
+    ids = torch.zeros(len(ROLLOUTS), width + room, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (p, r) in enumerate(ROLLOUTS):
+        n = PROMPT_LENS[p]
+        ids[row, width - n : width + r] = torch.cat([prompts[p], torch.randint(3, VOCAB, (r,), generator=generator)])
+        mask[row, width - n : width + r] = 1
+    return ids, mask, room
+
+
+LogProbs = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+
+
+def both(trainer: GRPOTrainer) -> tuple[LogProbs, LogProbs]:
+    """Packed log-probs and TRL's, of the same model."""
+    stock = trl.GRPOTrainer._get_per_token_logps_and_entropies.__get__(trainer)
+    return trainer._get_per_token_logps_and_entropies, stock
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 4])
+@pytest.mark.parametrize("model", ["qwen2", "llama", "granite"])  # granite scales its logits
+def test_log_probs_of_ragged_rollouts(folder: Path, model: str, batch_size: int | None) -> None:
+    trainer = make_trainer(GRPOTrainer, folder, model=model)
+    packed, stock = both(trainer)
+    ids, mask, room = padded_batch()
+    got, expected = (
+        f(trainer.model, ids, mask, room, batch_size=batch_size, compute_entropy=True) for f in (packed, stock)
+    )
+    for ours, theirs in zip(got[:2], expected[:2], strict=True):
+        assert ours.shape == theirs.shape == (len(ROLLOUTS), room)
+        assert (ours - theirs).abs().max() < 1e-5
+        assert (ours[mask[:, -room:] == 0] == 0).all()
+    assert got[2] is expected[2] is None
+    assert packed(trainer.model, ids, mask, room)[1] is None
+
+
+def test_a_batch_without_responses_has_a_gradient_of_zero(folder: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, folder)
+    ids, mask, room = padded_batch()
+    mask[:, -room:] = 0
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, room)
+    logps.sum().backward()
+    assert logps.eq(0).all()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in trainer.model.parameters())
+
+
+def test_autocast(folder: Path) -> None:
+    ids, mask, room = padded_batch()
+    exact = make_trainer(GRPOTrainer, folder)
+    truth = both(exact)[1](exact.model, ids, mask, room)[0]
+    trainer = make_trainer(GRPOTrainer, folder, bf16=True)
+    ours, theirs = ((f(trainer.model, ids, mask, room)[0] - truth).norm().item() for f in both(trainer))
+    assert 0 < ours < 2 * theirs
+
+
+def test_a_model_that_is_enabled_already(folder: Path) -> None:
+    """Its reference model is made with the attention that it had before."""
+    trainer = make_trainer(GRPOTrainer, folder)
+    again = GRPOTrainer(
+        trainer.model,
+        trainer.reward_funcs[0],
+        args=trl.GRPOConfig(output_dir=str(folder / "out"), **SETTINGS | {"beta": 0.1}),
+        train_dataset=trainer.train_dataset,
+        processing_class=tokenizer(),
+    )
+    ids, mask, room = padded_batch()
+    packed, stock = both(again)
+    assert (packed(again.ref_model, ids, mask, room)[0] - stock(again.model, ids, mask, room)[0]).abs().max() < 1e-5
+
+
+def test_continuous_batching_finds_the_attention_it_knows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(GRPOTrainer, folder, use_transformers_continuous_batching=True)
+    names = []
+
+    def generate(self: Any, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+        names.append(self.model.config._attn_implementation)
+        return [[5, 2] for _ in prompt_ids], None
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", generate)
+    trainer.train()
+    assert set(names) == {"sdpa"}
+    assert trainer.model.config._attn_implementation == "dualkv|sdpa"
+
+
+# ---------------------------------------------------------------- what is refused
+def test_prompt_learning_is_refused(folder: Path) -> None:
+    tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    with pytest.raises(ValueError, match=r"the PEFT adapter 'default' \(PROMPT_TUNING\) puts tokens of its own"):
+        make_trainer(GRPOTrainer, folder, peft=tuning)
+
+
+def test_a_model_that_cannot_be_packed_is_refused(folder: Path) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    with pytest.raises(ValueError, match="layer 1 of Qwen3Model is sliding_attention"):
+        make_trainer(GRPOTrainer, folder, of_model=sliding)
+
+
+def test_images_are_refused(folder: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, folder)
+    ids, mask, room = padded_batch()
+    with pytest.raises(ValueError, match="the batch has pixel_values: only text is packed"):
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, room, pixel_values=torch.ones(1), image_sizes=None
+        )
+
+
+class _Processor(ProcessorMixin):
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = None
+
+
+def test_processors_are_refused(folder: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, folder)
+    trainer.model.config.image_token_id = 5
+    with pytest.raises(ValueError, match="vision-language models are not packed"):
+        GRPOTrainer(
+            trainer.model,
+            trainer.reward_funcs[0],
+            args=trl.GRPOConfig(output_dir=str(folder / "out"), **SETTINGS),
+            train_dataset=trainer.train_dataset,
+            processing_class=_Processor(tokenizer()),
+        )
