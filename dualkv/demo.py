@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from dualkv.models import in_dtype, load_model, recompute_layers
+from dualkv.integrations.transformers import recompute_layers
+from dualkv.models import in_dtype, load_model
 from dualkv.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
 from dualkv.sampling import Track, sample_responses, untracked
 from dualkv.settings import DTYPES, DemoSettings

@@ -7,7 +7,9 @@ the backward makes the logits of each chunk again.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ def response_logprobs(
     temperature: float = 1.0,
     *,
     chunk_size: int = 1024,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
@@ -45,6 +48,8 @@ def response_logprobs(
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`.
         temperature: above 0; divides the logits.
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
+        compiled: what is between the head's products runs through `torch.compile`, which reads the logits twice and not
+            about thirty times; the first call waits for the compiler.
 
     Returns:
         logp: [M] fp32 (fp64 for fp64 inputs), in the order of `batch.targets`; `batch.unpack` makes rows of it.
@@ -72,7 +77,7 @@ def response_logprobs(
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
     rows = predicting.new_empty(len(batch._tokens_of_row)).scatter_(0, row, predicting)
     targets = batch.targets.index_select(0, token)
-    return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, float(temperature))
+    return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, float(temperature), compiled)
 
 
 def _checked(
@@ -121,18 +126,55 @@ def _chunks(tokens_of_row: IntArray, chunk_size: int) -> list[Chunk]:
     return [(u0, u1, t0, t1) for u0, u1, t0, t1 in ends.tolist()]
 
 
-def _logits(states: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """states [u, C], weight [V, C] -> [u, V] at least fp32."""
-    logits = states @ weight.T
-    return (logits if logits.dtype == torch.float64 else logits.float()).div_(temperature)
+def _wide(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """A copy of the logits in fp32 (fp64 for fp64), divided by the temperature."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    return wide if temperature == 1.0 else wide.div_(temperature)
 
 
-def _add_at(into: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+def _statistics(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits [u, V] -> largest [u], log of the sum of exponentials relative to it [u], entropy [u]."""
+    z = _wide(logits, temperature)
+    top = z.amax(1)
+    z = z.sub_(top[:, None])
+    e = z.exp()
+    total = e.sum(1)
+    log_total = total.log()
+    return top, log_total, log_total - e.mul_(z).sum(1) / total
+
+
+def _logits_gradient(
+    logits: torch.Tensor,
+    temperature: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """d loss / d z [u, V], but for the tokens themselves; lse, entropy, g_logp, g_entropy [u].
+
+    d entropy / dz_v = -p_v (log p_v + entropy);  d logp[t] / dz_v = [v = t] - p_v
+    """
+    z = _wide(logits, temperature).sub_(lse[:, None])
+    if g_entropy is None:
+        return z.exp_().mul_(-g_logp[:, None])
+    p = z.exp()
+    return z.add_(entropy[:, None]).mul_(-g_entropy[:, None]).sub_(g_logp[:, None]).mul_(p)
+
+
+@functools.cache
+def _chosen(part: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """`part`, or one compilation of it for all numbers of rows."""
+    return torch.compile(part, dynamic=True, fullgraph=True) if compiled else part
+
+
+def _add_at(into: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """into [K] += values [n] at index [n], where indices repeat, always summed in the same order."""
     if into.device.type == "cpu":
         into.index_add_(0, index, values)  # in sequence
     else:
         into.index_put_((index,), values, accumulate=True)  # sorts; index_add_ would use atomics
+    return into
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -152,26 +194,24 @@ class _HeadLogProbs(torch.autograd.Function):
         targets: torch.Tensor,  # [M]
         chunks: list[Chunk],
         temperature: float,
+        compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        statistics = _chosen(_statistics, compiled)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logp, token_entropy = hidden.new_empty(2, len(token), dtype=dtype).unbind()
         lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1 in chunks:
-                z = _logits(hidden.index_select(0, rows[u0:u1]), weight, temperature)
-                top = z.amax(1)
-                e = z.sub_(top[:, None]).exp()
-                total = e.sum(1)
-                log_total = total.log()
+                logits = hidden.index_select(0, rows[u0:u1]) @ weight.T
+                top, log_total, entropy[u0:u1] = statistics(logits, temperature)
                 lse[u0:u1] = top + log_total
-                entropy[u0:u1] = log_total - e.mul_(z).sum(1) / total
                 local = row[t0:t1] - u0
-                logp[token[t0:t1]] = z[local, targets[t0:t1]] - log_total[local]
+                logp[token[t0:t1]] = _wide(logits[local, targets[t0:t1]], temperature) - top[local] - log_total[local]
                 token_entropy[token[t0:t1]] = entropy[u0:u1][local]
-                del z, e  # before the next chunk makes its own
+                del logits  # before the next chunk makes its own
         ctx.save_for_backward(hidden, weight, rows, token, row, targets, lse, entropy)
         ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.temperature = chunks, temperature
+        ctx.chunks, ctx.temperature, ctx.compiled = chunks, temperature, compiled
         return logp, token_entropy
 
     @staticmethod
@@ -180,13 +220,12 @@ class _HeadLogProbs(torch.autograd.Function):
         hidden, weight, rows, token, row, targets, lse, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         # Gradients of tokens in the order of their rows, and their sum over the tokens of a row.
-        sums = []
-        for g in (g_logp, g_entropy):
-            summed = torch.zeros_like(lse)
-            if g is not None:
-                _add_at(summed, row, g.index_select(0, token))
-            sums.append(summed[:, None])
-        row_logp, row_entropy = sums
+        row_logp, row_entropy = torch.zeros_like(lse), None
+        if g_logp is not None:
+            _add_at(row_logp, row, g_logp.index_select(0, token))
+        if g_entropy is not None:
+            row_entropy = _add_at(torch.zeros_like(lse), row, g_entropy.index_select(0, token))
+        gradient = _chosen(_logits_gradient, ctx.compiled)
 
         d_hidden = torch.zeros_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
@@ -194,14 +233,18 @@ class _HeadLogProbs(torch.autograd.Function):
             for u0, u1, t0, t1 in ctx.chunks:
                 at = slice(u0, u1)
                 states = hidden.index_select(0, rows[at])
-                z = _logits(states, weight, ctx.temperature).sub_(lse[at, None])  # log-probabilities
-                p = z.exp()
-                # d entropy / dz_v = -p_v (log p_v + entropy);  d logp[t] / dz_v = [v = t] - p_v
-                d = z.add_(entropy[at, None]).mul_(-row_entropy[at]).sub_(row_logp[at]).mul_(p)
+                d = gradient(
+                    states @ weight.T,
+                    ctx.temperature,
+                    lse[at],
+                    entropy[at],
+                    row_logp[at],
+                    None if row_entropy is None else row_entropy[at],
+                )
                 if g_logp is not None:
                     flat = (row[t0:t1] - u0) * d.shape[1] + targets[t0:t1]
                     _add_at(d.view(-1), flat, g_logp.index_select(0, token[t0:t1]))
-                d = d.div_(ctx.temperature).to(hidden.dtype)
+                d = (d if ctx.temperature == 1.0 else d.div_(ctx.temperature)).to(hidden.dtype)
                 if d_hidden is not None:
                     d_hidden.index_copy_(0, rows[at], d @ weight)
                 if d_weight is not None:
@@ -209,7 +252,7 @@ class _HeadLogProbs(torch.autograd.Function):
                         d_weight.addmm_(d.T, states)
                     else:
                         d_weight.add_(d.T @ states)
-                del z, p, d
+                del d
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None, None

@@ -30,6 +30,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
                    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
                    "rope_theta": 1e6, "max_position_embeddings": 131072},
+    "qwen3-30b-a3b": _QWEN3 | {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                               "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+                               "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                               "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+                               "router_aux_loss_coef": 0.001},
     "llama-3-8b": {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
                    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
                    "rope_theta": 5e5, "max_position_embeddings": 8192},
@@ -69,11 +74,6 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
     in_dtype(model, dtype)
     model.to(device).eval()
     return cast("PreTrainedModel", model)
-
-
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Gradient checkpointing of every layer; transformers renamed what turns it on within version 5."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

@@ -28,7 +28,6 @@ class Heads(NamedTuple):
 HEADS = {
     "qwen3-14b": Heads(40, 8, 128),
     "qwen3-32b": Heads(64, 8, 128),
-    "qwen3-30b-a3b": Heads(32, 4, 128),
     "qwen3-235b-a22b": Heads(64, 4, 128),
     "qwen2.5-0.5b": Heads(14, 2, 64),
     "qwen2.5-1.5b": Heads(12, 2, 128),

@@ -122,6 +122,20 @@ def test_logits_never_exist_whole(style):
     assert forward.products == -(-rows // chunk_size)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_compiled_is_the_same(temperature):
+    """Gradients of log-probs alone too, for which the backward has a shorter way; chunks of two sizes."""
+    for loss in (lambda logp, entropy: logp.sum(), lambda logp, entropy: (logp * entropy).sum()):
+        grads = []
+        for options in ({}, {"compiled": True}):
+            hidden, weight = inputs(some_batch())
+            values = response_logprobs(hidden, weight, some_batch(), temperature, chunk_size=4, **options)
+            loss(*values).backward()
+            grads.append([*values, hidden.grad, weight.grad])
+        for eager, compiled in zip(*grads, strict=True):
+            torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
 def test_only_rows_that_predict_touch_the_head():
     batch = some_batch()
     hidden, weight = inputs(batch)

@@ -89,7 +89,7 @@ class Settings:
     attention: str
     fused_head: bool
     checkpointing: bool
-    keep_attention: bool
+    keep: str
     offload: bool
     dtype: str
     updates: int
@@ -157,7 +157,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
         enable_gradient_checkpointing=s.checkpointing,
         override_config={"attn_implementation": s.attention},
         use_fused_kernels=s.fused_head,
-        fused_kernel_options={"impl_backend": "torch", "dualkv_keep_attention": s.keep_attention},
+        fused_kernel_options={"impl_backend": "torch", "dualkv_keep": s.keep},
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -259,7 +259,7 @@ def main(
     attention: Annotated[str, typer.Option(help="transformers' attention that veRL's own engine runs.")] = "sdpa",
     fused_head: Annotated[bool, typer.Option(help="Log-probs without the logits of all rows at once.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
-    keep_attention: Annotated[bool, typer.Option(help="But not the attention of packed groups.")] = False,
+    keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 3,

@@ -126,7 +126,7 @@ def settings_for(task: Task, updates: int, learning_rate: float) -> Settings:
         attention="sdpa",
         fused_head=False,
         checkpointing=False,
-        keep_attention=False,
+        keep="nothing",
         offload=False,
         dtype="fp32",
         updates=updates,

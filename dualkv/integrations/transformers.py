@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -410,6 +412,58 @@ def disable(model: Model) -> Model:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
     return model
+
+
+# ---------------------------------------------------------------- gradient checkpointing
+_ATTENTION = [torch.ops.dualkv.fwd.default]
+_aten = torch.ops.aten
+KEEP: dict[str, list[Any]] = {
+    "nothing": [],
+    "attention": _ATTENTION,
+    "products": [*_ATTENTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default],
+}
+
+
+def recompute_layers(model: Model, keep: str = "nothing") -> Model:
+    """Gradient checkpointing of every layer, which does not compute again what it keeps.
+
+    Packed groups have fewer rows, so there is memory to spend: what it saves first is the packed attention, whose
+    output and log-sum-exp are small for the time that they took. Results do not depend on `keep`.
+
+    Args:
+        model: a transformers model. Changed in place; wrappers (FSDP, PEFT) go around it before or after.
+        keep: "nothing" but the input of each layer; "attention": out and lse of :func:`dualkv.attention` too,
+            T * H * (2 * D + 4) bytes a layer in bf16; "products": the results of matrix products too, so that only what
+            is elementwise is computed again. T rows of every projection: about 86 kB a row and layer for Qwen3-8B.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: another `keep`; "products" for a model whose rotary embedding writes over them (Liger's, where no
+            norm lies in between).
+    """
+    if keep not in KEEP:
+        raise ValueError(f"keep is {keep!r}, expected one of {', '.join(KEEP)}")
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if keep != "nothing":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, KEEP[keep])
+    if keep == "products":
+        _refuse_overwritten_products(model)
+    # transformers renamed it within version 5.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(arguments)
+    return model
+
+
+def _refuse_overwritten_products(model: nn.Module) -> None:
+    """Liger's kernel rotates q and k where they lie, without PyTorch noticing: kept ones would be rotated twice."""
+    for name, module, _ in _decoder_layers(model):
+        rotate = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
+        if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) rotates its projections in place by Liger's kernel, which keep="
+                "'products' would do twice: use keep='attention', or Liger with rope=False"
+            )
 
 
 # A pickled model names its implementation: a process that imports this module knows the usual ones.

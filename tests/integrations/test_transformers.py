@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
 
 from dualkv.integrations import transformers as integration  # noqa: E402
-from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from dualkv.integrations.transformers import KEEP, disable, enable, recompute_layers  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     ARCHITECTURES,
     LAYOUT,
@@ -109,6 +109,52 @@ def test_gradient_checkpointing(name: str) -> None:
 
 def test_reentrant_gradient_checkpointing() -> None:
     check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=True))
+
+
+class Count(TorchDispatchMode):
+    """How often some ops run."""
+
+    def __init__(self, *ops: Any) -> None:
+        super().__init__()
+        self.ops, self.count = ops, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.ops
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("keep", KEEP)
+def test_recomputed_layers_keep_what_they_are_told(name: str, keep: str) -> None:
+    check_against_replicated(name, torch.float32, 1e-5, lambda model: recompute_layers(model, keep))
+
+
+def test_kept_attention_and_products_are_not_computed_again() -> None:
+    """Two layers of seven products each, of which a recomputation leaves out the last: no backward reads its result."""
+    attention, products = torch.ops.dualkv.fwd.default, torch.ops.aten.mm.default
+    losses = Losses(LAYOUT, token_ids(LAYOUT), torch.float32)
+    for keep, again in (("nothing", (2, 12)), ("attention", (0, 12)), ("products", (0, 0))):
+        model = recompute_layers(enable(make_model().train()), keep)
+        _, loss = losses.packed(model)
+        with Count(attention) as attentions, Count(products) as mms:
+            loss.backward()
+        backward = 2 * (2 * 7 + 1)  # of the layers and of the head, two for each
+        assert (attentions.count, mms.count - backward) == again, keep
+
+
+def test_recomputation_is_refused_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="keep is 'all', expected one of nothing, attention, products"):
+        recompute_layers(make_model(), "all")
+
+    def liger(*_: Any) -> None: ...
+
+    liger.__module__ = "liger_kernel.transformers.rope"
+    for name in ("llama", "qwen3"):
+        monkeypatch.setattr(getattr(getattr(tf.models, name), f"modeling_{name}"), "apply_rotary_pos_emb", liger)
+    recompute_layers(make_model("qwen3"), "products")  # its norms lie between
+    recompute_layers(make_model("llama"), "attention")
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn \(LlamaAttention\) rotates its projections"):
+        recompute_layers(make_model("llama"), "products")
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

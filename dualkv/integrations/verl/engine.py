@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
@@ -38,8 +36,7 @@ from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, padded
 
 MODEL_TYPE = "dualkv"
-# In `model.fused_kernel_options`, which veRL leaves free: checkpointed layers keep attention's output.
-KEEP = "dualkv_keep_attention"
+KEEP = "dualkv_keep"  # in `model.fused_kernel_options`, which veRL leaves free: what checkpointed layers keep
 
 # What veRL reads from a micro-batch, beside its tensors, to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -101,9 +98,8 @@ class DualKVEngine(FSDPEngineWithLMHead):
         # else a hook leaves behind is not; and fused heads do not pass keyword arguments on to the decoder.
         decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self._leave_decoder)
-        if self.model_config.enable_gradient_checkpointing and self.model_config.fused_kernel_options.get(KEEP):
-            keep = partial(create_selective_checkpoint_contexts, [torch.ops.dualkv.fwd.default])
-            module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep})
+        if self.model_config.enable_gradient_checkpointing:
+            transformers.recompute_layers(module, (self.model_config.fused_kernel_options or {}).get(KEEP, "nothing"))
         return module
 
     def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -31,7 +31,8 @@ ONE: dict[str, dict[str, Any]] = {
     "moe-fused": PACKED | MOE | {"fused": "torch", "budget": ROOMY},
     "fsdp1": PACKED | {"strategy": "fsdp", "budget": TIGHT},
     "no-checkpointing": PACKED | {"checkpointing": False},
-    "keep-attention": PACKED | {"keep_attention": True},
+    "keep-attention": PACKED | {"keep": "attention"},
+    "keep-products": PACKED | MOE | {"keep": "products"},
     "bucket": PACKED | {"pad_to": 64},
     "offload": PACKED | {"engine": {"param_offload": True, "optimizer_offload": True}},
     "no-remove-padding": PACKED | {"remove_padding": False},
@@ -76,7 +77,7 @@ OVERRIDES = [
 BENCH = {
     "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
     "micro_batch": None, "max_tokens": 110, "strategy": "fsdp2", "sequence_parallel": 1,
-    "attention": "sdpa", "fused_head": True, "checkpointing": True, "keep_attention": True, "offload": False,
+    "attention": "sdpa", "fused_head": True, "checkpointing": True, "keep": "attention", "offload": False,
     "dtype": "bf16", "updates": 1, "learning_rate": 1e-6,
 }  # fmt: skip
 

@@ -88,7 +88,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         enable_gradient_checkpointing=s.get("checkpointing", True),
         override_config={"attn_implementation": "sdpa"},
         use_fused_kernels=fused is not None,
-        fused_kernel_options={"impl_backend": fused, "dualkv_keep_attention": s.get("keep_attention", False)},
+        fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")},
         lora_rank=s.get("lora", 0),
     )
     worker = TrainingWorker(
