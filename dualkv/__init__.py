@@ -1,14 +1,18 @@
 """Training on many rollouts of one prompt without paying for the prompt more than once."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualkv.attention import attention
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.microbatch import MicroBatch, plan_micro_batches
 from dualkv.packing import PackedBatch, pack, pack_padded
-from dualkv.trees import PackedSequences, pack_sequences
+from dualkv.trees import PackedSequences, pack_sequences, plan_sequences
+
+if TYPE_CHECKING:  # what __getattr__ brings
+    from dualkv import grpo, integrations
+    from dualkv.compat import flash_attn_dualkv_varlen_func
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "pack_padded",
     "pack_sequences",
     "plan_micro_batches",
+    "plan_sequences",
     "response_logprobs",
 ]
 

@@ -342,9 +342,10 @@ class Layout:
         Raises:
             ValueError, TypeError: as there.
         """
-        from dualkv.trees import shared_prefixes  # which needs layouts itself
+        from dualkv.trees import on_host  # which needs layouts itself
 
-        _, tree, _ = shared_prefixes(sequences, min_shared)
+        _, shared, _ = on_host(sequences, min_shared)
+        tree = shared.at_least(min_shared).tree()
         return cls.from_segments(tree.offsets, tree.parent, device)
 
     @classmethod

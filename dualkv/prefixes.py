@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,20 +49,141 @@ class PrefixTree:
         return np.array([segment for path in chosen for segment in path], np.int64), counts
 
 
-def prefix_tree(sequences: list[npt.NDArray[Any]], min_shared: int = 1) -> PrefixTree:
-    """The compressed trie of N sequences, in time linear in their tokens but for sorting the sequences.
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """What N sequences have in common at their beginnings; any of them are a tree.
 
-    Trees, and the branches of a segment, come in the order in which their first sequences do.
+    Attributes:
+        lengths: [N] tokens of each sequence.
+        order: [N] the sequences, those that share more next to each other.
+        common: [N] tokens that sequence `order[i]` shares with `order[i - 1]`, 0 for the first. Two sequences share the
+            least of what lies between them.
+    """
+
+    lengths: IntArray
+    order: IntArray
+    common: IntArray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tree(self) -> PrefixTree:
+        """Every shared part as a segment. Trees, and the branches of a segment, come in the order in which their first
+        sequences do."""
+        parent, end, last, _ = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
+        return _in_order(parent, end, last)
+
+    @property
+    def tokens(self) -> int:
+        """Packed tokens: each shared one counts once."""
+        return int(self._ends[-1])
+
+    def at_least(self, min_shared: int) -> SharedPrefixes:
+        """The same sequences without shared parts of fewer than `min_shared` tokens beyond the shared part above."""
+        if min_shared <= 1:
+            return self
+        parent, end, _, branch = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
+        kept = [0] * (len(end) + 1)  # tokens that the sequences of each node still share; the last entry is no node's
+        for node in sorted(range(len(end)), key=end.__getitem__):  # parents first
+            above = kept[parent[node]]
+            kept[node] = end[node] if end[node] - above >= min_shared else above
+        return replace(self, common=np.array([kept[node] for node in branch], np.int64))
+
+    def select(self, chosen: IntArray) -> SharedPrefixes:
+        """Some of the sequences, in the order of `chosen`, one or more."""
+        rank = np.empty(len(self), np.int64)
+        rank[self.order] = np.arange(len(self))
+        order = np.argsort(rank[chosen])
+        ranks = rank[chosen][order]
+        common = np.zeros(len(chosen), np.int64)
+        if len(chosen) > 1:
+            common[1:] = np.minimum.reduceat(self.common[: ranks[-1] + 1], ranks[:-1] + 1)
+        return SharedPrefixes(self.lengths[chosen], order, common)
+
+    # ------------------------------------------------------------------ micro-batches: runs of neighbours
+    def runs(self, budget: int, min_count: int = 1) -> list[IntArray]:
+        """The sequences cut into runs of neighbours that repeat as few tokens as the budget allows; of such cuts one
+        into few runs, the largest of them small.
+
+        Args:
+            budget: packed tokens that a run may hold; what runs share is held by each of them.
+            min_count: runs to make at least, by further cuts, again where they repeat the least.
+
+        Raises:
+            ValueError: a sequence beyond the budget, fewer sequences than runs.
+        """
+        longest = int(self.lengths.max())
+        if longest > budget:
+            raise ValueError(
+                f"budget is {budget} tokens, rollout {int(self.lengths.argmax())} needs {longest} for itself alone"
+            )
+        if len(self) < min_count:
+            raise ValueError(f"{min_count} micro-batches need {min_count} rollouts at least, got {len(self)}")
+        cost, begins = self._cuts(budget)
+        low, high = longest, budget  # of the largest run
+        while low < high:
+            middle = (low + high) // 2
+            other, other_begins = self._cuts(middle)
+            if other == cost:
+                begins, high = other_begins, middle
+            else:
+                low = middle + 1
+        while len(begins) < min_count:
+            begins = self._with_another_cut(begins)
+        return np.split(self.order, begins[1:])
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        """[N + 1] packed tokens of the first sequences of `order`."""
+        return np.append(0, np.cumsum(self.lengths[self.order] - self.common))
+
+    def _cuts(self, budget: int) -> tuple[tuple[int, int], list[int]]:
+        """((tokens repeated, runs), where runs begin): the least of the former among all cuts within the budget."""
+        ends, common = self._ends.tolist(), self.common.tolist()
+        cost = [(0, 0)]  # of the first sequences
+        begin = []  # where the last run of these begins
+        # Where the last run may begin, ascending, the best one first, each with its cost.
+        window: deque[tuple[int, tuple[int, int]]] = deque()
+        for last in range(len(self)):
+            repeated, count = cost[last]
+            added = repeated + common[last], count + 1
+            while window and window[-1][1] >= added:
+                window.pop()
+            window.append((last, added))
+            while ends[last + 1] - ends[window[0][0]] + common[window[0][0]] > budget:
+                window.popleft()
+            begin.append(window[0][0])
+            cost.append(window[0][1])
+        begins = [begin[-1]]
+        while begins[-1] > 0:
+            begins.append(begin[begins[-1] - 1])
+        return cost[-1], begins[::-1]
+
+    def _with_another_cut(self, begins: list[int]) -> list[int]:
+        """One more run: a cut that repeats the fewest tokens, of these the one that best halves the largest run."""
+        bounds = np.array([*begins, len(self)])
+        run = np.searchsorted(bounds, np.arange(len(self)), side="right") - 1
+        # The larger part of its run, after a cut before each sequence.
+        above, below = self._ends[:-1] - self._ends[bounds[run]], self._ends[bounds[run + 1]] - self._ends[:-1]
+        larger = np.maximum(above + self.common[bounds[run]], below + self.common)
+        size = np.diff(self._ends[bounds])[run]
+        cut = np.full(len(self), False)
+        cut[begins] = True
+        at = np.lexsort((larger, -size, self.common, cut))[0]
+        return sorted([*begins, int(at)])
+
+
+def shared_prefixes(sequences: list[npt.NDArray[Any]]) -> SharedPrefixes:
+    """What sequences share, in time linear in their tokens but for sorting the sequences.
 
     Args:
         sequences: N non-empty 1-D arrays of tokens from 0 to 2^32 - 1.
-        min_shared: a segment that several sequences share has at least this many tokens; what branches sooner is held
-            by each sequence itself.
     """
     keys = [tokens.astype(">u4").tobytes() for tokens in sequences]  # big-endian: bytes sort as the tokens do
     order = sorted(range(len(sequences)), key=keys.__getitem__)
-    shared = [0] + [_common(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
-    return _in_order(*_dissolved(*_trie([len(tokens) for tokens in sequences], order, shared), min_shared))
+    lengths = np.array([len(tokens) for tokens in sequences], np.int64)
+    common = [0] + [_common(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
+    return SharedPrefixes(lengths, np.array(order, np.int64), np.array(common, np.int64))
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -71,83 +194,42 @@ def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return at if most and differ[at] else most
 
 
-Nodes = tuple[
-    list[int], list[int], list[int]
-]  # parent (-1: none), tokens from the beginning to its end, of each sequence
+def _trie(lengths: list[int], order: list[int], common: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The nodes of :class:`SharedPrefixes`, in one pass with the open path; parents may come behind their children.
 
-
-def _trie(lengths: list[int], order: list[int], shared: list[int]) -> Nodes:
-    """Nodes of the trie in any order in which parents may come later: (parent [K], end [K], node of each sequence [N]).
-
-    `shared[i]`: tokens that sequences `order[i - 1]` and `order[i]` have in common. One pass with the open path.
+    Returns:
+        parent [K], -1 for none; end [K], tokens from the beginning to each node's end; the node in which each sequence
+        ends [N]; the node in which sequence `order[i]` leaves the one before it [N], -1 for none.
     """
     parent: list[int] = []
     end: list[int] = []
     last = [0] * len(lengths)
+    branch = []
     path: list[int] = []  # nodes from the tree's beginning to the last sequence's
-    for sequence, common in zip(order, shared, strict=True):
+    for sequence, shared in zip(order, common, strict=True):
         closed = -1
-        while path and end[path[-1]] > common:
+        while path and end[path[-1]] > shared:
             closed = path.pop()
-        if closed >= 0 and common > (end[path[-1]] if path else 0):
+        if closed >= 0 and shared > (end[path[-1]] if path else 0):
             parent.append(parent[closed])  # the branch begins within `closed`: its upper part becomes a node
-            end.append(common)
+            end.append(shared)
             parent[closed] = len(end) - 1
             path.append(len(end) - 1)
+        branch.append(path[-1] if path else -1)
         if not path or end[path[-1]] < lengths[sequence]:
             parent.append(path[-1] if path else -1)
             end.append(lengths[sequence])
             path.append(len(end) - 1)
         last[sequence] = path[-1]
-    return parent, end, last
+    return parent, end, last, branch
 
 
-def _dissolved(parent: list[int], end: list[int], last: list[int], min_shared: int) -> tuple[Nodes, list[int]]:
-    """Nodes less those that share fewer than `min_shared` tokens, whose tokens go to each branch and sequence below.
-
-    Returns also the tokens before each node, in the same numbering, parents first.
-    """
-    children: list[list[int]] = [[] for _ in parent]
-    ending: list[list[int]] = [[] for _ in parent]
-    roots: list[int] = []
-    for node, up in enumerate(parent):
-        (children[up] if up >= 0 else roots).append(node)
-    for sequence, node in enumerate(last):
-        ending[node].append(sequence)
-    new_parent: list[int] = []
-    new_end: list[int] = []
-    new_begin: list[int] = []
-    new_last = [0] * len(last)
-
-    def add(up: int, begin: int, to: int) -> int:
-        new_parent.append(up)
-        new_begin.append(begin)
-        new_end.append(to)
-        return len(new_end) - 1
-
-    stack = [(root, -1, 0) for root in roots]  # node, the kept node above it, tokens before it
-    while stack:
-        node, up, begin = stack.pop()
-        is_shared = len(children[node]) + len(ending[node]) > 1
-        if is_shared and end[node] - begin < min_shared:
-            for sequence in ending[node]:
-                new_last[sequence] = add(up, begin, end[node])
-        else:
-            up = add(up, begin, end[node])
-            begin = end[node]
-            for sequence in ending[node]:
-                new_last[sequence] = up
-        stack.extend((child, up, begin) for child in children[node])
-    return (new_parent, new_end, new_last), new_begin
-
-
-def _in_order(nodes: Nodes, begin: list[int]) -> PrefixTree:
+def _in_order(parent: list[int], end: list[int], last: list[int]) -> PrefixTree:
     """Depth-first, branches by the first sequence that takes them."""
-    parent, end, last = nodes
     source = [len(last)] * len(parent)
     for sequence, node in enumerate(last):
         source[node] = min(source[node], sequence)
-    for node in range(len(parent) - 1, -1, -1):  # parents come first
+    for node in sorted(range(len(parent)), key=end.__getitem__, reverse=True):  # children first
         if parent[node] >= 0:
             source[parent[node]] = min(source[parent[node]], source[node])
     children: list[list[int]] = [[] for _ in parent]
@@ -163,11 +245,6 @@ def _in_order(nodes: Nodes, begin: list[int]) -> PrefixTree:
     place = np.empty(len(parent) + 1, np.int64)
     place[visit], place[-1] = np.arange(len(visit)), -1
     at = np.array(visit, np.int64)
-    starts = np.array(begin, np.int64)[at]
-    return PrefixTree(
-        parent=place[np.array(parent, np.int64)[at]],
-        length=np.array(end, np.int64)[at] - starts,
-        source=np.array(source, np.int64)[at],
-        begin=starts,
-        last=place[np.array(last, np.int64)],
-    )
+    ends, above = np.append(end, 0), np.array(parent, np.int64)[at]
+    begin = ends[above]
+    return PrefixTree(place[above], ends[at] - begin, np.array(source, np.int64)[at], begin, place[np.array(last)])

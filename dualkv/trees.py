@@ -17,10 +17,21 @@ import numpy.typing as npt
 import torch
 
 from dualkv.layout import IntArray, Layout
-from dualkv.packing import Form, TokenIds, _as_rows, _check_unpacked, _on_host, _ranges, _sequences, _tokens
-from dualkv.prefixes import PrefixTree, prefix_tree
+from dualkv.packing import (
+    Form,
+    PackedBatch,
+    TokenIds,
+    _as_rows,
+    _check_unpacked,
+    _on_host,
+    _ranges,
+    _sequences,
+    _tokens,
+)
+from dualkv.prefixes import PrefixTree, SharedPrefixes, shared_prefixes
 
 MAX_TOKEN = 2**32 - 1
+CPU = torch.device("cpu")
 
 Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
@@ -42,8 +53,27 @@ class PackedSequences:
     _lens: IntArray  # [N] tokens of each rollout
     _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
 
+    @classmethod
+    def from_batch(cls, batch: PackedBatch, loss_masks: Sequence[Mask] | torch.Tensor | None = None) -> PackedSequences:
+        """The same packed rows, prompts shared alone, with a mask of the tokens that count in each rollout.
+
+        Args:
+            batch: what :func:`dualkv.pack` or `pack_padded` returned.
+            loss_masks: N masks of the lengths of the responses, in the order of the input; all tokens by default.
+
+        Raises:
+            ValueError: masks of other lengths, or without any token.
+        """
+        rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
+        lens = np.array(batch.response_lens)
+        masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
+        whole = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
+        lens = np.array([len(r) for r in rows])
+        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(whole)))
+
     @property
     def device(self) -> torch.device:
+        """Where input_ids, and what is made from them, are."""
         return self.input_ids.device
 
     @property
@@ -71,22 +101,32 @@ class PackedSequences:
         """[M] int64: the trained tokens, in the order of their rows."""
         return self.input_ids[0].index_select(0, torch.from_numpy(self._trained).to(self.device))
 
-    def unpack(self, values: torch.Tensor, form: Form = "list", padding_value: float = 0) -> Any:
+    def unpack(
+        self, values: torch.Tensor, form: Form = "list", padding_value: float = 0, *, whole: bool = False
+    ) -> Any:
         """Values of trained tokens as one row per rollout, in the order of the input; differentiable.
+
+        A row that several rollouts train on goes to each of them, and the gradients that come back add up.
 
         Args:
             values: [M, ...] what belongs to each trained token, such as log-probabilities.
             form: "list" for N tensors [trained_lens[i], ...]; "padded" for one tensor [N, max(trained_lens), ...];
                 "nested" for a jagged nested tensor of N rows.
-            padding_value: what "padded" holds behind each row.
+            padding_value: what "padded" holds behind each row, and `whole` at tokens that do not count.
+            whole: rows of whole sequences, values where their tokens are: they go with the masks, advantages and old
+                log-probs of rollouts that are held that way.
 
         Raises:
             ValueError: another number of values than trained tokens, or an unknown form.
         """
         _check_unpacked(values, len(self._trained), "trained token", form)
         place = torch.from_numpy(np.searchsorted(self._trained, self._rows[self._mask])).to(values.device)
-        width = int(self._trained_lens.max())
-        return _as_rows(values.index_select(0, place), self._trained_lens, form, width, padding_value)
+        of_tokens, lens = values.index_select(0, place), self._trained_lens
+        if whole:
+            at = torch.from_numpy(np.flatnonzero(self._mask)).to(values.device)
+            rows = values.new_full((len(self._mask), *values.shape[1:]), padding_value)
+            of_tokens, lens = rows.index_copy(0, at, of_tokens), self._lens
+        return _as_rows(of_tokens, lens, form, int(lens.max()), padding_value)
 
     def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Values of packed rows as full sequences, in the order of the input; differentiable.
@@ -168,22 +208,55 @@ def pack_sequences(
             without any token, min_shared below 1.
         TypeError: tokens that are not integers.
     """
-    host, tree, origin = shared_prefixes(sequences, min_shared)
-    lens = np.array([len(tokens) for tokens in host], np.int64)
-    mask = _mask(loss_masks, lens)
+    host, shared, origin = on_host(sequences, min_shared)
+    tree = shared.at_least(min_shared).tree()
+    mask = _mask(loss_masks, shared.lengths)
     layout = Layout.from_segments(tree.offsets, tree.parent, origin if device is None else device)
-    flat, begins = np.concatenate(host), np.cumsum(lens) - lens
-    cpu = torch.device("cpu")
-    packed = flat[_ranges(begins[tree.source] + tree.begin, tree.length, cpu).numpy()]
-    path, _ = tree.paths()
-    path_rows = _ranges(tree.offsets[path], tree.length[path], cpu).numpy()
-    return PackedSequences(torch.from_numpy(packed).to(layout.device)[None], layout, path_rows, lens, mask)
+    packed = torch.from_numpy(tree_tokens(tree, host)).to(layout.device)
+    return PackedSequences(packed[None], layout, tree_rows(tree), shared.lengths, mask)
 
 
-def shared_prefixes(
+def plan_sequences(
+    sequences: Sequence[TokenIds] | torch.Tensor, budget: int, *, min_shared: int = 1, min_count: int = 1
+) -> list[list[int]]:
+    """Few micro-batches that hold every sequence once, none above `budget` packed tokens; the same plan every time.
+
+    Sequences that share much stay together: a micro-batch is a run of neighbours in the tree of all of them, and what
+    two micro-batches have in common is computed in both.
+
+        for chosen in plan_sequences(sequences, budget):
+            batch = pack_sequences([sequences[i] for i in chosen], [loss_masks[i] for i in chosen])
+
+    Args:
+        sequences, min_shared: as for :func:`pack_sequences`.
+        budget: packed tokens a micro-batch may hold.
+        min_count: micro-batches to make at least. Data-parallel ranks agree on the largest count, then plan again.
+
+    Returns:
+        The sequences of each micro-batch.
+
+    Raises:
+        ValueError: a sequence beyond the budget, fewer sequences than micro-batches, and what :func:`pack_sequences`
+            refuses.
+        TypeError: tokens that are not integers.
+    """
+    _, shared, _ = on_host(sequences, min_shared)
+    open_runs = shared.at_least(min_shared).runs(budget, min_count)
+    runs: list[list[int]] = []
+    while open_runs:
+        run = open_runs.pop(0)
+        # Alone, other parts of it may be too short to share than among all sequences.
+        if len(run) > 1 and shared.select(run).at_least(min_shared).tokens > budget:
+            open_runs[:0] = np.array_split(run, 2)
+        else:
+            runs.append(run.tolist())
+    return runs
+
+
+def on_host(
     sequences: Sequence[TokenIds] | torch.Tensor, min_shared: int
-) -> tuple[list[npt.NDArray[Any]], PrefixTree, torch.device]:
-    """The sequences on the host, what they share, and the device they came from; see :func:`pack_sequences`."""
+) -> tuple[list[npt.NDArray[Any]], SharedPrefixes, torch.device]:
+    """The sequences on the host, all that they share, and the device they came from; see :func:`pack_sequences`."""
     rows = [_tokens(f"sequences[{i}]", x) for i, x in enumerate(_sequences("sequences", sequences))]
     if min_shared < 1:
         raise ValueError(f"min_shared is {min_shared}, expected 1 token or more")
@@ -194,26 +267,47 @@ def shared_prefixes(
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high > MAX_TOKEN:
             raise ValueError(f"sequences[{i}] has token {low if low < 0 else high}, expected 0 to {MAX_TOKEN}")
-    return host, prefix_tree(host, min_shared), rows[0].device
+    return host, shared_prefixes(host), rows[0].device
+
+
+def tree_tokens(tree: PrefixTree, sequences: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """[T] the packed tokens."""
+    begins = np.append(0, np.cumsum([len(tokens) for tokens in sequences]))
+    return np.concatenate(sequences)[_ranges(begins[tree.source] + tree.begin, tree.length, CPU).numpy()]
+
+
+def tree_rows(tree: PrefixTree) -> IntArray:
+    """[sum of lengths] the packed row of each token of each sequence, end to end."""
+    path, _ = tree.paths()
+    return _ranges(tree.offsets[path], tree.length[path], CPU).numpy()
 
 
 def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> npt.NDArray[np.bool_]:
     """[sum(lens)] which tokens count."""
-    first = np.cumsum(lens) - lens
     if loss_masks is None:
         mask = np.ones(int(lens.sum()), bool)
-        mask[first] = False
-    else:
-        masks = _sequences("loss_masks", loss_masks)
-        if len(masks) != len(lens):
-            raise ValueError(f"loss_masks has {len(masks)} entries for {len(lens)} sequences, expected as many")
-        parts = [np.asarray(m.cpu() if isinstance(m, torch.Tensor) else m) for m in masks]
-        for i, (part, length) in enumerate(zip(parts, lens.tolist(), strict=True)):
-            if part.shape != (length,):
-                raise ValueError(f"loss_masks[{i}] has shape {part.shape}, sequences[{i}] {length} tokens")
-            if part[0]:
-                raise ValueError(f"loss_masks[{i}] counts the first token of its sequence, which nothing predicts")
-        mask = np.concatenate(parts).astype(bool)
+        mask[np.cumsum(lens) - lens] = False
+        return _some(mask)
+    masks = _masks(loss_masks, lens, "sequences")
+    for i, mask in enumerate(masks):
+        if mask[0]:
+            raise ValueError(f"loss_masks[{i}] counts the first token of its sequence, which nothing predicts")
+    return _some(np.concatenate(masks))
+
+
+def _masks(loss_masks: Sequence[Mask] | torch.Tensor, lens: IntArray, of: str) -> list[npt.NDArray[np.bool_]]:
+    """One mask for each of the `lens`."""
+    masks = _sequences("loss_masks", loss_masks)
+    if len(masks) != len(lens):
+        raise ValueError(f"loss_masks has {len(masks)} entries for {len(lens)} {of}, expected as many")
+    parts = [np.asarray(m.cpu() if isinstance(m, torch.Tensor) else m) for m in masks]
+    for i, (part, length) in enumerate(zip(parts, lens.tolist(), strict=True)):
+        if part.shape != (length,):
+            raise ValueError(f"loss_masks[{i}] has shape {part.shape}, {of}[{i}] {length} tokens")
+    return [part.astype(bool) for part in parts]
+
+
+def _some(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     if not mask.any():
         raise ValueError("loss_masks counts no token of any sequence, expected at least one")
     return mask
