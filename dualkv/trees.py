@@ -120,7 +120,7 @@ class PackedSequences:
             ValueError: another number of values than trained tokens, or an unknown form.
         """
         _check_unpacked(values, len(self._trained), "trained token", form)
-        place = torch.from_numpy(np.searchsorted(self._trained, self._rows[self._mask])).to(values.device)
+        place = torch.from_numpy((np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]).to(values.device)
         of_tokens, lens = values.index_select(0, place), self._trained_lens
         if whole:
             at = torch.from_numpy(np.flatnonzero(self._mask)).to(values.device)
@@ -160,7 +160,14 @@ class PackedSequences:
     @cached_property
     def _trained(self) -> IntArray:
         """[M] trained rows, ascending."""
-        return np.unique(self._rows[self._mask])
+        return np.flatnonzero(self._is_trained)
+
+    @cached_property
+    def _is_trained(self) -> npt.NDArray[np.bool_]:
+        """[T] rows whose token counts in some rollout."""
+        trained = np.zeros(self.layout.num_tokens, bool)
+        trained[self._rows[self._mask]] = True
+        return trained
 
     @cached_property
     def _trained_lens(self) -> IntArray:
@@ -180,7 +187,8 @@ class PackedSequences:
     @cached_property
     def _tokens_of_row(self) -> IntArray:
         """[U] how many trained tokens each row predicts, of the rows that predict any, in their order."""
-        return np.unique(self._before[self._trained], return_counts=True)[1]
+        predicted = np.bincount(self._before[self._trained])
+        return predicted[predicted > 0]
 
 
 def pack_sequences(

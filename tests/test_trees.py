@@ -141,13 +141,13 @@ def test_a_million_tokens_take_less_than_a_second():
     ):
         assert sum(map(len, sequences)) > 990_000
         assert min(timed(lambda s=sequences: Layout.from_token_sequences(s)) for _ in range(3)) < 1.0
-        assert min(timed(lambda s=sequences: pack_sequences(s).predict_rows) for _ in range(3)) < 2.0
+        assert min(timed(lambda s=sequences: pack_sequences(s).predict_rows) for _ in range(3)) < 1.5
 
 
 def timed(run):
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: the machine may be busy
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 # ---------------------------------------------------------------- packing
