@@ -52,7 +52,8 @@ class PackedBatch:
     Attributes:
         input_ids: [1, T] int64.
         layout: which rows belong to which prompt and response.
-        label_style: "gather" or "roll" (see the module's docstring).
+        label_style: "gather", where `predict_rows` say which row predicts a token, or "roll", where each response has
+            its own copy of its prompt's last token and `labels` fit a plain roll.
         order: [N] int64, on the host: the place in the input of each packed response.
         padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
     """
@@ -65,6 +66,7 @@ class PackedBatch:
 
     @property
     def device(self) -> torch.device:
+        """Where input_ids, and what is made from them, are."""
         return self.input_ids.device
 
     @property
@@ -250,7 +252,7 @@ def pack(
     Args:
         prompts: a list of 1-D integer tensors, arrays or lists, or a jagged nested tensor.
         responses: the same, or a list of such lists. Responses may be empty, prompts may not.
-        labels: "gather" or "roll" (see the module's docstring).
+        labels: "gather" or "roll", see `PackedBatch.label_style`.
         group_ids: [N] hashable values (such as veRL's `uid`) or an integer tensor; only with one prompt per rollout.
         device: where the batch goes; where its tokens are by default.
 

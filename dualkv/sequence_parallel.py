@@ -19,7 +19,18 @@ from dualkv.layout import Layout
 
 
 def padded(layout: Layout, rows: int) -> Layout:
-    """`layout` with a segment of `rows` rows behind it that sees itself alone; the same layout for 0 rows."""
+    """`layout` with a segment behind it that sees itself alone; the same layout for 0 rows.
+
+    Args:
+        layout: of T rows.
+        rows: of that segment, 0 or more.
+
+    Returns:
+        A layout of T + rows rows.
+
+    Raises:
+        ValueError: fewer rows than 0.
+    """
     if rows == 0:
         return layout
     offsets = np.append(layout.offsets.numpy(), layout.num_tokens + rows)

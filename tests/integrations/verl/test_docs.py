@@ -1,0 +1,28 @@
+"""The commands of docs that need veRL: every option and every line of configuration is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import verl
+from hydra import compose, initialize_config_dir
+
+from tests.documents import PAGES, commands, parse, words_of
+
+TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
+SHOWN = [words_of(command) for page in PAGES for command, _ in commands(page)]
+OURS = [words for words in SHOWN if words[:2] == ["python", "-m"] and words[2].endswith("_verl")]
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_options_are_taken(words):
+    needed = ["--json", "figures.json"] if "--json" not in words else []  # left out where a page only names the program
+    parse([*words, *needed])
+
+
+@pytest.mark.parametrize("words", [words for words in SHOWN if words[:3] == TRAINER], ids=lambda words: words[-1])
+def test_configurations_are_taken(words):
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=words[3:])
+    assert config.actor_rollout_ref.model.model_type == "dualkv"

@@ -1,0 +1,217 @@
+"""Every command of README and docs runs here in a small form, or is named below with the reason why it cannot and is
+parsed to its last option; every block of Python runs; every link leads somewhere; generated pages are current.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+import dualkv
+from tests.documents import COMMANDS, FENCE, PAGES, ROOT, blocks, commands, parse, words_of
+from tools import drawings
+
+# What makes a command small: options behind its own, of which the last ones count.
+SMALL = {
+    "dualkv bench": "--list",
+    "dualkv demo": "--device cpu --steps 1 --prompt-len 40 --responses 2 --response-len 8",
+    "dualkv doctor": "",
+    "dualkv precompile": "",
+}
+# Why a command is not run here; it is parsed by its own program.
+NOT_RUN = {
+    "dualkv precompile --check": "looks at machine code: tests/test_precompile.py makes and checks some",
+    "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
+    "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
+    "python -m tools.cold_start": "needs a Hopper GPU",
+    "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/test_ncu.py reads filed profiles",
+    "python -m tools.record": "needs a Hopper GPU",
+    "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",
+}
+# What writes documents and takes no options, and the test that compares what it would write.
+WRITES = {
+    "python -m tools.api": "tests/test_api.py",
+    "python -m tools.drawings": "tests/test_docs.py",
+    "python -m tools.tables": "tests/test_tables.py",
+}
+# What needs an environment of its own: the tests there that run or parse it.
+ELSEWHERE = {
+    "python -m tools.bench_verl": "tests/integrations/verl/test_docs.py",
+    "python -m tools.train_verl": "tests/integrations/verl/test_docs.py",
+    "python -m verl.trainer.main_ppo": "tests/integrations/verl/test_docs.py",
+}
+SHOWN = sorted({(page, *command) for page in PAGES for command in commands(page)})
+
+
+def known(names, words):
+    """The longest of `names` that a command begins with; an option of a name may stand anywhere."""
+
+    def fits(name):
+        start = [w for w in name.split() if not w.startswith("--")]
+        return words[: len(start)] == start and set(name.split()) <= set(words)
+
+    return max(filter(fits, names), key=len, default=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- commands
+@pytest.mark.parametrize(("page", "command", "whole"), SHOWN)
+def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
+    words = words_of(command)
+    if words[0] == "make":
+        done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    elif words[:2] == ["pip", "install"] and "dualkv" in words[-1]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\w+", words[-1])) - {"dualkv"} <= set(extras)
+    elif words[0] == "export":
+        sources = "".join(p.read_text() for p in (ROOT / "codegen").glob("*.py"))
+        assert all(f'"{word.partition("=")[0]}"' in sources for word in words[1:])
+    elif (ROOT / words[0]).is_file():  # .ci/run, which every commit passes, runs our scripts
+        assert words[0].rpartition("/")[2] in (ROOT / ".ci" / "run").read_text()
+    elif words[0] in ("docker", "pip", "git"):
+        assert "dualkv" not in words[0], "other people's programs change the machine: not run"
+    elif name := known(ELSEWHERE, words):
+        assert (ROOT / ELSEWHERE[name]).exists()
+    elif name := known(WRITES, words):
+        assert words == name.split()
+        assert name.split()[-1].rpartition(".")[2] in (ROOT / WRITES[name]).read_text()
+    elif known(NOT_RUN, words):
+        parse(words)
+    else:
+        small = known(SMALL, words)
+        assert small, f"{page} shows `{command}`: run it (SMALL), or say why not (NOT_RUN, ELSEWHERE)"
+        parse(words)
+        if not whole:
+            return
+        monkeypatch.chdir(tmp_path)
+        if small == "dualkv precompile":
+            monkeypatch.setattr("codegen.precompiled.write_manifest", lambda folder: {})  # stand-ins have no registers
+            monkeypatch.setattr("dualkv.precompile.rows", lambda result: [])
+        code, _, err = run(*words[1:], *SMALL[small].split())
+        assert code == 0, err
+
+
+def test_reasons_are_of_commands_that_are_shown():
+    shown = [words_of(command) for _, command, _ in SHOWN]
+    for names in (NOT_RUN, ELSEWHERE, WRITES, SMALL):
+        for name in names:
+            assert any(known(names, words) == name for words in shown), f"no page shows {name}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "dualkv demo --step 3",
+        "dualkv bench --rounds many",
+        "dualkv benchmark",
+        "python -m tools.ncu run x --warp 3",
+        "python -m tests.fuzz --seconds soon",
+    ],
+)
+def test_commands_that_no_program_takes_would_be_found(command, capsys):
+    with pytest.raises(pytest.fail.Exception, match="is not taken"):
+        parse(words_of(command))
+
+
+# ---------------------------------------------------------------- Python
+def prepared(page):
+    """What the blocks of a page take for given."""
+    from tests.integrations.tiny import VOCAB, make_model
+
+    torch.manual_seed(0)
+    space = {
+        "dualkv": dualkv,
+        "torch": torch,
+        "model": make_model("qwen3"),
+        "prompts": [torch.randint(0, VOCAB, (n,)) for n in (9, 4)],
+        "responses": [[torch.randint(0, VOCAB, (n,)) for n in lens] for lens in ((3, 5, 1), (7,))],
+    }
+    return space | PREPARED.get(page, dict)()
+
+
+def _others():
+    """The paper's function: a context of 6 tokens, sequences of 3, 2 and 4, the first of which asks for both parts.
+
+    PrefixGrouper: padded prompts, one a group, and completions.
+    """
+    p, r = 6, (3, 2, 4)
+    cu_q, cu_k = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 9, 11, 15], [0, 3, 5, 9]))
+    q, kc, vc, kd, vd = (torch.randn(n, 2, 16) for n in (15, p, p, 9, 9))
+    names = {"k_context": kc, "v_context": vc, "k_decoded": kd, "v_decoded": vd, "cu_seqlens_q": cu_q}
+    more = {"cu_seqlens_k_decoded": cu_k, "max_seqlen_q": 9, "context_seqlen": p, "max_seqlen_k_decoded": 4}
+    packed = {"P": p, "R_0": r[0], "R_1": r[1], "R_2": r[2], "k": torch.cat([kc, kd]), "v": torch.cat([vc, vd])}
+    padded = {
+        "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[4, 0], [2, 3], [5, 6]]),
+        "completion_mask": torch.tensor([[1, 0], [1, 1], [1, 1]]),
+    }
+    return {"q": q, **names, **more, **packed, **padded}
+
+
+PREPARED = {"migration.md": _others}
+WITH_PYTHON = [page for page in PAGES if blocks(page, {"python"}) and page != "api.md"]  # there: signatures
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    space = prepared(page)
+    for block in blocks(page, {"python"}):
+        exec(compile(block.replace('"cuda"', '"cpu"'), page, "exec"), space)
+
+
+def test_python_of_the_readme_computes_what_it_says():
+    space = prepared("README.md")
+    for block in blocks("README.md", {"python"}):
+        exec(block.replace('"cuda"', '"cpu"'), space)
+    assert [len(row) for row in space["rows"]] == [3, 5, 1, 7]
+    assert space["out"].shape == (512 + 8 * 128 + 70 + 130 + 91, 16, 128)
+
+
+def test_python_from_prefix_grouper_has_the_masks_of_its_completions(monkeypatch):
+    space = prepared("migration.md")
+    for block in blocks("migration.md", {"python"}):
+        exec(block, space)
+    assert torch.equal(space["mask"], space["completion_mask"].bool())
+    assert space["logp"].shape == space["completion_ids"].shape
+
+
+# ---------------------------------------------------------------- the rest of a page
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_have_a_language_and_links_lead_somewhere(page):
+    text = PAGES[page].read_text()
+    languages = {language for language, _ in FENCE.findall(text)}
+    assert languages <= COMMANDS | {"python", "text", "yaml"}, languages
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (PAGES[page].parent / unquote(path)).resolve() if path else PAGES[page]
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}, target
+
+
+@pytest.mark.parametrize("name", drawings.PICTURES)
+def test_pictures_are_current(name):
+    assert (drawings.DOCS / name).read_text() == drawings.PICTURES[name](), "run `python -m tools.drawings`"
+
+
+def test_every_page_is_reached_from_the_index():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", PAGES["index.md"].read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}

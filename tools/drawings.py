@@ -1,0 +1,193 @@
+"""`python -m tools.drawings`: draw the pictures of README and docs anew; a test holds the files to that.
+
+Rows, visibility and the walk over key blocks are those of a small layout and its plan; what is saved is recorded under
+docs/results/. Each picture has its own ground,
+light or dark as the reader's browser is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import dualkv
+from cute_kernels import items
+from dualkv.layout import segments_of
+from dualkv.plan import forward_work
+from tools.tables import RESULTS, UPDATES
+
+DOCS = Path(__file__).parent.parent / "docs"
+STYLE = """<style>
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.small { font-size: 11px; } .on { fill: #ffffff; }
+.title { font-weight: 600; } .number { font-weight: 600; fill: #1f2328; }
+.ground { fill: #ffffff; stroke: #d0d7de; } .hidden { fill: #eaeef2; }
+.line { fill: none; stroke: #1f2328; stroke-width: 1.5; } .cut { fill: none; stroke: #ffffff; }
+.prompt { fill: #4493f8; } .own { fill: #f0883e; } .other { fill: #d4a72c; } .third { fill: #57ab5a; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3; } .ground { fill: #0d1117; stroke: #3d444d; } .hidden { fill: #262c36; }
+.line { stroke: #e6edf3; } .cut { stroke: #0d1117; }
+}
+</style>"""
+RESPONSES = ("own", "other", "third")  # classes of the responses' colours
+
+
+def _picture(width: int, height: int, title: str, parts: list[str]) -> str:
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<title>{title}</title>", STYLE, ground]
+    return "\n".join([*head, *parts, "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{text}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>'
+
+
+def _labelled(x: float, y: float, width: float, height: float, kind: str, label: str) -> list[str]:
+    box = _box(x, y, width - 1.5, height, kind)
+    return [box, _text(x + width / 2, y + height / 2 + 4.5, label, "on", "middle")]
+
+
+def packed_groups() -> str:
+    """The same rollouts with their prompt replicated and packed, and what positions their tokens have."""
+    layout = dualkv.Layout.from_lengths([16], [[10, 6, 8]])
+    prompt, responses = layout.prompt_lens[0], layout.response_lens[0]
+    left, row, unit = 24.0, 26.0, 20.0
+    parts = [_text(left, 32, f"Replicated: N (P + R) rows, here {layout.nominal_tokens}", "title")]
+    y = 44.0
+    for i, length in enumerate(responses):
+        parts += _labelled(left, y, prompt * unit, row, "prompt", "prompt")
+        parts += _labelled(left + prompt * unit, y, length * unit, row, RESPONSES[i], f"response {i + 1}")
+        y += row + 6
+    y += 32
+    parts.append(_text(left, y, f"Packed: P + N R rows, here {layout.num_tokens}", "title"))
+    y += 12
+    positions, x = layout.position_ids.tolist(), left
+    names = ["prompt", *(f"response {i + 1}" for i in range(len(responses)))]
+    for segment, (name, length) in enumerate(zip(names, [prompt, *responses], strict=True)):
+        first = int(layout.offsets[segment])
+        parts += _labelled(x, y, length * unit, row, "prompt" if segment == 0 else RESPONSES[segment - 1], name)
+        parts.append(_text(x + 2, y + row + 16, f"row {first}", "small"))
+        parts.append(_text(x + 2, y + row + 31, f"position {positions[first]}", "small"))
+        x += length * unit
+    parts.append(
+        _text(left, y + row + 56, "Every token once. In every response positions go on from the prompt's end.")
+    )
+    return _picture(round(2 * left + layout.num_tokens * unit), round(y + row + 72), "A packed group", parts)
+
+
+def _walk(item: list[int], tile_n: int) -> list[int]:
+    """First keys of a tile's blocks in the order in which the forward walks them (cute_kernels/work.py)."""
+
+    def blocks(begin: int, end: int) -> list[int]:
+        return list(range(begin, end, tile_n))
+
+    context = blocks(item[items.CONTEXT_BEGIN], item[items.CONTEXT_END])
+    own = blocks(item[items.OWN_BEGIN], item[items.ROW_END])
+    context_whole, own_whole = len(context) - item[items.CONTEXT_MASKED], len(own) - item[items.OWN_MASKED]
+    return [*own[own_whole:][::-1], *context[context_whole:][::-1], *context[:context_whole], *own[:own_whole]]
+
+
+def two_regions() -> str:
+    """Who sees whom, with one tile of the forward and two key blocks of the backward."""
+    tokens, tile_n, cell = 8, 4, 11.0
+    layout = dualkv.Layout.from_lengths([14], [[18, 8]])
+    segments = segments_of(layout.offsets, layout.parent)
+    total, end = layout.num_tokens, segments.visible_end.tolist()
+    tile = next(w for w in forward_work(segments, tokens, tile_n).tolist() if w[items.ROW] == 24)
+    left, top, apart = 70.0, 78.0, 60.0
+
+    def matrix(x0: float) -> list[str]:
+        parts = []
+        for q in range(total):
+            for first, last, kind in _runs(q, end, segments.segment_of_row.tolist()):
+                parts.append(_box(x0 + first * cell, top + q * cell, (last - first) * cell, cell - 1, kind))
+        for row in layout.offsets.tolist()[1:-1]:
+            at, far = row * cell, total * cell
+            parts.append(f'<path class="cut" d="M{x0:g} {top + at:g}h{far:g}M{x0 + at:g} {top:g}v{far:g}"/>')
+        parts.append(_text(x0, top - 8, "keys", "small"))
+        return parts
+
+    parts = [_text(left, 30, "Forward: a tile of query rows walks two regions of keys", "title")]
+    parts += [_text(left, 48, "1 to 3 own blocks and 4 the context's end, with the mask; 5 to 9 without", "small")]
+    parts += matrix(left)
+    height = (tile[items.ROW_END] - tile[items.ROW]) * cell
+    y = top + tile[items.ROW] * cell
+    for number, key in enumerate(_walk(tile, tile_n), 1):
+        region_end = tile[items.CONTEXT_END if key < tile[items.CONTEXT_END] else items.ROW_END]
+        width = (min(key + tile_n, region_end) - key) * cell  # keys past a region's end are masked, and not drawn
+        parts.append(_box(left + key * cell, y, width, height, "line"))
+        parts.append(_text(left + key * cell + width / 2, y + height - 6, str(number), "number", "middle"))
+    for name, segment in (("prompt", 0), ("response 1", 1), ("response 2", 2)):
+        middle = top + (layout.offsets[segment] + layout.offsets[segment + 1]).item() / 2 * cell
+        parts.append(_text(left - 8, middle + 4, name, "small", "end"))
+
+    right = left + total * cell + apart
+    parts.append(_text(right, 30, "Backward: a block of keys walks one run of query rows", "title"))
+    parts.append(
+        _text(right, 48, "key k is seen by the rows k &lt;= q &lt; visible_end[k], from the last one up", "small")
+    )
+    parts += matrix(right)
+    for key in (4, 18):
+        first, last = key, end[key]
+        parts.append(_box(right + key * cell, top + first * cell, tile_n * cell, (last - first) * cell, "line"))
+        x = right + (key + tile_n / 2) * cell
+        parts.append(f'<path class="line" d="M{x:g} {top + last * cell - 6:g}v-40l-5 8m5 -8l5 8"/>')
+    legend = top + total * cell + 26
+    for x, kind, name in (
+        (left, "prompt", "the context: keys of the prompt"),
+        (left + 240, "own", "keys of the own segment"),
+    ):
+        parts += [_box(x, legend - 10, 12, 12, kind), _text(x + 18, legend, name, "small")]
+    parts += [_box(left + 430, legend - 10, 12, 12, "hidden"), _text(left + 448, legend, "hidden", "small")]
+    width = right + total * cell + 30
+    return _picture(round(width), round(legend + 20), "Visibility, a forward tile and backward key blocks", parts)
+
+
+def _runs(q: int, end: list[int], segment: list[int]) -> list[tuple[int, int, str]]:
+    """(first key, one past the last key, class) of a query row's neighbouring keys of one kind."""
+    kinds = []
+    for k in range(len(end)):
+        sees = k <= q < end[k]
+        kinds.append("hidden" if not sees else "prompt" if segment[k] == 0 else "own")
+    starts = [k for k in range(len(kinds)) if k == 0 or kinds[k] != kinds[k - 1]]
+    return [(a, b, kinds[a]) for a, b in zip(starts, [*starts[1:], len(kinds)], strict=True)]
+
+
+def savings() -> str:
+    """Time and memory of the recorded policy updates, prompts replicated and packed."""
+    left, bar, height, column = 24.0, 300.0, 20.0, 330.0
+    parts, y = [], 20.0
+    for name, what in UPDATES.items():
+        run = json.loads((RESULTS / f"{name}.json").read_text())
+        a, b, s = run["ways"]["replicated"], run["ways"]["packed"], run["settings"]
+        if not (a["peak_bytes"] and b["peak_bytes"]):
+            continue
+        title = f"{what}: P = {s['prompt_len']}, {s['responses']} responses of {s['response_len']} tokens"
+        parts.append(_text(left, y + 16, title, "title"))
+        figures = (
+            ("s an update", a["total_seconds"], b["total_seconds"]),
+            ("GiB above the weights", a["peak_bytes"] / 2**30, b["peak_bytes"] / 2**30),
+        )
+        for i, (unit, replicated, packed) in enumerate(figures):
+            x, top = left + i * column, y + 26
+            parts += [
+                _box(x, top, bar, height, "hidden"),
+                _box(x, top + height + 3, bar * packed / replicated, height, "prompt"),
+            ]
+            parts.append(_text(x + 6, top + 15, f"replicated: {replicated:.2f} {unit}", "small"))
+            side = x + bar * packed / replicated + 6
+            parts.append(_text(side, top + height + 18, f"packed: {packed:.2f} ({replicated / packed:.1f}x)", "small"))
+        y += 26 + 2 * height + 20
+    return _picture(round(2 * left + column + bar), round(y + 6), "What packing saves in a policy update", parts)
+
+
+PICTURES = {"packed-groups.svg": packed_groups, "two-regions.svg": two_regions, "savings.svg": savings}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (DOCS / name).write_text(draw())
