@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import dualkv
 from dualkv import cli
 from dualkv.bench import command, fa4, inputs, run, show, sides, timing
-from dualkv.bench.workloads import DIRECTIONS, NAMED, Workload, of_rollouts, parse
+from dualkv.bench.workloads import DIRECTIONS, NAMED, Workload, of_rollouts, parse, random_workload
 
 LENS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=4)
 
@@ -45,6 +47,23 @@ def test_flops_against_brute_force(groups):
 
 def test_the_main_workload_has_the_known_work():
     assert NAMED["n32-p8192-r2048"].flops("fwd") == pytest.approx(10.45e12, rel=1e-3)
+
+
+def test_drawn_workloads_are_the_same_every_time_and_of_all_kinds():
+    drawn = [parse(f"random-1-{i}") for i in range(40)]
+    assert drawn == [random_workload(1, i) for i in range(40)]
+    assert drawn[0] != replace(parse("random-2-0"), name=drawn[0].name)
+    kinds = {(w.head_dim, w.heads // w.kv_heads) for w in drawn}
+    assert kinds == set(itertools.product((64, 96, 128, 192, 256), (1, 4, 8, 16)))
+    for w in drawn:
+        [prompt], [responses] = w.prompt_lens, w.response_lens
+        assert 256 <= prompt <= 65536
+        assert 1 <= len(responses) <= 64
+        assert 8 <= min(responses) <= max(responses) <= 4096
+        assert w.flops("fwd") <= 2e13  # some ms
+        assert prompt + sum(responses) <= 2**17  # some GB of tensors
+    assert max(w.prompt_lens[0] for w in drawn) > 32768
+    assert any(len(set(w.response_lens[0])) > 1 for w in drawn)
 
 
 @pytest.mark.parametrize(

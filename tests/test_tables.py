@@ -51,3 +51,22 @@ def test_what_is_not_recorded_is_said(tmp_path, monkeypatch):
     assert tables.filled("a\n<!-- table peers -->\nold\n<!-- end -->\nb") == (
         "a\n<!-- table peers -->\nNot recorded yet.\n<!-- end -->\nb"
     )
+
+
+def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
+    def result(i, head_dim, ratio):
+        workload = {"name": f"random-1-{i}", "head_dim": head_dim, "heads": 8, "kv_heads": 2}
+        workload |= {"prompt_lens": [300], "response_lens": [[5, 9]]}
+        side = {"sustained_ms": 1.0, "speed_against_reference": ratio}
+        sides = {tables.OURS: side, tables.PEER: side if ratio else {"error": "not supported"}}
+        return {"workload": workload, "direction": "fwd" if i % 2 else "bwd", "sides": sides}
+
+    results = [result(i, 64 if i < 4 else 96, r) for i, r in enumerate([1.1, 1.2, 0.96, 1.5, 0, 2.0])]
+    made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": results}
+    (tmp_path / "random-h200.json").write_text(json.dumps(made))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = tables.drawn()
+    assert "| 64 | 2: 1.20, 1.35, 1.50 | 2: 0.96, 1.03, 1.10 |" in text
+    assert "| 96 | 1: 2.00, 2.00, 2.00 |  |" in text
+    slower = "Slower than the peer: random-1-2 bwd (D=64 H=8 Hk=2 P=300 N=2 R=5..9) 0.96. Not measured: 1 of 6."
+    assert slower in text

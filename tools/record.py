@@ -26,6 +26,7 @@ def _options(option: str, values: list[str]) -> str:
 _SHAPES = [name for name in NAMED if not name.startswith(f"{MAIN}-")]
 _HEADS = [name for name in NAMED if name.startswith(f"{MAIN}-d")]
 _TENSOR_PARALLEL = [name for name in NAMED if name.startswith(f"{MAIN}-tp")]
+_RANDOM = [f"random-1-{i}" for i in range(40)]
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in ("flex", *BACKWARD_ONLY)))  # last what compiles long
 _TURNS, _SHORT_TURNS = "--seconds 0.4 --rounds 3", "--seconds 0.3 --rounds 2"
@@ -37,6 +38,7 @@ RECORDS = {
     "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
+    "random-h200": f"-d fwd,bwd {_TWO} --seconds 0.2 --rounds 2 {_options('-w', _RANDOM)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }

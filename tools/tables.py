@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,38 @@ def head_dims(direction: str) -> str:
     return markdown_table(head, rows) + _recorded(run)
 
 
+def drawn() -> str:
+    """Drawn workloads: how fast ours is against the peer, for each head dim, and what was not measured."""
+    run = _load("random-h200")
+    measured, rows = _measured(run["results"]), []
+    for head_dim in sorted({r["workload"]["head_dim"] for r in measured}):
+        row = [str(head_dim)]
+        for direction in ("fwd", "bwd"):
+            some = [r for r in measured if (r["workload"]["head_dim"], r["direction"]) == (head_dim, direction)]
+            speeds = sorted(_ratio(r) for r in some)
+            row.append(
+                f"{len(some)}: {speeds[0]:.2f}, {statistics.median(speeds):.2f}, {speeds[-1]:.2f}" if some else ""
+            )
+        rows.append(row)
+    head = ["head dim", "forward: slowest, median, fastest ratio", "backward"]
+    slower = [f"{_drawn(r)} {_ratio(r):.2f}" for r in sorted(measured, key=_ratio) if _ratio(r) < 1]
+    said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
+    missing = len(run["results"]) - len(measured)
+    said += f" Not measured: {missing} of {len(run['results'])}." if missing else ""
+    return markdown_table(head, rows) + f"\n\n{said}" + _recorded(run)
+
+
+def _ratio(result: dict[str, Any]) -> float:
+    return float(result["sides"][OURS]["speed_against_reference"])
+
+
+def _drawn(result: dict[str, Any]) -> str:
+    """A drawn workload in a line."""
+    w, [lens] = result["workload"], result["workload"]["response_lens"]
+    shape = f"D={w['head_dim']} H={w['heads']} Hk={w['kv_heads']} P={w['prompt_lens'][0]}"
+    return f"{w['name']} {result['direction']} ({shape} N={len(lens)} R={min(lens)}..{max(lens)})"
+
+
 def tensor_parallel() -> str:
     """Rates of fewer heads against those of all heads."""
     run = _load("backward-h200-tensor-parallel")
@@ -169,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward": lambda: _against_peer("backward-h200"),
     "forward-head-dims": lambda: head_dims("forward"),
     "backward-head-dims": lambda: head_dims("backward"),
+    "random": drawn,
     "tensor-parallel": tensor_parallel,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),

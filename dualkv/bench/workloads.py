@@ -74,6 +74,13 @@ def _one_group(name: str, prompt: int, responses: list[int], **shape: int) -> Wo
     return Workload(name, (prompt,), (tuple(responses),), **shape)  # type: ignore[arg-type]
 
 
+def _many_groups(name: str) -> Workload:
+    """64 groups of 8 with lengths drawn at random: short tiles, many of them with rows of two segments."""
+    draw = np.random.default_rng(0)
+    responses = draw.integers(64, 1025, (64, 8)).tolist()
+    return Workload(name, tuple(draw.integers(256, 2049, 64).tolist()), tuple(map(tuple, responses)))
+
+
 _UNIFORM = np.random.default_rng(0).integers(131, 2049, 32).tolist()
 _MAIN = _one_group("n32-p8192-r2048", 8192, [2048] * 32)
 NAMED = {
@@ -86,6 +93,7 @@ NAMED = {
         _one_group("n16-p32768-r2048", 32768, [2048] * 16),
         _one_group("n64-p4096-r256", 4096, [256] * 64),
         _one_group("n32-p8192-uniform", 8192, _UNIFORM),
+        _many_groups("g64-n8"),
         *(
             replace(_MAIN, name=f"{_MAIN.name}-d{head_dim}-gqa{ratio}", head_dim=head_dim, kv_heads=32 // ratio)
             for head_dim in (64, 96, 192, 256)
@@ -97,14 +105,48 @@ NAMED = {
 }
 
 
+RANDOM_HEAD_DIMS, RANDOM_RATIOS = (64, 96, 128, 192, 256), (1, 4, 8, 16)  # few: peers compile for each pair
+RANDOM_FLOPS, RANDOM_TOKENS = 2 * 10**13, 2**17  # of a forward, at most
+
+
+def random_workload(seed: int, index: int) -> Workload:
+    """One group with lengths drawn: a prompt of 256..65536 tokens, 1..64 responses of 8..4096.
+
+    Lengths and numbers are as likely to lie in one octave as in another; half of the groups have responses of one
+    length, the others from a quarter of the longest on. What is too much for one GPU and a few milliseconds has fewer
+    heads, or is drawn again. The index goes through all pairs of a head dim and a GQA ratio in turn.
+    """
+    draw, places = np.random.default_rng([seed, index]), len(RANDOM_HEAD_DIMS)
+    head_dim, ratio = RANDOM_HEAD_DIMS[index % places], RANDOM_RATIOS[index // places % len(RANDOM_RATIOS)]
+
+    def octaves(low: int, high: int) -> int:
+        return round(2 ** draw.uniform(np.log2(low), np.log2(high)))
+
+    while True:
+        prompt, count, longest = octaves(256, 65536), octaves(1, 64), octaves(32, 4096)
+        shortest = longest if draw.integers(2) else longest // 4
+        responses = draw.integers(shortest, longest + 1, count).tolist()
+        for heads in (32, 16, 8):
+            if heads % ratio or prompt + sum(responses) > RANDOM_TOKENS:
+                continue
+            shape = {"heads": heads, "kv_heads": heads // ratio, "head_dim": head_dim}
+            workload = _one_group(f"random-{seed}-{index}", prompt, responses, **shape)
+            if workload.flops("fwd") <= RANDOM_FLOPS:
+                return workload
+
+
 def parse(text: str) -> Workload:
     """A workload by name, or by lengths: `P:R,R,NxR;...`, one `P:...` a group (`8192:32x2048`, `700:130,911;40:`).
+
+    `random-SEED-INDEX` names a drawn one (:func:`random_workload`).
 
     Raises:
         ValueError: neither a name nor such lengths.
     """
     if text in NAMED:
         return NAMED[text]
+    if drawn := re.fullmatch(r"random-(\d+)-(\d+)", text):
+        return random_workload(int(drawn[1]), int(drawn[2]))
     prompts, responses = [], []
     for group in text.split(";"):
         match = re.fullmatch(r"\s*(\d+)\s*:((?:\s*(?:\d+\s*x\s*)?\d+\s*,?)*)", group)
