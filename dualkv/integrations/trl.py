@@ -47,10 +47,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(model, str):
-            disable(model)  # TRL makes the reference model with the attention implementation that this one names
-        super().__init__(model, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self._is_vlm:
             raise ValueError(
                 "processing_class is a multimodal processor: vision-language models are not packed, use trl.GRPOTrainer"

@@ -180,6 +180,16 @@ def test_log_probs_of_ragged_rollouts(folder: Path, model: str, batch_size: int 
     assert packed(trainer.model, ids, mask, room)[1] is None
 
 
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_load_balancing_counts_the_padded_batch(folder: Path, batch_size: int | None) -> None:
+    trainer = make_trainer(GRPOTrainer, folder, model="qwen3_moe")
+    ids, mask, room = padded_batch()
+    got, expected = (
+        f(trainer.model, ids, mask, room, batch_size=batch_size, compute_aux_loss=True)[2] for f in both(trainer)
+    )
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_a_batch_without_responses_has_a_gradient_of_zero(folder: Path) -> None:
     trainer = make_trainer(GRPOTrainer, folder)
     ids, mask, room = padded_batch()
@@ -200,7 +210,7 @@ def test_autocast(folder: Path) -> None:
 
 
 def test_a_model_that_is_enabled_already(folder: Path) -> None:
-    """Its reference model is made with the attention that it had before."""
+    """Its reference model is made with the attention that it names."""
     trainer = make_trainer(GRPOTrainer, folder)
     again = GRPOTrainer(
         trainer.model,

@@ -1,0 +1,47 @@
+"""The measurement of TRL's ways of one micro-batch, in small on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
+
+from tools import bench_trl
+
+
+def segments(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any) -> torch.Tensor:
+    """In place of FlashAttention, whose causal mask ends at the last key: one segment after another."""
+    out = []
+    for i in range(len(cu_q) - 1):
+        # [H, n, D] of a segment's queries, [Hk, m, D] of the keys of its path
+        own = q[cu_q[i] : cu_q[i + 1]].transpose(0, 1)
+        keys, values = (x[cu_k[i] : cu_k[i + 1]].transpose(0, 1) for x in (k, v))
+        n, m = own.shape[1], keys.shape[1]
+        mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        given = {"attn_mask": mask, "scale": softmax_scale, "enable_gqa": True}
+        out.append(torch.nn.functional.scaled_dot_product_attention(own, keys, values, **given).transpose(0, 1))
+    return torch.cat(out)
+
+
+def test_three_ways_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
+    bench_trl.main(
+        tmp_path / "trl.json", model="tiny", groups=2, responses=3, prompt_len=24, response_len=8, dtype="fp32", steps=1
+    )
+    recorded = json.loads((tmp_path / "trl.json").read_text())
+    ways = recorded["ways"]
+    assert list(ways) == ["padded", "tree", "packed"]
+    lens = [len(r) for r in bench_trl.make_rollouts(bench_trl.Settings(**recorded["settings"])).responses]
+    assert ways["padded"]["rows"] == 6 * (24 + 8)
+    assert ways["packed"]["rows"] == ways["tree"]["rows"] == 2 * 23 + sum(lens) + 6
+    for figures in ways.values():
+        assert figures["loss"] == pytest.approx(ways["padded"]["loss"], rel=1e-5, abs=1e-6)
+        assert figures["gradient_norm"] == pytest.approx(ways["padded"]["gradient_norm"], rel=1e-4)
+        assert figures["mean_log_prob_difference_to_padded"] < 1e-5
+        assert figures["seconds"]["median"] > 0
+    assert ways["padded"]["gradient_norm"] > 1e-3
