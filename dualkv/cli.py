@@ -49,7 +49,8 @@ def demo(
     rollouts: Annotated[
         str | None,
         typer.Option(
-            help='JSON lines of {"prompt", "responses", "rewards"}, text or token ids. Default: sampled live.'
+            help='JSON lines of {"prompt", "responses", "rewards"}, text or token ids; for several turns '
+            '{"sequences", "loss_masks", "rewards"}, token ids and as many 0 and 1. Default: sampled live.'
         ),
     ] = DEFAULT.rollouts,
     tokenizer: Annotated[
@@ -71,6 +72,9 @@ def demo(
     prompt_len: Annotated[int, typer.Option(help="Live rollouts: tokens of a prompt.")] = DEFAULT.prompt_len,
     responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DEFAULT.responses,
     response_len: Annotated[int, typer.Option(help="Live rollouts: most tokens of a response.")] = DEFAULT.response_len,
+    turns: Annotated[
+        int, typer.Option(help="Live rollouts: turns of --response-len tokens, branching at each; compares trees too.")
+    ] = DEFAULT.turns,
     budget: Annotated[
         int | None,
         typer.Option(help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."),
@@ -94,7 +98,8 @@ def demo(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw reward, time and memory.")] = None,
     debug: DebugOption = False,
 ) -> None:
-    """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory."""
+    """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
+    Rollouts of several turns are packed a third way too, as trees."""
     settings = DemoSettings(**{name: value for name, value in locals().items() if name in SETTINGS})
     console = _console(json_to)
     if plot is not None:

@@ -1,5 +1,7 @@
 """GRPO updates of a causal language model in both ways, prompts replicated and prompts packed, and their differences.
 
+Rollouts of several turns are also packed as trees, a third way: each shared turn once. What follows holds for it too.
+
 What is compared and how:
 
 - Both ways start from the same weights and make the same number of optimizer updates on the same rollouts.
@@ -16,6 +18,7 @@ What is compared and how:
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,7 +28,7 @@ import torch
 from dualkv.integrations.transformers import recompute_layers
 from dualkv.models import in_dtype, load_model
 from dualkv.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
-from dualkv.sampling import Track, sample_responses, untracked
+from dualkv.sampling import Track, sample_responses, sample_turns, untracked
 from dualkv.settings import DTYPES, DemoSettings
 from dualkv.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 
@@ -134,12 +137,12 @@ class DemoResult:
         threads: of PyTorch on the CPU.
         parameters: of the model.
         response_tokens: of each update.
-        ways: "replicated" and "packed".
-        updates: how far the packed way was from the replicated one, of each update.
+        ways: "replicated" and "packed"; for rollouts of several turns "tree" too.
+        updates: how far each of the others was from the replicated way, of each update.
         to_truth: how far each way was from a wider dtype in the first update; empty without a check.
-        same_samples: responses after the first update that both policies sampled identically, and of how many; None for
-            rollouts from a file.
-        exact: whether the packed way agrees with the replicated one; None: not judged.
+        same_samples: responses after the first update that the others' policies sampled as the replicated one's, and of
+            how many; None for rollouts from a file.
+        exact: whether all agree with the replicated way; None: not judged.
         verdict: the same as a sentence.
     """
 
@@ -149,7 +152,7 @@ class DemoResult:
     parameters: int
     response_tokens: list[int]
     ways: dict[str, WayResult]
-    updates: list[Differences]
+    updates: dict[str, list[Differences]]
     to_truth: dict[str, Differences]
     same_samples: tuple[int, int] | None
     exact: bool | None
@@ -163,8 +166,10 @@ class DemoResult:
         return result
 
 
-def judge(dtype: str, updates: list[Differences], to_truth: dict[str, Differences]) -> tuple[bool | None, str]:
-    """Whether the packed way agrees with the replicated one, and a sentence that says so.
+def judge(
+    dtype: str, updates: list[Differences], to_truth: dict[str, Differences], way: str = "packed"
+) -> tuple[bool | None, str]:
+    """Whether a way agrees with the replicated one, and a sentence that says so.
 
     In half precision only the first update is judged, by `to_truth`.
     """
@@ -177,11 +182,11 @@ def judge(dtype: str, updates: list[Differences], to_truth: dict[str, Difference
         )
     if not to_truth:
         return None, f"{dtype} rounds both ways: --check measures each way's distance from float32"
-    packed, replicated = to_truth["packed"], to_truth["replicated"]
+    packed, replicated = to_truth[way], to_truth["replicated"]
     names = {"log-probs": "logp_rms", "gradients": "gradients"}
     ratios = {k: getattr(packed, name) / max(getattr(replicated, name), 1e-30) for k, name in names.items()}
     return all(r <= HALF_PRECISION_RATIO for r in ratios.values()), (
-        "distance of the packed way from float32, in units of the replicated way's: "
+        f"distance of the {way} way from float32, in units of the replicated way's: "
         + ", ".join(f"{name} {r:.2f}" for name, r in ratios.items())
         + f" (allowed {HALF_PRECISION_RATIO})"
     )
@@ -218,6 +223,7 @@ class _Demo:
         vocab_size = self.model.get_output_embeddings().weight.shape[0]
         self.given: Rollouts | None = None
         self.prompts: list[torch.Tensor] = []
+        self.environment: list[list[torch.Tensor]] = []
         if settings.rollouts is not None:
             self.given = read_rollouts(settings.rollouts, self.tokenizer, vocab_size)
         elif self.tokenizer.vocab_size > vocab_size:
@@ -227,45 +233,61 @@ class _Demo:
             )
         else:
             self.prompts = topic_prompts(self.tokenizer, settings.prompt_len, settings.groups, settings.seed)
+            if settings.turns > 1:
+                answers = settings.turns - 1
+                texts = topic_prompts(
+                    self.tokenizer, settings.response_len, settings.groups * answers, settings.seed + 1
+                )
+                self.environment = [texts[g * answers : (g + 1) * answers] for g in range(settings.groups)]
+        trees = self.environment or (self.given is not None and self.given.masks is not None)
+        self.ways = [way for way in WAYS if way != "tree" or trees]
 
     def run(self) -> DemoResult:
         settings = self.settings
         ways, traces = {}, {}
         trained_on: list[Rollouts] = []
-        for way in WAYS:
+        for way in self.ways:
             ways[way], traces[way] = self.run_way(way, trained_on)
             trained_on = trained_on or traces[way].samples
-        a, b = traces["packed"], traces["replicated"]
+        base, others = traces["replicated"], self.ways[1:]
         device = settings.torch_device
-        updates = [
-            differences(x, y, (v, w), device)
-            for x, y, v, w in zip(a.gradients, b.gradients, a.weights, b.weights, strict=True)
-        ]
+        updates = {
+            way: [
+                differences(x, y, (v, w), device)
+                for x, y, v, w in zip(
+                    traces[way].gradients, base.gradients, traces[way].weights, base.weights, strict=True
+                )
+            ]
+            for way in others
+        }
         to_truth = {}
         if settings.dtype not in TOLERANCE if settings.check is None else settings.check:
             truth = self.truth(self.given or trained_on[0])
             to_truth = {way: differences(trace.gradients[0], truth, device=device) for way, trace in traces.items()}
-        exact, verdict = judge(settings.dtype, updates, to_truth)
+        verdicts = {way: judge(settings.dtype, updates[way], to_truth, way) for way in others}
         same = None
         if self.given is None:
             pairs = [
                 (x, y)
-                for mine, theirs in zip(a.samples[1:], b.samples[1:], strict=True)  # the first ones are shared
+                for way in others
+                for mine, theirs in zip(traces[way].samples[1:], base.samples[1:], strict=True)  # the first are shared
                 for x, y in zip(mine.flat_responses, theirs.flat_responses, strict=True)
             ]
             same = sum(torch.equal(x, y) for x, y in pairs), len(pairs)
+        judged = [exact for exact, _ in verdicts.values()]
+        sentences = [f"{way}: {text}" if len(others) > 1 else text for way, (_, text) in verdicts.items()]
         return DemoResult(
             settings=settings,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             threads=torch.get_num_threads(),
             parameters=self.model.num_parameters(),
-            response_tokens=[len(g.logp) for g in b.gradients],
+            response_tokens=[len(g.logp) for g in base.gradients],
             ways=ways,
             updates=updates,
             to_truth=to_truth,
             same_samples=same,
-            exact=exact,
-            verdict=verdict,
+            exact=None if None in judged else all(judged),
+            verdict="; ".join(dict.fromkeys(sentences)),
         )
 
     def run_way(self, way: str, trained_on: list[Rollouts]) -> tuple[WayResult, _Trace]:
@@ -311,20 +333,17 @@ class _Demo:
 
     def sample(self, way: str, step: int) -> Rollouts:
         """Live rollouts of the policy as it is; the random numbers depend on seed and step, not on the way."""
-        settings = self.settings
-        responses = sample_responses(
-            self.model,
-            self.prompts,
-            settings.responses,
-            settings.response_len,
-            self.tokenizer.vocab_size,
-            self.tokenizer.eos_id,
-            settings.seed + step,
-            self.track,
-            f"{way}: sampling",
-        )
-        rewards = [[plain_text_reward(self.tokenizer.decode(r.tolist())) for r in group] for group in responses]
-        return Rollouts(self.prompts, responses, rewards)
+        settings, prompts, masks = self.settings, self.prompts, None
+        vocab_size, seed = self.tokenizer.vocab_size, settings.seed + step
+        sizes, shown = (settings.responses, settings.response_len, vocab_size), (self.track, f"{way}: sampling")
+        if self.environment:
+            responses, masks = sample_turns(self.model, prompts, self.environment, *sizes, seed, *shown)
+        else:
+            responses = sample_responses(self.model, prompts, *sizes, self.tokenizer.eos_id, seed, *shown)
+        rollouts = Rollouts(prompts, responses, [], masks)
+        texts = [r[mask].tolist() for r, mask in zip(rollouts.flat_responses, rollouts.flat_masks, strict=True)]
+        rewards = iter([plain_text_reward(self.tokenizer.decode(text)) for text in texts])
+        return replace(rollouts, rewards=[list(itertools.islice(rewards, n)) for n in rollouts.group_sizes])
 
     def truth(self, rollouts: Rollouts) -> Gradients:
         """Loss and gradients of the first update in a wider dtype, replicated, one sequence at a time."""

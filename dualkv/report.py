@@ -16,7 +16,7 @@ GROUPS = (
     ("backward", ("backward",)),
     ("packing + optimizer step", ("packing", "optimizer")),
 )
-COLORS = {"replicated": "#8a8f98", "packed": "#1f6feb"}
+COLORS = {"replicated": "#8a8f98", "packed": "#1f6feb", "tree": "#2da44e"}
 
 
 def grouped_seconds(way: WayResult) -> dict[str, float]:
@@ -34,7 +34,7 @@ def render(result: DemoResult) -> RenderableType:
 
 
 def _cost(result: DemoResult) -> Table:
-    settings, replicated, packed = result.settings, result.ways["replicated"], result.ways["packed"]
+    settings, ways = result.settings, list(result.ways.values())
     where = f"CPU, {result.threads} threads" if result.device == "CPU" else result.device
     updates = f"{settings.steps} update{'s' * (settings.steps > 1)}"
     table = Table(
@@ -43,22 +43,26 @@ def _cost(result: DemoResult) -> Table:
         title_justify="left",
     )
     table.add_column("")
-    for name in ("replicated", "packed", "saving"):
+    others = list(result.updates)
+    savings = ["saving"] if len(others) == 1 else [f"{way} saves" for way in others]
+    for name in (*result.ways, *savings):
         table.add_column(name, justify="right")
 
-    def row(name: str, a: float, b: float, form: str, unit: str = "") -> None:
-        table.add_row(name, f"{a:{form}}{unit}", f"{b:{form}}{unit}", f"{a / b:.2f}x" if b else "")
+    def row(name: str, values: list[float], form: str, unit: str = "") -> None:
+        savings = [f"{values[0] / value:.2f}x" if value else "" for value in values[1:]]
+        table.add_row(name, *(f"{value:{form}}{unit}" for value in values), *savings)
 
-    row("tokens computed, a pass over an update", replicated.tokens[0], packed.tokens[0], ",d")
-    table.add_row("micro-batches", str(replicated.micro_batches[0]), str(packed.micro_batches[0]), "", end_section=True)
-    seconds = {name: grouped_seconds(way) for name, way in result.ways.items()}
+    row("tokens computed, a pass over an update", [way.tokens[0] for way in ways], ",d")
+    table.add_row("micro-batches", *(str(way.micro_batches[0]) for way in ways), end_section=True)
+    seconds = [grouped_seconds(way) for way in ways]
     for name, _ in GROUPS:
-        row(name, seconds["replicated"][name], seconds["packed"][name], ".2f", " s")
+        row(name, [of[name] for of in seconds], ".2f", " s")
     table.add_section()
-    row("total time", replicated.total_seconds, packed.total_seconds, ".2f", " s")
-    if replicated.peak_bytes is not None and packed.peak_bytes is not None:
-        row("peak memory", replicated.peak_bytes / 2**20, packed.peak_bytes / 2**20, ",.0f", " MiB")
-    table.caption = f"peak memory, above the weights: {packed.memory_method}"
+    row("total time", [way.total_seconds for way in ways], ".2f", " s")
+    peaks = [way.peak_bytes for way in ways if way.peak_bytes is not None]
+    if len(peaks) == len(ways):
+        row("peak memory", [peak / 2**20 for peak in peaks], ",.0f", " MiB")
+    table.caption = f"peak memory, above the weights: {ways[0].memory_method}"
     table.caption_justify = "left"
     return table
 
@@ -68,13 +72,15 @@ def _worst(updates: list[Differences], name: str) -> str:
 
 
 def _differences(result: DemoResult) -> Table:
-    table = Table(title="largest difference, packed from replicated", title_justify="left")
+    table = Table(title="largest difference from replicated", title_justify="left")
     table.add_column("")
-    table.add_column("first update, from equal weights", justify="right")
-    spans = [result.updates[:1]]
-    if len(result.updates) > 1:
-        table.add_column(f"updates 2 to {len(result.updates)}, from their own", justify="right")
-        spans.append(result.updates[1:])
+    spans = []
+    for way, updates in result.updates.items():
+        table.add_column(f"{way}: first update, from equal weights", justify="right")
+        spans.append(updates[:1])
+        if len(updates) > 1:
+            table.add_column(f"{way}: updates 2 to {len(updates)}, from their own", justify="right")
+            spans.append(updates[1:])
     for text, name in (
         ("log-probs, absolute", "logp"),
         ("loss, absolute", "loss"),
@@ -118,13 +124,13 @@ def _verdict(result: DemoResult) -> Text:
         False: ("DIFFERENT", "bold red"),
         None: ("NOT JUDGED", "bold yellow"),
     }[result.exact]
-    replicated, packed = result.ways["replicated"], result.ways["packed"]
-    saving = f"{replicated.total_seconds / packed.total_seconds:.2f}x the speed"
-    return Text.assemble((word, style), f": {result.verdict}; packed runs at {saving}")
+    base = result.ways["replicated"].total_seconds
+    speeds = [f"{way} runs at {base / result.ways[way].total_seconds:.2f}x the speed" for way in result.updates]
+    return Text.assemble((word, style), f": {result.verdict}; {', '.join(speeds)}")
 
 
 def plot(result: DemoResult, path: str | Path) -> None:
-    """Reward (or loss, for rollouts from a file) per step, time and memory of both ways, as a picture.
+    """Reward (or loss, for rollouts from a file) per step, time and memory of each way, as a picture.
 
     Raises:
         ValueError: a file type that matplotlib does not write.
@@ -135,7 +141,7 @@ def plot(result: DemoResult, path: str | Path) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     curve, time, memory = figure.subplots(1, 3, width_ratios=(5, 4, 2))
     live = result.same_samples is not None
-    for (name, way), style, width in zip(result.ways.items(), ("-", "--"), (5, 2), strict=True):
+    for (name, way), style, width in zip(result.ways.items(), ("-", "--", ":"), (5, 2, 3), strict=False):
         values = way.rewards if live else way.losses
         curve.plot(range(len(values)), values, style, marker="o", color=COLORS[name], linewidth=width, label=name)
     curve.set_xlabel("optimizer updates")
@@ -155,15 +161,17 @@ def plot(result: DemoResult, path: str | Path) -> None:
                 time.text(x, base + height / 2, phase, ha="center", va="center", fontsize=8)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     time.set_ylabel("seconds, all updates")
-    a, b = (result.ways[name].total_seconds for name in ("replicated", "packed"))
-    time.set_title(f"{a / b:.2f}x the speed", fontsize=10)
+    seconds_of_all = [way.total_seconds for way in result.ways.values()]
+    speeds = [f"{seconds_of_all[0] / s:.2f}x" for s in seconds_of_all[1:]]
+    time.set_title(f"{', '.join(speeds)} the speed", fontsize=10)
 
     peaks = [result.ways[name].peak_bytes for name in names]
     if None not in peaks:
         gib = [(peak or 0) / 2**30 for peak in peaks]
         bars = memory.bar(names, gib, color=[COLORS[n] for n in names])
         memory.bar_label(bars, fmt="%.2f")
-        memory.set_title(f"1/{gib[0] / gib[1]:.2f} of the memory" if gib[1] else "", fontsize=10)
+        parts = [f"1/{gib[0] / x:.2f}" for x in gib[1:] if x]
+        memory.set_title(f"{', '.join(parts)} of the memory" if parts else "", fontsize=10)
     else:
         memory.text(0.5, 0.5, "not measured", ha="center", transform=memory.transAxes)
     memory.set_ylabel("peak memory, GiB")

@@ -21,11 +21,14 @@ class Rollouts:
         prompts: G tensors [P_g] int64.
         responses: G lists of tensors [R_i] int64; a response may be empty, a list may not.
         rewards: G lists of floats, one a response.
+        masks: G lists of tensors [R_i] bool: the response tokens that count, of responses that an environment wrote
+            parts of; None: all do.
     """
 
     prompts: list[torch.Tensor]
     responses: list[list[torch.Tensor]]
     rewards: list[list[float]]
+    masks: list[list[torch.Tensor]] | None = None
 
     @property
     def group_sizes(self) -> list[int]:
@@ -37,9 +40,26 @@ class Rollouts:
         return [response for group in self.responses for response in group]
 
     @property
+    def flat_prompts(self) -> list[torch.Tensor]:
+        """The prompt of every response."""
+        return [prompt for prompt, n in zip(self.prompts, self.group_sizes, strict=True) for _ in range(n)]
+
+    @property
+    def flat_masks(self) -> list[torch.Tensor]:
+        """The mask of every response."""
+        if self.masks is None:
+            return [torch.ones(len(response), dtype=torch.bool) for response in self.flat_responses]
+        return [mask for group in self.masks for mask in group]
+
+    @property
     def response_lens(self) -> list[int]:
         """Tokens of every response, those of group 0 first."""
         return [len(response) for response in self.flat_responses]
+
+    @property
+    def trained_lens(self) -> list[int]:
+        """Tokens that count of every response, those of group 0 first."""
+        return [int(mask.sum()) for mask in self.flat_masks]
 
     @property
     def mean_reward(self) -> float:
@@ -105,8 +125,11 @@ def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size
     """Rollouts from a JSON-lines file, one group a line.
 
     A line is `{"prompt": ..., "responses": [...], "rewards": [...]}`: the prompt and each response as text (encoded
-    with `tokenizer`, nothing added) or as a list of token ids, one finite number a response in `rewards`. Other keys
-    and blank lines are passed over.
+    with `tokenizer`, nothing added) or as a list of token ids, one finite number a response in `rewards`. Or, for
+    rollouts of several turns, `{"sequences": [...], "loss_masks": [...], "rewards": [...]}`: each sequence all token
+    ids of a rollout from its prompt on, each mask as many 0 and 1, 1 for tokens that the policy wrote. What all
+    sequences of a line begin with, up to the first token that counts, is their prompt. Other keys and blank lines are
+    passed over.
 
     Args:
         path: the file, UTF-8.
@@ -117,26 +140,34 @@ def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size
         ValueError: the first thing wrong, as `file:line: what`.
         OSError: a file that cannot be read.
     """
-    prompts, responses, rewards = [], [], []
+    groups: list[_Group] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                group = _parse_group(line, tokenizer, vocab_size)
+                groups.append(_parse_group(line, tokenizer, vocab_size))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
-            prompts.append(group[0])
-            responses.append(group[1])
-            rewards.append(group[2])
-    if not prompts:
+    if not groups:
         raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
-    return Rollouts(prompts, responses, rewards)
+    masks = None
+    if any(group.masks is not None for group in groups):
+        masks = [g.masks or [torch.ones(len(r), dtype=torch.bool) for r in g.responses] for g in groups]
+    return Rollouts([g.prompt for g in groups], [g.responses for g in groups], [g.rewards for g in groups], masks)
 
 
-def _parse_group(
-    line: bytes, tokenizer: Tokenizer, vocab_size: int
-) -> tuple[torch.Tensor, list[torch.Tensor], list[float]]:
+@dataclass(frozen=True)
+class _Group:
+    """One line of a file."""
+
+    prompt: torch.Tensor
+    responses: list[torch.Tensor]
+    rewards: list[float]
+    masks: list[torch.Tensor] | None = None
+
+
+def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -145,26 +176,60 @@ def _parse_group(
         raise ValueError(f"not UTF-8 (byte {error.start} of the line)") from None
     if not isinstance(data, dict):
         raise ValueError(f"expected a JSON object, got {_kind(data)}")
-    for key in ("prompt", "responses", "rewards"):
+    turns = "sequences" in data
+    for key in ("sequences", "loss_masks", "rewards") if turns else ("prompt", "responses", "rewards"):
         if key not in data:
             raise ValueError(f"{key!r} is missing, found {sorted(data)}")
+    if turns:
+        rewards = _rewards(data, "sequences")
+        return _turns(data["sequences"], data["loss_masks"], rewards, vocab_size)
     prompt = _tokens("prompt", data["prompt"], tokenizer, vocab_size)
     if not len(prompt):
         raise ValueError("'prompt' is empty, expected at least one token")
-    for key in ("responses", "rewards"):
+    rewards = _rewards(data, "responses")
+    responses = [_tokens(f"responses[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data["responses"])]
+    return _Group(prompt, responses, rewards)
+
+
+def _rewards(data: dict[str, Any], of: str) -> list[float]:
+    """One finite number for each entry of `data[of]`, a list with something in it."""
+    for key in (of, "rewards"):
         if not isinstance(data[key], list):
             raise ValueError(f"{key!r} must be a list, got {_kind(data[key])}")
-    if not data["responses"]:
-        raise ValueError("'responses' is empty, expected at least one response")
-    if len(data["rewards"]) != len(data["responses"]):
-        raise ValueError(
-            f"{len(data['rewards'])} rewards for {len(data['responses'])} responses, expected one a response"
-        )
-    responses = [_tokens(f"responses[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data["responses"])]
+    one = of.removesuffix("s")
+    if not data[of]:
+        raise ValueError(f"{of!r} is empty, expected at least one {one}")
+    if len(data["rewards"]) != len(data[of]):
+        raise ValueError(f"{len(data['rewards'])} rewards for {len(data[of])} {of}, expected one a {one}")
     for i, reward in enumerate(data["rewards"]):
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise ValueError(f"rewards[{i}] is {json.dumps(reward)}, expected a finite number")
-    return prompt, responses, [float(reward) for reward in data["rewards"]]
+    return [float(reward) for reward in data["rewards"]]
+
+
+def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size: int) -> _Group:
+    """The group of some whole sequences: cut behind the prompt that they share."""
+    if not isinstance(loss_masks, list) or len(loss_masks) != len(listed):
+        found = f"{len(loss_masks)} masks" if isinstance(loss_masks, list) else _kind(loss_masks)
+        raise ValueError(f"'loss_masks' must be a list of {len(listed)} masks, one a sequence, got {found}")
+    sequences, masks = [], []
+    for i, (ids, mask) in enumerate(zip(listed, loss_masks, strict=True)):
+        if not isinstance(ids, list):
+            raise ValueError(f"'sequences[{i}]' must be a list of token ids, got {_kind(ids)}")
+        sequences.append(_ids(f"sequences[{i}]", ids, vocab_size))
+        if not isinstance(mask, list) or len(mask) != len(ids) or any(m not in (0, 1) for m in mask):
+            raise ValueError(f"'loss_masks[{i}]' must be a list of {len(ids)} values 0 or 1, one a token")
+        masks.append(torch.tensor(mask, dtype=torch.bool))
+        if not len(ids) or masks[-1][0]:
+            raise ValueError(f"sequences[{i}] begins with a token that counts, expected a prompt before it")
+    shared = min(int(mask.int().argmax()) if mask.any() else len(mask) for mask in masks)
+    first = sequences[0][:shared]
+    for i, sequence in enumerate(sequences):
+        differs = (sequence[: len(first)] != first[: len(sequence)]).nonzero()
+        first = first[: int(differs[0]) if len(differs) else len(sequence)]
+        if not len(first):
+            raise ValueError(f"sequences[0] and sequences[{i}] differ in their first token, expected one prompt")
+    return _Group(first, [s[len(first) :] for s in sequences], rewards, [m[len(first) :] for m in masks])
 
 
 def _tokens(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
@@ -175,6 +240,10 @@ def _tokens(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> tor
         ids = value
     else:
         raise ValueError(f"{name!r} must be text or a list of token ids, got {_kind(value)}")
+    return _ids(name, ids, vocab_size)
+
+
+def _ids(name: str, ids: list[Any], vocab_size: int) -> torch.Tensor:
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"{name}[{i}] is {json.dumps(token)}, expected a token id")

@@ -77,6 +77,56 @@ def sample_responses(
     return [flat[g * num_responses : (g + 1) * num_responses] for g in range(len(prompts))]
 
 
+def sample_turns(
+    model: PreTrainedModel,
+    prompts: Sequence[torch.Tensor],
+    environment: Sequence[Sequence[torch.Tensor]],
+    num_rollouts: int,
+    turn_len: int,
+    vocab_size: int,
+    seed: int,
+    track: Track = untracked,
+    what: str = "sampling",
+) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """`num_rollouts` rollouts of several turns for each prompt: a tree, as searches and resampled turns make it.
+
+    Every turn is sampled twice from each that came before, until there are `num_rollouts`; the last turn makes as many
+    as are missing. Between turns an environment answers.
+
+    Args:
+        model, prompts, vocab_size, seed, track, what: as for :func:`sample_responses`.
+        environment: G lists of the same number of tensors [E] int64, all of one length: the answers after each turn but
+            the last one, so one more turn is sampled than there are answers.
+        num_rollouts: of each prompt.
+        turn_len: tokens of each sampled turn.
+
+    Returns:
+        G lists of `num_rollouts` tensors [R] int64, what follows the prompt, and of as many [R] bool: sampled tokens.
+    """
+    answers = len(environment[0])
+    texts = [[prompt] for prompt in prompts]
+    masks = [[torch.zeros(len(prompt), dtype=torch.bool)] for prompt in prompts]
+    for turn in range(answers + 1):
+        before = len(texts[0])
+        after = num_rollouts if turn == answers else min(2 * before, num_rollouts)
+        flat = [text for group in texts for text in group]
+        sampled = sample_responses(
+            model, flat, -(-after // before), turn_len, vocab_size, None, seed + (turn << 20), track, what
+        )
+        up = [i * before // after for i in range(after)]  # what each new turn follows
+        child = [i - up.index(u) for i, u in enumerate(up)]
+        for g, (group, mask) in enumerate(zip(texts, masks, strict=True)):
+            answer = environment[g][turn] if turn < answers else group[0][:0]
+            new = torch.arange(turn_len + len(answer)) < turn_len
+            texts[g] = [
+                torch.cat([group[u], sampled[g * before + u][k], answer]) for u, k in zip(up, child, strict=True)
+            ]
+            masks[g] = [torch.cat([mask[u], new]) for u in up]
+    lens = [len(prompt) for prompt in prompts]
+    responses = [[text[n:] for text in group] for n, group in zip(lens, texts, strict=True)]
+    return responses, [[mask[n:] for mask in group] for n, group in zip(lens, masks, strict=True)]
+
+
 def _sampled(
     model: PreTrainedModel,
     prompts: torch.Tensor,

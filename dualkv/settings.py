@@ -30,6 +30,8 @@ class DemoSettings:
         learning_rate: of AdamW.
         groups, prompt_len, responses, response_len: of live rollouts: prompts, tokens of each, responses a prompt, most
             tokens of a response.
+        turns: of live rollouts; with more than one, turns of `response_len` sampled tokens with as many of an
+            environment in between, which do not count; rollouts branch at every turn.
         budget: rows of a micro-batch, for both ways; None: those of the largest group with its prompt replicated.
         dtype: of weights and computation.
         device: None: CUDA where there is one.
@@ -52,6 +54,7 @@ class DemoSettings:
     prompt_len: int = 1024
     responses: int = 8
     response_len: int = 64
+    turns: int = 1
     budget: int | None = None
     dtype: str = "float32"
     device: str | None = None
@@ -65,7 +68,7 @@ class DemoSettings:
             raise ValueError(f"algorithm is {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
-        for name in ("steps", "groups", "prompt_len", "responses", "response_len", "budget"):
+        for name in ("steps", "groups", "prompt_len", "responses", "response_len", "turns", "budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected 1 or more")

@@ -1,8 +1,8 @@
-"""One GRPO policy update, the prompts replicated or packed: micro-batches, log-probs, loss, gradients, optimizer step.
+"""One GRPO policy update, replicated, with packed prompts or packed trees: micro-batches, log-probs, loss, step.
 
-Both ways take the same rollouts, the same objective and the same log-prob computation over the rows that predict
+All ways take the same rollouts, the same objective and the same log-prob computation over the rows that predict
 response tokens; they differ in the rows that the model computes and in its attention. Per-token values of an update are
-flat, [M]: the tokens of response 0 of group 0 first.
+flat, [M]: the tokens of response 0 of group 0 first, of each response those that count.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dualkv.microbatch import plan_micro_batches
 from dualkv.packing import PackedBatch, pack
 from dualkv.rollouts import Rollouts
 from dualkv.sampling import Track, untracked
+from dualkv.trees import PackedSequences, pack_sequences, plan_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ class ModelBatch:
     """
 
     inputs: dict[str, Any]
-    batch: PackedBatch
+    batch: PackedBatch | PackedSequences
     places: torch.Tensor
 
     @property
@@ -59,9 +60,17 @@ class ModelBatch:
 
 def _places(rollouts: Rollouts, responses: Sequence[int], device: torch.device) -> torch.Tensor:
     """The places in [M] of the tokens of some responses, counted through all groups."""
-    lens = rollouts.response_lens
+    lens = rollouts.trained_lens
     starts = [0, *itertools.accumulate(lens)]
     return torch.cat([torch.arange(starts[i], starts[i] + lens[i]) for i in responses]).to(device)
+
+
+def _counted(batch: PackedBatch, rollouts: Rollouts, responses: Sequence[int]) -> PackedBatch | PackedSequences:
+    """The packed responses, counted through all groups, with their masks."""
+    if rollouts.masks is None:
+        return batch
+    masks = rollouts.flat_masks
+    return PackedSequences.from_batch(batch, [masks[i] for i in responses])
 
 
 def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
@@ -78,10 +87,9 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
     Raises:
         ValueError: a budget below the longest sequence.
     """
-    prompts = [prompt for prompt, n in zip(rollouts.prompts, rollouts.group_sizes, strict=True) for _ in range(n)]
-    pairs = list(zip(prompts, rollouts.flat_responses, strict=True))
+    pairs = list(zip(rollouts.flat_prompts, rollouts.flat_responses, strict=True))
     total = [len(p) + len(r) for p, r in pairs]
-    order = sorted((i for i, (_, r) in enumerate(pairs) if len(r)), key=lambda i: -total[i])
+    order = sorted((i for i, n in enumerate(rollouts.trained_lens) if n), key=lambda i: -total[i])
     batches = []
     while order:
         width = total[order[0]]
@@ -99,7 +107,8 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
             device,
         )
         batch = PackedBatch(input_ids.view(1, -1), layout, "gather", np.arange(len(chosen)), width)
-        batches.append(ModelBatch({"input_ids": input_ids}, batch, _places(rollouts, chosen, device)))
+        counted = _counted(batch, rollouts, chosen)
+        batches.append(ModelBatch({"input_ids": input_ids}, counted, _places(rollouts, chosen, device)))
     return batches
 
 
@@ -114,21 +123,51 @@ def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> lis
     Raises:
         ValueError: a budget below one prompt with one of its responses.
     """
-    lens = [[len(r) for r in group] for group in rollouts.responses]
-    first = [0, *itertools.accumulate(rollouts.group_sizes)]  # first response of each group
+    ends = list(itertools.accumulate(rollouts.group_sizes, initial=0))
+    trained, flat = rollouts.trained_lens, rollouts.flat_responses
+    # Groups, as their responses that have a token to train on, counted through all groups.
+    groups = [(g, [i for i in range(a, b) if trained[i]]) for g, (a, b) in enumerate(itertools.pairwise(ends))]
+    groups = [(g, members) for g, members in groups if members]
     batches = []
-    for plan in plan_micro_batches([len(p) for p in rollouts.prompts], lens, budget):
+    lens = [[len(flat[i]) for i in members] for _, members in groups]
+    for plan in plan_micro_batches([len(rollouts.prompts[g]) for g, _ in groups], lens, budget):
+        chosen = [[groups[at][1][k] for k in some] for at, some in plan.parts]
         batch = pack(
-            [rollouts.prompts[g] for g, _ in plan.parts],
-            [[rollouts.responses[g][i] for i in some] for g, some in plan.parts],
-        ).to(device)
-        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "dualkv": batch.layout}
-        places = _places(rollouts, [first[g] + i for g, some in plan.parts for i in some], device)
-        batches.append(ModelBatch(inputs, batch, places))
+            [rollouts.prompts[groups[at][0]] for at, _ in plan.parts], [[flat[i] for i in some] for some in chosen]
+        )
+        members = [i for some in chosen for i in some]
+        batches.append(_packed(_counted(batch, rollouts, members).to(device), _places(rollouts, members, device)))
     return batches
 
 
-WAYS = {"replicated": replicated_batches, "packed": packed_batches}
+def tree_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
+    """Packed trees: everything that rollouts begin with alike once, over all groups.
+
+    Args:
+        rollouts: the update's.
+        budget: rows of a micro-batch are at most this; what two of them have in common is in both.
+        device: where the inputs go.
+
+    Raises:
+        ValueError: a budget below one prompt with one of its responses.
+    """
+    flat = zip(rollouts.flat_prompts, rollouts.flat_responses, rollouts.flat_masks, strict=True)
+    rows = [(torch.cat([p, r]), torch.cat([torch.zeros(len(p), dtype=torch.bool), mask])) for p, r, mask in flat]
+    kept = [i for i, n in enumerate(rollouts.trained_lens) if n]
+    batches = []
+    for plan in plan_sequences([rows[i][0] for i in kept], budget):
+        chosen = [kept[i] for i in plan]
+        batch = pack_sequences([rows[i][0] for i in chosen], [rows[i][1] for i in chosen], device=device)
+        batches.append(_packed(batch, _places(rollouts, chosen, device)))
+    return batches
+
+
+def _packed(batch: PackedBatch | PackedSequences, places: torch.Tensor) -> ModelBatch:
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "dualkv": batch.layout}
+    return ModelBatch(inputs, batch, places)
+
+
+WAYS = {"replicated": replicated_batches, "packed": packed_batches, "tree": tree_batches}
 
 
 def replicated_tokens_of_one_group(rollouts: Rollouts) -> int:
@@ -182,7 +221,7 @@ def _in_place(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tenso
 
 
 class PolicyTrainer:
-    """GRPO updates of a causal language model in one of the two ways; keeps time and peak memory.
+    """GRPO updates of a causal language model in one of the three ways; keeps time and peak memory.
 
     Attributes:
         seconds: by phase: "packing" (making micro-batches), "old log-probs", "reference log-probs", "forward",
@@ -204,7 +243,7 @@ class PolicyTrainer:
         """
         Args:
             model: updated in place.
-            way: "replicated" or "packed".
+            way: "replicated", "packed" (prompts) or "tree" (whatever is shared).
             objective: loss and its settings.
             budget: rows of a micro-batch are at most this.
             learning_rate: of AdamW.
@@ -217,7 +256,7 @@ class PolicyTrainer:
         for each in (model, reference):
             if each is not None:
                 disable(each)
-                if way == "packed":
+                if way != "replicated":
                     enable(each, deterministic=deterministic)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
@@ -236,7 +275,7 @@ class PolicyTrainer:
         Raises:
             ValueError: no response tokens, a budget that is too small, rewards that are not finite.
         """
-        lens, device = rollouts.response_lens, self.model.device
+        lens, device = rollouts.trained_lens, self.model.device
         if not sum(lens):
             raise ValueError("the rollouts have no response tokens, there is nothing to learn from")
         rewards = torch.tensor([r for group in rollouts.rewards for r in group], dtype=torch.float64)

@@ -49,6 +49,16 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "demo.json").read_text())["settings"]["prompt_len"] == 40
 
 
+def test_demo_of_several_turns(run: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "demo.svg"
+    code, out, err = run(*SMALL, "--turns", "2", "--responses", "3", "--plot", str(plot), "--json", str(tmp_path / "x"))
+    assert code == 0, err
+    for text in ("tree saves", "reward, tree", "EXACT TO ROUNDING: packed: largest difference", "tree runs at"):
+        assert text in " ".join(out.split())
+    assert set(json.loads((tmp_path / "x").read_text())["updates"]) == {"packed", "tree"}
+    assert "tree" in plot.read_text()
+
+
 def test_json_has_standard_output_to_itself(run: Run) -> None:
     code, out, err = run(*SMALL, "--json", "-", "--check")
     assert code == 0

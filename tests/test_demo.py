@@ -60,7 +60,7 @@ def write(path: Path, rollouts: Rollouts) -> str:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_live_rollouts_agree(algorithm: str, dtype: str) -> None:
     result = run_demo(DemoSettings(algorithm=algorithm, dtype=dtype, kl_coef=0.1, **SMALL))
-    first, second = result.updates
+    first, second = result.updates["packed"]
     allowed = TOLERANCE[dtype]
     assert max(first.logp, first.loss, first.gradients, first.weights or 1.0) <= allowed
     assert second.largest <= allowed * DRIFT
@@ -78,13 +78,82 @@ def test_rollouts_from_a_file_agree(tmp_path: Path) -> None:
     path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
     result = run_demo(DemoSettings(rollouts=path, dtype="float64", steps=3, learning_rate=5e-3, device="cpu"))
     assert result.exact is True
-    assert result.updates[0].largest <= 1e-10
+    assert result.updates["packed"][0].largest <= 1e-10
     assert result.same_samples is None
     assert result.ways["packed"].rewards == []
     assert result.response_tokens == [5 + 9 + 7 + 1 + 30 + 2] * 3
     clipped = [m["clip_fraction"] for m in result.ways["replicated"].metrics]
     assert clipped[0] == 0 < clipped[2]
     assert result.ways["packed"].metrics[2]["clip_fraction"] == pytest.approx(clipped[2])
+
+
+TURNS: dict[str, Any] = SMALL | {"turns": 3, "responses": 6, "prompt_len": 24, "response_len": 5}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_live_turns_agree_packed_as_prompts_and_as_trees(algorithm: str) -> None:
+    result = run_demo(DemoSettings(algorithm=algorithm, dtype="float64", kl_coef=0.1, **TURNS))
+    assert result.exact is True
+    for way in ("packed", "tree"):
+        first, second = result.updates[way]
+        assert max(first.logp, first.loss, first.gradients, first.weights or 1.0) <= 1e-10
+        assert second.largest <= 1e-8
+        assert result.ways[way].rewards == result.ways["replicated"].rewards
+        assert result.ways[way].metrics[1] == pytest.approx(result.ways["replicated"].metrics[1], abs=1e-9)
+    assert result.same_samples == (48, 48)
+    assert result.response_tokens == [2 * 6 * 3 * 5] * 2  # of the environment none
+    # Two, four, then six different turns, and the environment's answers to the first two; some begin alike.
+    assert result.ways["packed"].tokens[0] == 2 * (24 + 6 * 25)
+    assert 215 < result.ways["tree"].tokens[0] <= 2 * (24 + 2 * 10 + 4 * 10 + 6 * 5)
+    assert "packed: largest difference" in result.verdict
+    assert "tree: largest difference" in result.verdict
+
+
+def test_turns_from_a_file_agree_in_any_micro_batches(tmp_path: Path) -> None:
+    """Sequences that end inside others, count other tokens of what they share, or none."""
+    text = list(range(7, 40))
+    sequences = [text[:20], text[:9], [*text[:12], 3, 4], [*text[:12], 3, 5], text[:20], text[:5]]
+    masks = [[int(i > 5 + k and (i + k) % 3 > 0) for i in range(len(s))] for k, s in enumerate(sequences)]
+    assert not any(masks[-1])
+    other = {"prompt": [1, 2], "responses": [[3], [4, 5]], "rewards": [1, 0]}
+    lines = [{"sequences": sequences, "loss_masks": masks, "rewards": [0, 1, 2, 3, 5, 4]}, other]
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = DemoSettings(
+        rollouts=str(tmp_path / "turns.jsonl"), dtype="float64", steps=2, learning_rate=5e-3, device="cpu", check=True
+    )
+    results = [run_demo(dataclasses.replace(settings, budget=budget)) for budget in (None, 22)]
+    for result in results:
+        assert result.exact is True
+        assert result.updates["tree"][0].largest <= 1e-10
+        assert set(result.to_truth) == {"replicated", "packed", "tree"}
+        assert max(away.largest for away in result.to_truth.values()) < 1e-10
+        assert result.response_tokens == [sum(map(sum, masks)) + 3] * 2
+    assert results[0].ways["tree"].tokens == [(20 + 2 + 1) + (2 + 3)] * 2
+    assert results[1].ways["tree"].micro_batches[0] > results[0].ways["tree"].micro_batches[0] == 1
+    assert results[1].ways["tree"].losses == pytest.approx(results[0].ways["replicated"].losses, abs=1e-12)
+
+
+def test_a_wrong_mask_or_advantage_of_a_tree_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = dualkv.update.pack_sequences
+
+    def later(sequences: Any, masks: Any, **kwargs: Any) -> Any:
+        """Another token that counts, as many of them."""
+        first = masks[0].clone()
+        first[int(first.int().argmax())], first[-8] = False, True
+        return right(sequences, [first, *masks[1:]], **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dualkv.update, "pack_sequences", later)
+        assert run_demo(DemoSettings(**TURNS | {"steps": 1})).exact is False
+
+    def swapped(*args: Any) -> Any:
+        """Values of one rollout take the advantages of another."""
+        return [dataclasses.replace(b, places=b.places.roll(15)) for b in dualkv.update.tree_batches(*args)]
+
+    monkeypatch.setitem(WAYS, "tree", swapped)
+    result = run_demo(DemoSettings(**TURNS | {"steps": 1}))
+    assert result.exact is False
+    assert result.updates["packed"][0].largest <= TOLERANCE["float32"]
 
 
 def test_a_small_budget_changes_nothing_but_the_micro_batches(tmp_path: Path) -> None:
@@ -141,7 +210,7 @@ def test_result_is_json() -> None:
     data = json.loads(json.dumps(result.as_dict()))
     assert data["settings"]["prompt_len"] == 40
     assert data["ways"]["packed"]["total_seconds"] == pytest.approx(sum(data["ways"]["packed"]["seconds"].values()))
-    assert data["updates"][0]["gradients"] == result.updates[0].gradients
+    assert data["updates"]["packed"][0]["gradients"] == result.updates["packed"][0].gradients
     assert data["exact"] is True
 
 
@@ -181,7 +250,7 @@ def test_a_mistake_in_later_updates_is_not_exact(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(PolicyTrainer, "_loss", forgets)
     result = run_demo(DemoSettings(kl_coef=0.1, **SMALL))
-    assert result.updates[0].largest <= TOLERANCE["float32"]
+    assert result.updates["packed"][0].largest <= TOLERANCE["float32"]
     assert result.exact is False
 
 
@@ -289,6 +358,7 @@ def test_warming_up_leaves_nothing_behind() -> None:
         ({"dtype": "int8"}, "dtype is 'int8', expected one of float64, float32"),
         ({"steps": 0}, "steps is 0, expected 1 or more"),
         ({"responses": -1}, "responses is -1, expected 1 or more"),
+        ({"turns": 0}, "turns is 0, expected 1 or more"),
         ({"budget": 0}, "budget is 0, expected 1 or more"),
         ({"kl_coef": float("nan")}, "kl_coef is nan, expected 0 or more"),
         ({"device": "gpu"}, "device is 'gpu', expected cpu or cuda"),

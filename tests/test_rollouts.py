@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dualkv.models import load_model
 from dualkv.rollouts import ByteTokenizer, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
-from dualkv.sampling import sample_responses
+from dualkv.sampling import sample_responses, sample_turns
 
 GOOD = {"prompt": "hi", "responses": ["a", "bc"], "rewards": [0, 1.5]}
 
@@ -72,6 +72,45 @@ def test_bad_lines_name_file_and_line(tmp_path: Path, line: object, says: str) -
         read_rollouts(path, ByteTokenizer(), 320)
     assert str(caught.value).startswith(f"{path}:2: ")
     assert "\n" not in str(caught.value)
+
+
+TURNS = {"sequences": [[5, 6, 7, 8], [5, 6, 9], [5, 6]], "loss_masks": [[0, 0, 0, 1], [0, 0, 1], [0, 0]],
+         "rewards": [1, 2, 3]}  # fmt: skip
+
+
+def test_reads_rollouts_of_several_turns(tmp_path: Path) -> None:
+    """The prompt is what all begin with, up to the first token that counts."""
+    early = {"sequences": [[1, 2, 3], [1, 2, 3]], "loss_masks": [[0, 1, 1], [False, False, True]], "rewards": [0, 0]}
+    rollouts = read_rollouts(write(tmp_path, TURNS, GOOD, early), ByteTokenizer(), 320)
+    assert [p.tolist() for p in rollouts.prompts] == [[5, 6], [104, 105], [1]]
+    assert [[r.tolist() for r in g] for g in rollouts.responses] == [[[7, 8], [9], []], [[97], [98, 99]], [[2, 3]] * 2]
+    assert [[m.tolist() for m in g] for g in rollouts.masks or []] == [
+        [[False, True], [True], []],
+        [[True], [True, True]],
+        [[True, True], [False, True]],
+    ]
+    assert rollouts.trained_lens == [1, 1, 0, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"loss_masks": [[0] * 4, [0] * 3]}, "'loss_masks' must be a list of 3 masks, one a sequence, got 2 masks"),
+        ({"loss_masks": 1}, "'loss_masks' must be a list of 3 masks, one a sequence, got a number"),
+        ({"loss_masks": [[0] * 4, [0] * 2, [0] * 2]}, "'loss_masks[1]' must be a list of 3 values 0 or 1, one a token"),
+        ({"loss_masks": [[0, 0, 0, 2], [0] * 3, [0] * 2]}, "'loss_masks[0]' must be a list of 4 values 0 or 1"),
+        ({"loss_masks": [[0] * 4, [1, 0, 0], [0] * 2]}, "sequences[1] begins with a token that counts"),
+        ({"sequences": [[5, 6, 7, 8], [6, 6, 9], [5, 6]]}, "sequences[0] and sequences[1] differ in their first token"),
+        ({"sequences": [[5, 6, 7, 8], [5, 6, 320], [5, 6]]}, "sequences[1][2] is token 320, outside the model's"),
+        ({"sequences": ["text", [5, 6, 9], [5, 6]]}, "'sequences[0]' must be a list of token ids, got text"),
+        ({"sequences": [], "rewards": []}, "'sequences' is empty, expected at least one sequence"),
+        ({"rewards": [1]}, "1 rewards for 3 sequences, expected one a sequence"),
+    ],
+)
+def test_bad_turns_name_file_and_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        read_rollouts(write(tmp_path, TURNS | change), ByteTokenizer(), 320)
+    assert str(caught.value).startswith(f"{tmp_path / 'rollouts.jsonl'}:1: ")
 
 
 def test_text_outside_a_small_vocabulary(tmp_path: Path) -> None:
@@ -180,3 +219,28 @@ def test_sampling_in_several_chunks_changes_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("dualkv.sampling.CACHE_BYTES", 1)
     apart = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
     assert [[r.tolist() for r in g] for g in whole] == [[r.tolist() for r in g] for g in apart]
+
+
+@pytest.mark.parametrize(("rollouts", "turns", "distinct"), [(6, 3, [2, 4, 6]), (5, 2, [2, 5]), (1, 3, [1, 1, 1])])
+def test_sampled_turns_branch(rollouts: int, turns: int, distinct: list[int]) -> None:
+    """Each turn is what the model samples behind all that came before; some turns are shared, answers by everybody."""
+    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
+    texts = topic_prompts(ByteTokenizer(), 9, 2, seed=0)
+    answers = [topic_prompts(ByteTokenizer(), 3, turns - 1, seed=g + 1) for g in range(2)]
+    responses, masks = sample_turns(model, texts, answers, rollouts, 4, vocab_size=257, seed=7)
+    for prompt, group, mask, answer in zip(texts, responses, masks, answers, strict=True):
+        assert [len(r) for r in group] == [4 * turns + 3 * (turns - 1)] * rollouts
+        for turn in range(turns):
+            at = turn * 7
+            assert len({tuple(r[: at + 4].tolist()) for r in group}) == distinct[turn]
+            if turn + 1 < turns:
+                assert all(torch.equal(r[at + 4 : at + 7], answer[turn]) for r in group)
+        assert all(m.tolist() == (([True] * 4 + [False] * 3) * turns)[:-3] for m in mask)
+        # The first of the last turn, sampled once more from its whole context.
+        context = torch.cat([prompt, group[0][:-4]])
+        before = min(rollouts, 2 ** (turns - 1))
+        again = sample_responses(
+            model, [context], -(-rollouts // before), 4, vocab_size=257, eos_id=None, seed=7 + ((turns - 1) << 20)
+        )
+        if prompt is texts[0]:  # the random numbers of the first context are the same alone
+            assert torch.equal(again[0][0], group[0][-4:])
