@@ -41,6 +41,7 @@ from dualkv.integrations.trl import GRPOTrainer
 from dualkv.measure import PeakMemory
 from dualkv.models import CONFIGS, load_model
 
+WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
 
 
@@ -53,6 +54,7 @@ class Settings:
     responses: int
     prompt_len: int
     response_len: int
+    ways: list[str]
     attention: str
     dtype: str
     checkpointing: bool
@@ -192,10 +194,12 @@ def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
     return step
 
 
-def ways(s: Settings, rollouts: Rollouts, device: torch.device) -> Iterator[tuple[str, Any, Step, dict[str, float]]]:
+def steps_of(
+    s: Settings, rollouts: Rollouts, device: torch.device
+) -> Iterator[tuple[str, Any, Step, dict[str, float]]]:
     """Name, model and step of each way, one after another: a model goes before the next one comes."""
     original: Any = load_model(s.model, torch.bfloat16 if s.dtype == "bf16" else torch.float32, torch.device("cpu"), 0)
-    for way in ("padded", "tree", "packed"):
+    for way in s.ways:
         model: Any = copy.deepcopy(original).to(device)
         model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else s.attention)
         seconds: dict[str, float] = {}
@@ -215,7 +219,7 @@ def measure(s: Settings, device: torch.device) -> dict[str, Any]:
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4
     rollouts, found, reference = make_rollouts(s), {}, None
-    for way, model, step, seconds in ways(s, rollouts, device):
+    for way, model, step, seconds in steps_of(s, rollouts, device):
         peak = PeakMemory(device)
         each = []
         for _ in range(s.steps + 1):
@@ -235,7 +239,7 @@ def measure(s: Settings, device: torch.device) -> dict[str, Any]:
             "peak_gib": None if peak.bytes is None else peak.bytes / 2**30,
             "loss": loss.item(),
             "gradient_norm": norms.norm().item(),
-            "mean_log_prob_difference_to_padded": (logp - reference).abs().mean().item(),
+            "mean_log_prob_difference_to_first": (logp - reference).abs().mean().item(),
         }
         print(way, json.dumps(found[way]), flush=True)
         del model, step, loss, logp
@@ -254,6 +258,7 @@ def main(
     responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16,
     prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 4096,
     response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512,
+    ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None,
     attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa",
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
@@ -263,6 +268,9 @@ def main(
     """Measure forward and backward of one micro-batch; print and write the figures."""
     if model not in CONFIGS:
         raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
+    ways = list(WAYS) if ways is None else ways
+    if not set(ways) <= set(WAYS):
+        raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
     given = {name: value for name, value in locals().items() if name not in ("json_path", "commit")}
     settings = Settings(**given)
     cuda = torch.cuda.is_available()

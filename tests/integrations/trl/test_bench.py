@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
 
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
 from tools import bench_trl
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
 def segments(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any) -> torch.Tensor:
@@ -42,6 +46,6 @@ def test_three_ways_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for figures in ways.values():
         assert figures["loss"] == pytest.approx(ways["padded"]["loss"], rel=1e-5, abs=1e-6)
         assert figures["gradient_norm"] == pytest.approx(ways["padded"]["gradient_norm"], rel=1e-4)
-        assert figures["mean_log_prob_difference_to_padded"] < 1e-5
+        assert figures["mean_log_prob_difference_to_first"] < 1e-5
         assert figures["seconds"]["median"] > 0
     assert ways["padded"]["gradient_norm"] > 1e-3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -23,6 +26,7 @@ from tests.integrations.trl.runs import SETTINGS, Padded, Run, make_trainer, tok
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
 LORA = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+ROOT = Path(__file__).parents[3]
 OF_THE_CLOCK = {"step_time", "train_runtime", "eval_runtime"}
 RUNS: dict[str, dict[str, Any]] = {
     "dapo": {"evaluate": True},
@@ -108,6 +112,22 @@ def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, sett
         for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
             if name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+def test_two_ranks_that_share_groups(tmp_path: Path) -> None:
+    """DDP: the rollouts of a prompt are on both ranks, and each rank packs those that it has."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.integrations.trl.ranks", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for runs in ranks:
+        assert largest(runs["GRPOTrainer"].logps, runs["Padded"].logps) < 1e-5
+        assert_equal_updates(runs["GRPOTrainer"], runs["Padded"])
+    ours, theirs = (r["GRPOTrainer"] for r in ranks)
+    assert any(not torch.equal(a, b) for a, b in zip(ours.completions, theirs.completions, strict=True))
+    assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+    assert_equal_metrics(ours, ranks[0]["Padded"])
 
 
 # ---------------------------------------------------------------- micro-batches
