@@ -1,4 +1,4 @@
-"""A rank that trains with DDP: `torchrun -m tests.integrations.trl.ranks FOLDER` saves there what each rank computed."""
+"""A rank that trains with DDP: `torchrun -m tests.integrations.trl.ranks FOLDER` saves there what each computed."""
 
 from __future__ import annotations
 
