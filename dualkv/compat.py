@@ -8,8 +8,10 @@ but the first sequence need rows of their own there: then each sequence carries 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,11 +24,18 @@ from dualkv.attention import attention, casts, check_local
 from dualkv.layout import IntArray, Layout, Lengths, _cumulative, positions
 from dualkv.ops import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LAYOUTS_KEPT = 16  # of the last calls with other lengths: as many micro-batches may take turns without new plans
 
 
-@torch.compiler.disable
+def _eager(function: Function) -> Function:
+    """`function` as it is, which torch.compile leaves out of its graphs."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+@_eager
 def flash_attn_dualkv_varlen_func(
     q: torch.Tensor,
     k_context: torch.Tensor,

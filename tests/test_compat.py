@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -265,19 +262,6 @@ def test_bad_head_dims(head_dim):
     change = {n: tensor(r, 2, head_dim) for n, r in zip(list(GOOD)[:5], (7, 3, 3, 4, 4), strict=True)}
     with pytest.raises(ValueError, match=f"head_dim {head_dim}, expected a multiple of 8 up to 256"):
         bad_call(change, True)
-
-
-def test_code_of_the_migration_page_runs():
-    text = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
-    tensors = dict(list(GOOD.items())[:5])
-    space = {**GOOD, "k": torch.cat([tensors["k_context"], tensors["k_decoded"]]), "dualkv": dualkv, "P": CONTEXT}
-    space |= {"v": torch.cat([tensors["v_context"], tensors["v_decoded"]]), "R_0": 2, "R_1": 1, "R_2": 1}
-    exec(blocks[0], space)
-    for block in blocks[1:]:
-        exec(block, space)
-        assert space.pop("out").shape == GOOD["q"].shape
 
 
 def test_it_is_found_at_the_top_level():

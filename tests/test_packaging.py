@@ -1,0 +1,154 @@
+"""The distributions: what is in them, their metadata, the types that users see, and what a missing package says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+import dualkv
+from codegen import toolchain
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("dualkv", "codegen", "cute_kernels")
+SOURCES = {str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """(the source distribution, the wheel that was built from it)"""
+    out = tmp_path_factory.mktemp("distributions")
+    # From a copy: a build leaves files where it runs.
+    copied = [*PACKAGES, "tests", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"]
+    source = out / "source"
+    source.mkdir()
+    for name in copied:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(out), str(source)], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    assert "Deprecat" not in built.stderr
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+
+
+# ---------------------------------------------------------------- contents
+def test_the_wheel_has_the_packages_and_nothing_else(distributions):
+    names = zipfile.ZipFile(distributions[1]).namelist()
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == SOURCES | {"dualkv/py.typed"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_source_distribution_builds_the_wheel_and_tells_its_story(distributions):
+    with tarfile.open(distributions[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    own = {name for name in names if not name.startswith("dualkv.egg-info/")}
+    beside = {"pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "setup.cfg"}
+    assert own == SOURCES | {"dualkv/py.typed"} | beside
+
+
+def test_metadata(distributions):
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        about = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(wheel.read(about).decode())
+        entry_points = wheel.read(about.replace("METADATA", "entry_points.txt")).decode()
+    assert metadata["Version"] == dualkv.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == "<3.13,>=3.11"
+    assert set(metadata.get_all("Provides-Extra")) == {"transformers", "trl", "verl", "bench", "dev"}
+    assert "dualkv = dualkv.__main__:main" in entry_points
+    assert "dualkv = dualkv.integrations.verl" in entry_points
+
+
+def test_the_changelog_knows_the_version():
+    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert titles[0] == "Unreleased" or titles[0].startswith(dualkv.__version__)
+
+
+# ---------------------------------------------------------------- types
+def test_a_program_that_uses_it_is_checked_strictly(distributions, tmp_path):
+    """Against the wheel, in an environment of its own."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    here, there = (
+        Path(subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
+        for python in (sys.executable, str(environment / "bin" / "python"))
+    )
+    zipfile.ZipFile(distributions[1]).extractall(there)
+    for package in ("torch", "numpy", "typing_extensions.py"):  # whose types ours are made of
+        (there / package).symlink_to(here / package)
+    shutil.copy(ROOT / "tests" / "data" / "consumer.py", tmp_path)  # next to no sources of ours
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(environment / "bin" / "python"),
+         "--config-file", os.devnull, "consumer.py"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# ---------------------------------------------------------------- what is not installed
+WITHOUT = """
+import sys
+for name in sys.argv.pop(1).split(","):
+    sys.modules[name] = None  # as if it were not installed
+{program}
+"""
+ATTENTION = """
+import torch, dualkv
+layout = dualkv.Layout.from_lengths([5], [[3, 2]])
+q, k, v = torch.randn(3, layout.num_tokens, 2, 16, requires_grad=True).unbind()
+dualkv.attention(q, k, v, layout).sum().backward()
+print("computed")
+"""
+COMMAND = "from dualkv.__main__ import main\nmain()"
+
+
+def without(names, program, *args, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(program=program), names, *args], capture_output=True, text=True,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_attention_needs_none_of_the_others():
+    others = "cutlass,triton,transformers,rich,typer,matplotlib,trl,verl,pynvml,tvm_ffi,cuda"
+    assert without(others, ATTENTION).stdout == "computed\n"
+
+
+NEEDS = "dualkv: {0} is missing, which the command line needs: pip install typer rich"
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "says"),
+    [
+        ("rich", ["doctor"], NEEDS.format("rich")),
+        ("typer", ["doctor"], NEEDS.format("typer")),
+        ("transformers", ["demo"], "dualkv: transformers is missing: pip install 'dualkv[transformers]'"),
+        ("matplotlib", ["demo", "--plot", "x.png"], "dualkv: matplotlib is missing: pip install 'dualkv[bench]'"),
+        ("matplotlib", ["bench", "--plot", "x.png"], "dualkv: matplotlib is missing: pip install 'dualkv[bench]'"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(names, words, says):
+    done = without(names, COMMAND, *words)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [says]
+    assert done.stdout.strip() == ""
+
+
+def test_kernels_without_their_compiler(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain, "can_compile", lambda: False)  # by what is installed of nvidia-cutlass-dsl
+    code, out, err = run("precompile", "--out", str(tmp_path / "k"), "--head-dims", "64", "--gqa", "1")
+    assert (code, out.strip()) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert "pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'" in err
