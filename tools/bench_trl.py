@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -89,19 +90,21 @@ def make_rollouts(s: Settings) -> Rollouts:
 def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Rollouts) -> Step:
     """A step of a trainer, which gets what its generation would have left."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    trainer = cls(
-        model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=trl.GRPOConfig(
-            bf16=s.dtype == "bf16",
-            use_cpu=model.device.type == "cpu",
-            per_device_train_batch_size=len(rollouts.responses),
-            num_generations=s.responses,
-            report_to="none",
-        ),
-        train_dataset=datasets.Dataset.from_dict({"prompt": [""]}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-    )
+    with tempfile.TemporaryDirectory() as folder:  # TRL wants one; nothing is written there
+        trainer = cls(
+            model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=trl.GRPOConfig(
+                output_dir=folder,
+                bf16=s.dtype == "bf16",
+                use_cpu=model.device.type == "cpu",
+                per_device_train_batch_size=len(rollouts.responses),
+                num_generations=s.responses,
+                report_to="none",
+            ),
+            train_dataset=datasets.Dataset.from_dict({"prompt": [""]}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        )
     trainer.current_gradient_accumulation_steps = 1
     pad = torch.nn.utils.rnn.pad_sequence
     inputs = {
