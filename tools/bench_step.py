@@ -11,8 +11,10 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,24 +88,28 @@ def make_model(sizes: Sizes, device: torch.device) -> Any:
     return model.to(device).train()
 
 
-def change_layers(model: Any, how: str) -> None:
-    """The layers as a row has them; there is no way back."""
+@contextmanager
+def changed_layers(model: Any, how: str) -> Iterator[None]:
+    """The layers as a row has them; what Liger and compilation put into transformers' module goes at the end."""
     decoder = model.get_decoder()
-    if how == "liger":
-        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    modeling = sys.modules[type(decoder).__module__]
+    before = dict(vars(modeling))
+    try:
+        if how == "liger":
+            from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-    elif how == "compiled":
-        for layer in decoder.layers:
-            layer.compile(dynamic=True)
-    elif how == "compiled pieces":
-        import sys
-
-        modeling = sys.modules[type(decoder).__module__]
-        modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb, dynamic=True)  # type: ignore[attr-defined]
-        for name, module in decoder.named_modules():
-            if "norm" in name.rpartition(".")[2] or name.endswith(".mlp"):
-                module.compile(dynamic=True)
+            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+        elif how == "compiled":
+            for layer in decoder.layers:
+                layer.compile(dynamic=True)
+        elif how == "compiled pieces":
+            modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb, dynamic=True)  # type: ignore[attr-defined]
+            for name, module in decoder.named_modules():
+                if "norm" in name.rpartition(".")[2] or name.endswith(".mlp"):
+                    module.compile(dynamic=True)
+        yield
+    finally:
+        vars(modeling).update(before)
 
 
 def make_rollouts(sizes: Sizes) -> Rollouts:
@@ -153,24 +159,18 @@ def measure(sizes: Sizes, names: list[str], device: torch.device) -> Iterator[di
     stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if cuda else ("math", {})
     figures: dict[str, Any] = {"stock_attention": stock, "stock_attention_seconds": tried, "rows": {}}
     yield figures
-    made: tuple[str, Any] | None = None
     first: torch.Tensor | None = None
     for name in names:
         row = ROWS[name]
         gc.collect()
+        torch._dynamo.reset()
         try:
-            if made is None or made[0] != row.layers:
-                made = None  # before the next one takes its memory
-                gc.collect()
-                torch._dynamo.reset()
-                model = make_model(sizes, device)
-                change_layers(model, row.layers)
-                own = model.config._attn_implementation
-                made = row.layers, model
-            logp, found = run_row(row, sizes, model, own, rollouts, weights, stock)
+            model = make_model(sizes, device)
+            with changed_layers(model, row.layers):
+                logp, found = run_row(row, sizes, model, rollouts, weights, stock)
+            del model
         except Exception as error:
             figures["rows"][name] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
-            made = None
         else:
             first = logp if first is None else first
             apart = (logp - first).double().square().mean().sqrt()
@@ -179,12 +179,11 @@ def measure(sizes: Sizes, names: list[str], device: torch.device) -> Iterator[di
 
 
 def run_row(
-    row: Row, sizes: Sizes, model: Any, own: str, rollouts: Rollouts, weights: torch.Tensor, stock: str
+    row: Row, sizes: Sizes, model: Any, rollouts: Rollouts, weights: torch.Tensor, stock: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Log-probs [M] and figures of a row."""
     device, length = weights.device, sizes.prompt_len + sizes.response_len
     if row.way == "packed":
-        model.config._attn_implementation = {"": own}
         enable(model)
         rows = sizes.prompt_len + sizes.responses * sizes.response_len
         batches = packed_batches(rollouts, rows, device)

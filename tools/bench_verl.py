@@ -3,18 +3,23 @@
     torchrun --nproc-per-node 4 -m tools.bench_verl --engine dualkv --model qwen3-8b --max-tokens 73760 --json ours.json
     torchrun --nproc-per-node 4 -m tools.bench_verl --engine verl --model qwen3-8b --micro-batch 8 --json verl.json
 
-One engine and one size of micro-batch a run, so that a run that does not fit spoils no other. The worker is veRL's own,
-with veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random. (veRL 0.9.1's
-engine takes a fused head with FSDP2 only where it is tied to the embedding; --strategy fsdp serves the others.)
+`--rows` runs many of them one after another; a row that fails (that does not fit, say) records why. The worker is
+veRL's own, with veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random.
+(veRL 0.9.1's engine takes a fused head with FSDP2 only where it is tied to the embedding; here the head is gathered for
+it.)
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,13 +29,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import typer
+from accelerate import init_empty_weights
 from tensordict import NonTensorData, TensorDict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
@@ -38,6 +47,7 @@ from verl.workers.config import (
     HFModelConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
@@ -46,6 +56,7 @@ from dualkv.bench.timing import Meter
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
+from tools import stock_attention
 
 
 class Engine(StrEnum):
@@ -87,7 +98,8 @@ class Settings:
     strategy: str
     sequence_parallel: int
     attention: str
-    fused_head: bool
+    head: str
+    liger: bool
     checkpointing: bool
     keep: str
     offload: bool
@@ -95,9 +107,14 @@ class Settings:
     updates: int
     learning_rate: float
 
+    def same_worker(self, other: Settings) -> bool:
+        """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
+        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates")
+        return replace(other, **{name: getattr(self, name) for name in free}) == self
 
-def save_config(model: str, layers: int | None, folder: Path) -> int:
-    """The configuration of a named model, for veRL to read; its vocabulary's size."""
+
+def save_config(model: str, layers: int | None, folder: Path) -> Any:
+    """The configuration of a named model, saved for veRL to read."""
     settings = dict(CONFIGS[model])
     if layers is not None:
         settings["num_hidden_layers"] = layers
@@ -105,7 +122,7 @@ def save_config(model: str, layers: int | None, folder: Path) -> int:
     config = AutoConfig.for_model(kind, **settings)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.save_pretrained(folder)
-    return int(config.vocab_size)
+    return config
 
 
 def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> Any:
@@ -128,8 +145,70 @@ def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> A
     return model
 
 
+def random_shards(module: torch.nn.Module, *_: Any) -> None:
+    """In place of `fsdp2_load_full_state_dict`: each rank makes its share of the weights where it belongs."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=get_device_id())
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.fill_(1) if "norm" in name else local.normal_(0, 0.02)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+FORWARDS: dict[type, Any] = {}  # of model classes, into which veRL puts its fused heads
+
+
+def build(s: Settings) -> Any:
+    """The worker of this rank, for a model with random weights."""
+    for cls, forward in FORWARDS.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        config = save_config(s.model, s.layers, Path(folder))
+        cls = AutoModelForCausalLM._model_mapping[type(config)]
+        FORWARDS.setdefault(cls, cls.forward)
+        patches.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model))
+        if s.strategy == "fsdp2" and not config.tie_word_embeddings:
+            for name, fake in (
+                ("get_init_weight_context_manager", lambda **_: init_empty_weights),
+                ("fsdp2_load_full_state_dict", random_shards),
+            ):
+                patches.enter_context(mock.patch.object(transformer_impl, name, fake))
+        worker = make_worker(s, Path(folder))
+    if s.engine is Engine.VERL and s.head != "unfused":
+        gather_head(worker.engine.module)
+    return worker
+
+
+def gather_head(module: Any) -> None:
+    """A fused head reads the head's weight without calling it, where FSDP2 would gather it."""
+    head = module.get_output_embeddings()
+
+    def gather(*_: Any) -> None:
+        head.unshard()
+
+    if isinstance(head, FSDPModule):
+        module.get_decoder().register_forward_hook(gather)
+
+
+def set_loss(worker: Any, s: Settings) -> None:
+    """veRL's loss for the rollouts of `s`."""
+    actor = FSDPActorConfig(
+        strategy=s.strategy,
+        rollout_n=s.responses,
+        ppo_micro_batch_size_per_gpu=1,
+        fsdp_config=worker.engine_config,
+        optim=worker.optimizer_config,
+        **LOSSES[s.algorithm],
+    )
+    worker.set_loss_fn(partial(ppo_loss, config=actor))
+
+
 def make_worker(s: Settings, folder: Path) -> Any:
-    """veRL's worker of this rank, with veRL's loss, for the model in `folder`."""
+    """veRL's worker of this rank for the model in `folder`, with veRL's loss."""
+    length = s.prompt_len + s.response_len
+    attention = stock_attention.register(s.attention, length) if s.attention in stock_attention.CALLS else s.attention
     batching = {"max_token_len_per_gpu": s.max_tokens, "micro_batch_size_per_gpu": s.micro_batch}
     fsdp = FSDPEngineConfig(
         strategy=s.strategy,
@@ -143,21 +222,14 @@ def make_worker(s: Settings, folder: Path) -> Any:
         **{f"infer_{name}": value for name, value in batching.items()},
     )
     optimizer = FSDPOptimizerConfig(lr=s.learning_rate, total_training_steps=100, lr_warmup_steps=0)
-    actor = FSDPActorConfig(
-        strategy=s.strategy,
-        rollout_n=s.responses,
-        ppo_micro_batch_size_per_gpu=1,
-        fsdp_config=fsdp,
-        optim=optimizer,
-        **LOSSES[s.algorithm],
-    )
     model = HFModelConfig(
         path=str(folder),
         load_tokenizer=False,
         enable_gradient_checkpointing=s.checkpointing,
-        override_config={"attn_implementation": s.attention},
-        use_fused_kernels=s.fused_head,
-        fused_kernel_options={"impl_backend": "torch", "dualkv_keep": s.keep},
+        override_config={"attn_implementation": attention},
+        use_liger=s.liger,
+        use_fused_kernels=s.head != "unfused",
+        fused_kernel_options={"impl_backend": s.head, "dualkv_keep": s.keep},
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -169,7 +241,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
         )
     )
     worker.reset()
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    set_loss(worker, s)
     return worker
 
 
@@ -197,42 +269,54 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     return data
 
 
-def measure(s: Settings) -> dict[str, Any]:
-    """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank."""
-    random_weights = mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model)
-    with tempfile.TemporaryDirectory() as folder, random_weights:
-        vocab = save_config(s.model, s.layers, Path(folder))
-        worker = make_worker(s, Path(folder))
-    ranks = worker.engine.get_data_parallel_size()
-    data = make_rollouts(s, vocab, worker.engine.get_data_parallel_rank())
-    size = ranks * len(data)
-    tu.assign_non_tensor(data, mini_batch_size=size, global_batch_size=size, dataloader_kwargs={"shuffle": False})
+def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
+    """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank.
+
+    The first update of a fresh worker is not measured. For veRL's own engine it is one of a single micro-batch.
+    """
+    set_loss(worker, s)
+    engine, ranks = worker.engine, worker.engine.get_data_parallel_size()
+    counter = FlopsCounter(worker.model_config.hf_config)
+    data = make_rollouts(s, worker.model_config.hf_config.vocab_size, engine.get_data_parallel_rank())
+    few = len(data) if s.engine is Engine.DUALKV or s.micro_batch is None else s.micro_batch
+    tu.assign_non_tensor(data, use_dynamic_bsz=s.max_tokens is not None, dataloader_kwargs={"shuffle": False})
+    for name, value in (("max_token_len_per_gpu", s.max_tokens), ("micro_batch_size_per_gpu", s.micro_batch)):
+        if value is not None:
+            tu.assign_non_tensor(data, **{name: value})
 
     device = get_torch_device()
-    seconds, metrics = [], {}
-    for update in range(s.updates + 1):
-        if update == 1:
-            device.reset_peak_memory_stats()
+    metrics: dict[str, Any] = {}
+
+    def update(rollouts: int) -> float:
+        """Seconds of one update with the first rollouts of each rank."""
+        given = tu.index_select_tensor_dict(data, list(range(rollouts)))
+        tu.assign_non_tensor(given, mini_batch_size=ranks * rollouts, global_batch_size=ranks * rollouts)
         dist.barrier()
         device.synchronize()
         start = time.perf_counter()
-        found = worker.train_mini_batch(data.clone())
+        found = worker.train_mini_batch(given)
         device.synchronize()
         dist.barrier()
-        seconds.append(time.perf_counter() - start)
-        if found is not None:
-            metrics = tu.get(found, "metrics")
+        metrics.update({} if found is None else tu.get(found, "metrics"))
+        return time.perf_counter() - start
+
+    warm_up = update(few) if fresh else None
+    device.empty_cache()
+    device.reset_peak_memory_stats()
+    seconds = [update(len(data)) for _ in range(s.updates)]
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, device.max_memory_allocated() / 2**30)
 
     prompts = [g for g in range(ranks * s.groups) for _ in range(s.responses)]
     rollouts = rollouts_by_tag(prompts, [s.prompt_len] * len(prompts), [s.response_len] * len(prompts))
-    tokens, median = work.replicated(rollouts).tokens, statistics.median(seconds[1:])
+    nominal, median = work.replicated(rollouts), statistics.median(seconds)
+    peak = get_device_flops() * dist.get_world_size()
     return {
         "ranks": dist.get_world_size(),
-        "seconds": {"first": seconds[0], "each": seconds[1:], "median": median},
-        "replicated_tokens": tokens,
-        "replicated_tokens_per_second": tokens / median,
+        "seconds": {"warm_up": warm_up, "each": seconds, "median": median},
+        "replicated_tokens": nominal.tokens,
+        "replicated_tokens_per_second": nominal.tokens / median,
+        "mfu_effective": nominal.flops(counter) / median / peak,
         "peak_gib": peaks,
         "metrics": {
             name: float(torch.tensor(values).float().mean())
@@ -240,6 +324,57 @@ def measure(s: Settings) -> dict[str, Any]:
             if name == "mfu" or name.startswith("dualkv/")
         },
     }
+
+
+def measure_all(rows: list[Settings]) -> Iterator[dict[str, Any]]:
+    """Settings and figures of each row, or why it failed; neighbours that can share a worker do."""
+    worker: Any = None
+    of: Settings | None = None
+    for s in rows:
+        start = time.perf_counter()
+        try:
+            fresh = of is None or not s.same_worker(of)
+            if fresh:
+                worker = of = None
+                gc.collect()
+                get_torch_device().empty_cache()
+                worker = build(s)
+                of = s
+            built = time.perf_counter()
+            found = measure(s, worker, fresh)
+            found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
+        except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError, and comes to all ranks alike
+            found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+            worker = of = None
+        yield {"settings": asdict(s), **found}
+
+
+def settings_of(options: dict[str, Any]) -> Settings:
+    """Settings from the options of the command line.
+
+    Raises:
+        typer.BadParameter: an unknown option or model, or not one of the two sizes of micro-batches.
+    """
+    if options["model"] not in CONFIGS:
+        raise typer.BadParameter(f"{options['model']!r} is none of {', '.join(CONFIGS)}")
+    if (options["micro_batch"] is None) == (options["max_tokens"] is None):
+        raise typer.BadParameter("expected one of --micro-batch and --max-tokens")
+    if unknown := options.keys() - Settings.__dataclass_fields__.keys():
+        raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
+    return Settings(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
+
+
+def summary(figures: dict[str, Any]) -> str:
+    s = figures["settings"]
+    size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
+    what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
+    if "error" in figures:
+        return f"{what}: {figures['error']}"
+    return (
+        f"{what}: {figures['seconds']['median']:.3f} s an update ({figures['build_seconds']:.1f} s to build,"
+        f" {figures['measure_seconds']:.1f} s to measure), {figures['replicated_tokens_per_second']:,.0f} tokens/s,"
+        f" effective MFU {figures['mfu_effective']:.3f}, peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
+    )
 
 
 def main(
@@ -256,34 +391,35 @@ def main(
     algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO,
     strategy: Annotated[str, typer.Option(help="fsdp or fsdp2.")] = "fsdp2",
     sequence_parallel: Annotated[int, typer.Option(help="Ulysses degree.")] = 1,
-    attention: Annotated[str, typer.Option(help="transformers' attention that veRL's own engine runs.")] = "sdpa",
-    fused_head: Annotated[bool, typer.Option(help="Log-probs without the logits of all rows at once.")] = True,
+    attention: Annotated[
+        str,
+        typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}, or transformers' name of one."),
+    ] = "fa2",
+    head: Annotated[str, typer.Option(help="veRL's unfused, torch, triton or liger.")] = "torch",
+    liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
     keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
-    updates: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 3,
+    updates: Annotated[int, typer.Option(help="To measure, after one that is not if the worker is fresh.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
+    rows: Annotated[
+        Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    if model not in CONFIGS:
-        raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
-    if (micro_batch is None) == (max_tokens is None):
-        raise typer.BadParameter("expected one of --micro-batch and --max-tokens")
-    given = {name: value for name, value in locals().items() if name not in ("json_path", "commit")}
-    settings = Settings(**given)
+    given = {name: value for name, value in locals().items() if name not in ("json_path", "commit", "rows")}
+    listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
+    if get_device_name() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
-    figures = measure(settings)
-    if dist.get_rank() == 0:
-        meter = Meter() if get_device_name() == "cuda" else None
-        recorded = {**environment(meter, commit), "settings": asdict(settings), **figures}
-        json_path.write_text(json.dumps(recorded, indent=1) + "\n")
-        print(
-            f"{engine}: {figures['seconds']['median']:.3f} s an update,"
-            f" {figures['replicated_tokens_per_second']:,.0f} replicated tokens/s,"
-            f" peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
-        )
+    recorded: dict[str, Any] = {**environment(Meter() if get_device_name() == "cuda" else None, commit), "rows": []}
+    for figures in measure_all(listed):
+        recorded["rows"].append(figures)
+        if dist.get_rank() == 0:
+            json_path.write_text(json.dumps(recorded, indent=1) + "\n")
+            print(summary(figures), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -39,7 +39,7 @@ def _fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None)
 CALLS: dict[str, Call] = {
     "fa4": _fa4,
     "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
     "math": _sdpa(SDPBackend.MATH),
 }
 

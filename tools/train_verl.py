@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -97,10 +98,11 @@ def make_batch(task: Task, prompts: torch.Tensor, responses: torch.Tensor, rewar
     return data
 
 
-def save_model(folder: Path, seed: int) -> None:
+def save_model(folder: Path, seed: int, head_dim: int = 16) -> None:
     """A small model with random weights."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL)).save_pretrained(folder)
+    config = AutoConfig.for_model("qwen3", **MODEL | {"head_dim": head_dim})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def copy_weights(worker: Any, model: PreTrainedModel) -> None:
@@ -108,8 +110,8 @@ def copy_weights(worker: Any, model: PreTrainedModel) -> None:
     model.load_state_dict({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()})
 
 
-def settings_for(task: Task, updates: int, learning_rate: float) -> Settings:
-    """Of veRL's own engine: one group a micro-batch, fp32."""
+def settings_for(task: Task, updates: int, learning_rate: float, dtype: str = "fp32") -> Settings:
+    """Of veRL's own engine: one group a micro-batch."""
     return Settings(
         engine=Engine.VERL,
         model="a random Qwen3",
@@ -124,21 +126,21 @@ def settings_for(task: Task, updates: int, learning_rate: float) -> Settings:
         strategy="fsdp2",
         sequence_parallel=1,
         attention="sdpa",
-        fused_head=False,
+        head="unfused",
+        liger=False,
         checkpointing=False,
         keep="nothing",
         offload=False,
-        dtype="fp32",
+        dtype=dtype,
         updates=updates,
         learning_rate=learning_rate,
     )
 
 
-def train(settings: Settings, task: Task, folder: Path, seed: int) -> list[float]:
-    """The mean reward before each update."""
+def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[float]:
+    """Yields the mean reward before each update, then makes the update."""
     worker = make_worker(settings, folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(get_device_name()).eval()
-    rewards = []
     for update in track(range(settings.updates), settings.engine.value):
         copy_weights(worker, model)
         prompts = task.prompts(seed + update)
@@ -147,7 +149,7 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> list[float
         )
         responses = torch.stack([torch.stack(group) for group in sampled])
         scores = task.rewards(prompts, responses)
-        rewards.append(float(scores.mean()))
+        yield float(scores.mean())
         data = make_batch(task, prompts, responses, scores)
         scored = data.clone()
         tu.assign_non_tensor(scored, compute_loss=False)
@@ -158,7 +160,6 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> list[float
         size = len(data)
         tu.assign_non_tensor(data, mini_batch_size=size, global_batch_size=size, dataloader_kwargs={"shuffle": False})
         worker.train_mini_batch(data)
-    return rewards
 
 
 def plot(rewards: dict[str, list[float]], task: Task, path: Path) -> None:
@@ -183,6 +184,8 @@ def main(
     updates: Annotated[int, typer.Option(help="Of each engine.")] = 200,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-3,
     prompt_len: Annotated[int, typer.Option("--prompt-len", "-p")] = 96,
+    dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "fp32",
+    head_dim: Annotated[int, typer.Option(help="Of the model; the kernels for a GPU take 64 and more, in bf16.")] = 16,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
     commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
@@ -191,15 +194,15 @@ def main(
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     cuda = get_device_name() == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    settings = settings_for(task, updates, learning_rate)
+    settings = settings_for(task, updates, learning_rate, dtype)
     rewards = {}
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), seed)
+        save_model(Path(folder), seed, head_dim)
         for engine in Engine:
-            rewards[engine.value] = train(replace(settings, engine=engine), task, Path(folder), seed)
+            rewards[engine.value] = list(train(replace(settings, engine=engine), task, Path(folder), seed))
     found = {
         **environment(Meter() if cuda else None, commit),
-        "settings": asdict(settings) | {"seed": seed},
+        "settings": asdict(settings) | {"seed": seed, "head_dim": head_dim},
         "task": asdict(task),
         "rewards": rewards,
     }

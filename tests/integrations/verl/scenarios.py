@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 # Packed tokens a micro-batch may hold: the longest rollout (35) fits, the group of five (54) has to be split.
-TIGHT, ROOMY = 44, 1000
+TIGHT, LONG, ROOMY = 44, 60, 1000
 
 STOCK: dict[str, Any] = {"packed": False}
 PACKED: dict[str, Any] = {"packed": True}
 MOE = {"model": "moe"}
 SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
+TURNS = {"turns": True}  # rollouts of at most 52 tokens
+TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
 
 ONE: dict[str, dict[str, Any]] = {
@@ -42,6 +44,18 @@ ONE: dict[str, dict[str, Any]] = {
     "sequence-loss": PACKED | SEQUENCE_LOSS | {"budget": TIGHT},
     "sum-pi-squared": PACKED | SUM_PI_SQUARED | {"budget": TIGHT},
     "interleaved": PACKED | {"interleaved": True, "budget": TIGHT},
+    "stock-turns": STOCK | TURNS,
+    "stock-turns-temperature": STOCK | TURNS | {"temperature": "ragged"},
+    "turns-by-prompts": PACKED | TURNS | {"budget": LONG},
+    "trees-fixed": TREES,
+    "trees-dynamic": TREES | {"budget": LONG},
+    "trees-roomy": TREES | {"budget": ROOMY},
+    "trees-of-long-parts": TREES | {"trees": 12, "budget": LONG},
+    "trees-fused": TREES | {"fused": "torch", "budget": LONG},
+    "trees-padded": TREES | {"padded": True, "budget": LONG},
+    "trees-temperature": TREES | {"temperature": "ragged", "budget": ROOMY},
+    "trees-of-groups": PACKED | {"trees": 1, "budget": TIGHT},
+    "trees-too-short-to-share": PACKED | {"trees": True, "budget": TIGHT},
     "bf16": PACKED | {"param_dtype": "bf16", "budget": ROOMY},
 }
 
@@ -56,6 +70,8 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-dynamic": PACKED | {"sp": 2, "budget": TIGHT // 2},
     "sp2-fused": PACKED | {"sp": 2, "fused": "torch"},
     "sp2-moe": PACKED | MOE | {"sp": 2},
+    "dp2-trees": TREES | {"budget": LONG},
+    "sp2-trees": TREES | {"sp": 2},
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
 }
 
@@ -77,20 +93,30 @@ OVERRIDES = [
 BENCH = {
     "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
     "micro_batch": None, "max_tokens": 110, "strategy": "fsdp2", "sequence_parallel": 1,
-    "attention": "sdpa", "fused_head": True, "checkpointing": True, "keep": "attention", "offload": False,
-    "dtype": "bf16", "updates": 1, "learning_rate": 1e-6,
+    "attention": "sdpa", "head": "torch", "liger": False, "checkpointing": True, "keep": "attention", "offload": False,
+    "dtype": "bf16", "updates": 1, "learning_rate": 1e-6, "algorithm": "dapo",
 }  # fmt: skip
+
+STOCK_BENCH = BENCH | {"engine": "verl", "max_tokens": None, "attention": "math"}
+BENCH_ROWS = [
+    BENCH,
+    BENCH | {"responses": 2, "algorithm": "grpo"},  # by the same worker
+    STOCK_BENCH | {"micro_batch": 2},
+    STOCK_BENCH | {"micro_batch": 4, "head": "unfused", "attention": "sdpa"},
+    BENCH | {"max_tokens": 30},  # less than a rollout
+]
 
 # What must be survived, and what veRL has to compute itself.
 ONE_MORE: dict[str, dict[str, Any]] = {
-    "bench": {"run": "bench", "settings": BENCH},
-    "bench-verl": {"run": "bench", "settings": BENCH | {"engine": "verl", "max_tokens": 300, "fused_head": False}},
+    "bench": {"run": "bench", "rows": BENCH_ROWS},
     "training": {"run": "training"},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},
     "one-token-differs": PACKED | {"run": "scored", "differs": [4, 11], "budget": ROOMY},
     "stock-one-token-differs": STOCK | {"run": "scored", "differs": [4, 11]},
     "truncated-to-nothing": PACKED | {"groups": TRUNCATED, "budget": ROOMY},
+    "trees-too-long": TREES | {"run": "scored", "budget": 40},
+    "trees-of-nothing": TREES | {"run": "scored", "trees": 0},
     "restarted": PACKED | {"run": "restarted", "budget": TIGHT},
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},

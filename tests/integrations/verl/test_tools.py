@@ -13,13 +13,17 @@ Results = Callable[[str], list[dict[str, Any]]]
 
 
 def test_bench_measures_both_engines(results: Results) -> None:
-    ours, verls = results("bench")[0], results("bench-verl")[0]
-    assert ours["replicated_tokens"] == verls["replicated_tokens"] == 4 * 70
+    ours, fewer, stock, unfused, too_long = results("bench")[0]["rows"]
+    assert ours["replicated_tokens"] == stock["replicated_tokens"] == 4 * 70
     assert ours["metrics"]["dualkv/tokens_packed"] == 59 + 4 * 11
-    assert set(verls["metrics"]) == {"mfu"}
-    for found in (ours, verls):
+    assert fewer["metrics"]["dualkv/tokens_packed"] == 59 + 2 * 11
+    for found in (stock, unfused):
+        assert set(found["metrics"]) == {"mfu"}
+    for found in (ours, fewer, stock, unfused):
         assert len(found["seconds"]["each"]) == 1
-        assert found["replicated_tokens_per_second"] == pytest.approx(280 / found["seconds"]["median"])
+        tokens = found["settings"]["responses"] * 70
+        assert found["replicated_tokens_per_second"] == pytest.approx(tokens / found["seconds"]["median"])
+    assert "30" in too_long["error"]
 
 
 def test_training_is_the_same_with_both_engines(results: Results) -> None:

@@ -88,7 +88,8 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         enable_gradient_checkpointing=s.get("checkpointing", True),
         override_config={"attn_implementation": "sdpa"},
         use_fused_kernels=fused is not None,
-        fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")},
+        fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
+        | ({"dualkv_trees": s["trees"]} if "trees" in s else {}),
         lora_rank=s.get("lora", 0),
     )
     worker = TrainingWorker(
@@ -213,10 +214,8 @@ def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
-    for model, forward in FORWARDS.items():
-        model.forward = forward
-    engine, algorithm = bench_verl.Engine(s["settings"]["engine"]), bench_verl.Algorithm.DAPO
-    return bench_verl.measure(bench_verl.Settings(**s["settings"] | {"engine": engine, "algorithm": algorithm}))
+    """Rows of the benchmark, as the command line reads them."""
+    return {"rows": list(bench_verl.measure_all([bench_verl.settings_of(row) for row in s["rows"]]))}
 
 
 def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
@@ -226,7 +225,7 @@ def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
     settings = train_verl.settings_for(task, updates=2, learning_rate=1e-3)
     train_verl.save_model(models / "training", seed=0)
     rewards = {
-        engine.value: train_verl.train(replace(settings, engine=engine), task, models / "training", seed=0)
+        engine.value: list(train_verl.train(replace(settings, engine=engine), task, models / "training", seed=0))
         for engine in bench_verl.Engine
     }
     train_verl.plot(rewards, task, models / "training.svg")
