@@ -49,8 +49,8 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     context_end = np.minimum(prompt_end, row_end)
 
     has_own = row_end > prompt_end
-    first = _segment_at(offsets, np.minimum(np.maximum(row, prompt_end), row_end - 1))
-    straddles = has_own & ((row < prompt_end) | (first != _segment_at(offsets, row_end - 1)))
+    first = segment_at(offsets, np.minimum(np.maximum(row, prompt_end), row_end - 1))
+    straddles = has_own & ((row < prompt_end) | (first != segment_at(offsets, row_end - 1)))
     own_begin = np.where(has_own, offsets[first], row_end)
 
     # A whole block holds only keys that the first row sees too, and none of another segment than all rows'. The block
@@ -71,8 +71,7 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     work[:, items.CONTEXT_MASKED] = context_masked
     work[:, items.OWN_MASKED] = own_masked
     work[:, items.STRADDLES] = straddles
-    blocks = np.minimum(context_blocks + own_blocks, SORTED_BLOCKS).astype(np.uint16)
-    return work.take(np.argsort(SORTED_BLOCKS - blocks, kind="stable"), axis=0)
+    return work.take(longest_first(context_blocks + own_blocks), axis=0)
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
@@ -80,10 +79,24 @@ def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
     return np.repeat(segments.offsets[:-1], segments.lengths).astype(np.int32)
 
 
-def _segment_at(offsets: Rows, rows: Rows) -> IntArray:
+def longest_first(blocks: Rows) -> IntArray:
+    """The order of tiles of so many blocks each."""
+    return np.argsort(SORTED_BLOCKS - np.minimum(blocks, SORTED_BLOCKS).astype(np.uint16), kind="stable")
+
+
+def segment_at(offsets: Rows, rows: Rows) -> IntArray:
     """The (non-empty) segment that holds each row; rows ascend. Few segments are looked up, not many rows."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(np.searchsorted(rows, offsets)))
 
 
 def _blocks(begin: Rows, end: Rows, tile_n: int) -> Any:
     return -(-(end - begin) // tile_n)
+
+
+def visible_end_over(op: np.ufunc, segments: Segments, key: Rows, key_end: Rows) -> IntArray:
+    """op (np.minimum, np.maximum) over visible_end of the keys [key[i], key_end[i]), at least one each."""
+    present = segments.lengths > 0
+    begin, end = segments.offsets[:-1][present], segments.subtree_end[present]
+    bounds = np.stack([np.searchsorted(begin, key, side="right") - 1, np.searchsorted(begin, key_end, side="left")], 1)
+    result: IntArray = op.reduceat(np.append(end, 0), bounds.reshape(-1))[::2]
+    return result

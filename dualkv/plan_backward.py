@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from codegen.tiles import BackwardTile
 from cute_kernels import bwd_items as items
 from dualkv.layout import IntArray, Segments, positions
+from dualkv.plan import visible_end_over
 
 Table = npt.NDArray[np.int32]
 
@@ -52,18 +52,9 @@ def backward_work(
         tile: tile configuration of the kernel.
         heads, kv_heads: H, a multiple of Hk.
         num_sms: multiprocessors of the device.
-        deterministic: items start in the order of their keys, in which they add to dQ; trees of at most two levels.
-
-    Raises:
-        ValueError: deterministic, and a layout of more levels.
+        deterministic: items start in the order of their keys, in which they add to dQ.
     """
-    if deterministic and segments.max_depth > 2:
-        raise ValueError(f"deterministic needs a layout of at most 2 levels, this one has {segments.max_depth}")
-    present = segments.lengths > 0
-    begin, end = segments.offsets[:-1][present], segments.subtree_end[present]  # of segments with rows
-    roots = np.flatnonzero(segments.parent == -1)
-    group_begin = segments.offsets[roots]
-    prompt = segments.lengths[roots]
+    begin = segments.offsets[:-1][segments.lengths > 0]
     step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
 
     # Keys are cut into items from the first row of each group on, and anew from that of each response that fills one.
@@ -73,9 +64,12 @@ def backward_work(
     within = positions(count)
     key = np.repeat(cut_begin, count) + within * step
     key_end = np.minimum(key + step, np.repeat(cut_end, count))
-    group = np.searchsorted(group_begin, key, side="right") - 1
+    group = np.searchsorted(segments.offsets[:-1][segments.parent == -1], key, side="right") - 1
     block_begin = np.maximum(key, segments.first_query[group]) // tile.tile_m
-    block_end = -(-_over_keys(np.maximum, begin, end, key, key_end) // tile.tile_m)
+    block_end = -(-visible_end_over(np.maximum, segments, key, key_end) // tile.tile_m)
+    previous = np.full(len(key), -1)
+    if deterministic:
+        block_end, previous = _in_turns(block_begin, block_end)
     blocks = block_end - block_begin
     clean_end = [np.zeros_like(key)] * 2
     for rank in range(tile.cluster):
@@ -83,7 +77,7 @@ def backward_work(
         full = n0 + tile.tile_n <= key_end
         safe = np.where(full, n0, key)
         clean_end[rank] = np.where(
-            full, _over_keys(np.minimum, begin, end, safe, safe + full * (tile.tile_n - 1) + 1), 0
+            full, visible_end_over(np.minimum, segments, safe, safe + full * (tile.tile_n - 1) + 1), 0
         )
 
     # Items whose first keys lie in one segment read the same queries.
@@ -104,14 +98,8 @@ def backward_work(
     base[:, items.BLOCK_BEGIN], base[:, items.BLOCK_END] = piece_begin, piece_end
     base[:, items.CLEAN_END], base[:, items.CLEAN_END + 1] = clean_end[0][item], clean_end[1][item]
     base[:, items.SLAB] = np.where(split[item], first_slab[item] + piece, -1)
-    # At any block the item before it has added last to dQ, unless its own queries end below: then the last item with
-    # prompt rows of the group has, or nobody.
-    index = np.arange(len(key))
-    last_prompt = np.where(prompt > 0, np.searchsorted(key, group_begin + prompt) - 1, -1)
-    last_prompt = last_prompt[group]
-    base[:, items.ORDER] = item
+    base[:, items.ORDER], base[:, items.PREVIOUS] = item, previous[item]
     base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
-    base[:, items.PREVIOUS] = np.where(last_prompt < index, last_prompt, -1)[item]
     if deterministic:
         order = np.lexsort((piece, item))
     else:
@@ -130,6 +118,34 @@ def backward_work(
     sums[:, :, items.SUM_FIRST] = first_slab[split] + np.arange(kv_heads)[:, None] * num_slabs
     sums[:, :, items.SUM_COUNT] = pieces[split]
     return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_slabs * kv_heads)
+
+
+def _in_turns(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, IntArray]:
+    """Block ends and the item that has added before to blocks which the item in front does not reach (-1: nobody).
+
+    To a block adds every item that ends behind it, in order. Those that an item follows are, from its first block on,
+    the one in front; where that ends, an ancestor; and where the item begins new subtrees further up, ancestors of
+    that. A work item names the first two. So the one in front gets blocks in which it sees nothing, up to the last
+    ancestor: no more than there are in an item's own rows.
+    """
+    begin, end = block_begin.tolist(), block_end.tolist()
+    longer: list[int] = []  # for each item the last one before it that ends later
+    for i, its_end in enumerate(end):
+        j = i - 1
+        while j >= 0 and end[j] <= its_end:
+            j = longer[j]
+        longer.append(j)
+    previous = [-1] * len(end)
+    for i in range(len(end) - 1, 0, -1):
+        j = i - 1
+        if end[j] >= end[i]:
+            continue
+        while longer[j] >= 0 and end[longer[j]] < end[i]:
+            j = longer[j]
+        previous[i] = longer[j]
+        if end[j] > begin[i]:
+            end[i - 1] = end[j]
+    return np.array(end, np.int64), np.array(previous, np.int64)
 
 
 def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budget: int) -> IntArray:
@@ -160,10 +176,3 @@ def _by_kv_head(base: Table, starts: IntArray, kv_heads: int, num_slabs: int) ->
         place += np.repeat(counts, counts)
         base[:, items.SLAB] += np.where(base[:, items.SLAB] < 0, 0, num_slabs)
     return work
-
-
-def _over_keys(op: Any, begin: IntArray, end: IntArray, key: IntArray, key_end: IntArray) -> IntArray:
-    """op (a ufunc) over visible_end of the keys [key[i], key_end[i]), given `begin` and visible_end of segments."""
-    bounds = np.stack([np.searchsorted(begin, key, side="right") - 1, np.searchsorted(begin, key_end, side="left")], 1)
-    result: IntArray = op.reduceat(np.append(end, 0), bounds.reshape(-1))[::2]
-    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 
 LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40))
@@ -29,3 +30,28 @@ def trees(draw, max_segments: int = 10, length=LENGTH):
     for n in lengths:
         offsets.append(offsets[-1] + n)
     return offsets, parent
+
+
+def random_tree(seed: int, segments: int, depth: int, longest: int):
+    """offsets, parent of one tree of so many segments of 0 to `longest` tokens, `depth` levels if they are enough."""
+    rng = np.random.default_rng(seed)
+    parent, path = [-1], [0]
+    for s in range(1, segments):
+        del path[max(1, min(len(path), depth - 1) - rng.choice([0, 0, 0, 0, 0, 1, 1, 2])) :]
+        parent.append(path[-1])
+        path.append(s)
+    return [0, *np.cumsum(rng.integers(0, longest + 1, segments)).tolist()], parent
+
+
+def binary_tree(levels: int, root: int, length: int):
+    """offsets, parent of a tree whose root has `levels` levels of segments with two children each below it."""
+    lengths, parent = [root], [-1]
+
+    def add(up: int, left: int) -> None:
+        for _ in range(2 if left else 0):
+            lengths.append(length)
+            parent.append(up)
+            add(len(parent) - 1, left - 1)
+
+    add(0, levels)
+    return [0, *np.cumsum(lengths).tolist()], parent
