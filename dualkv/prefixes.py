@@ -101,13 +101,14 @@ class SharedPrefixes:
         return SharedPrefixes(self.lengths[chosen], order, common)
 
     # ------------------------------------------------------------------ micro-batches: runs of neighbours
-    def runs(self, budget: int, min_count: int = 1) -> list[IntArray]:
+    def runs(self, budget: int, min_count: int = 1, most: int | None = None) -> list[IntArray]:
         """The sequences cut into runs of neighbours that repeat as few tokens as the budget allows; of such cuts one
         into few runs, the largest of them small.
 
         Args:
             budget: packed tokens that a run may hold; what runs share is held by each of them.
             min_count: runs to make at least, by further cuts, again where they repeat the least.
+            most: sequences that a run may hold; None for any number.
 
         Raises:
             ValueError: a sequence beyond the budget, fewer sequences than runs.
@@ -119,11 +120,12 @@ class SharedPrefixes:
             )
         if len(self) < min_count:
             raise ValueError(f"{min_count} micro-batches need {min_count} rollouts at least, got {len(self)}")
-        cost, begins = self._cuts(budget)
+        most = len(self) if most is None else most
+        cost, begins = self._cuts(budget, most)
         low, high = longest, budget  # of the largest run
         while low < high:
             middle = (low + high) // 2
-            other, other_begins = self._cuts(middle)
+            other, other_begins = self._cuts(middle, most)
             if other == cost:
                 begins, high = other_begins, middle
             else:
@@ -137,7 +139,7 @@ class SharedPrefixes:
         """[N + 1] packed tokens of the first sequences of `order`."""
         return np.append(0, np.cumsum(self.lengths[self.order] - self.common))
 
-    def _cuts(self, budget: int) -> tuple[tuple[int, int], list[int]]:
+    def _cuts(self, budget: int, most: int) -> tuple[tuple[int, int], list[int]]:
         """((tokens repeated, runs), where runs begin): the least of the former among all cuts within the budget."""
         ends, common = self._ends.tolist(), self.common.tolist()
         cost = [(0, 0)]  # of the first sequences
@@ -150,9 +152,11 @@ class SharedPrefixes:
             while window and window[-1][1] >= added:
                 window.pop()
             window.append((last, added))
-            while ends[last + 1] - ends[window[0][0]] + common[window[0][0]] > budget:
+            first = window[0][0]
+            while ends[last + 1] - ends[first] + common[first] > budget or last - first >= most:
                 window.popleft()
-            begin.append(window[0][0])
+                first = window[0][0]
+            begin.append(first)
             cost.append(window[0][1])
         begins = [begin[-1]]
         while begins[-1] > 0:

@@ -30,11 +30,8 @@ def rollouts_by_tag(uids: Sequence[Hashable], prompt_lens: Sequence[int], respon
     """Rollouts as a trainer knows them, which does not hold their tokens: one `uid` and one length, one prompt."""
     found: dict[Hashable, int] = {}
     group = [found.setdefault(key, len(found)) for key in zip(uids, prompt_lens, strict=True)]
-    return Rollouts(np.array(prompt_lens, np.int64), np.array(response_lens, np.int64), np.array(group, np.int64))
-
-
-def _of(rollouts: Rollouts, part: IntArray) -> Rollouts:
-    return Rollouts(rollouts.prompt_lens[part], rollouts.response_lens[part], rollouts.group[part])
+    lens = (np.array(x, np.int64) for x in (prompt_lens, response_lens, group))
+    return Rollouts.of_groups(*lens)
 
 
 def balance(rollouts: Rollouts, num_ranks: int, num_updates: int) -> list[list[int]]:
@@ -57,14 +54,14 @@ def balance(rollouts: Rollouts, num_ranks: int, num_updates: int) -> list[list[i
             f"got {len(rollouts)} rollouts, expected a multiple of {num_ranks} ranks times {num_updates} updates"
         )
     slots = [Slot(size) for _ in range(num_ranks * num_updates)]
-    groups = [(packed(_of(rollouts, members)).workload, members) for members in rollouts.members()]
+    groups = [(packed(rollouts.select(members)).workload, members) for members in rollouts.members()]
     for _, members in sorted(groups, key=lambda group: -group[0]):
         rest = members
         while len(rest):
             whole = [slot for slot in slots if slot.free >= len(rest)]
             slot = min(whole, key=lambda s: s.load) if whole else max(slots, key=lambda s: (s.free, -s.load))
             part, rest = rest[: slot.free], rest[slot.free :]
-            slot.add(part, packed(_of(rollouts, part)).workload)
+            slot.add(part, packed(rollouts.select(part)).workload)
     # Slots came to be equally loaded in any order; those of one rank are every num_ranks-th.
     return [[i for slot in slots[rank::num_ranks] for i in slot.rollouts] for rank in range(num_ranks)]
 
@@ -74,5 +71,5 @@ def rank_works(rollouts: Rollouts, assignment: Sequence[Sequence[int]], num_upda
     works = []
     for of_rank in assignment:
         parts = np.array_split(np.array(of_rank), num_updates)
-        works.append(sum((packed(_of(rollouts, part)) for part in parts), Work(0, 0)))
+        works.append(sum((packed(rollouts.select(part)) for part in parts), Work(0, 0)))
     return works

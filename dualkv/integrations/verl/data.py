@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from verl.utils import tensordict_utils as tu
 
-import dualkv
-from dualkv.layout import IntArray, positions
+from dualkv.layout import IntArray, Layout, positions
+from dualkv.prefixes import SharedPrefixes, shared_prefixes
+from dualkv.trees import tree_rows, tree_tokens
 
 logger = logging.getLogger(__name__)
 _said: list[str] = []  # agents may make prompts differ in every batch, which is worth saying once
@@ -34,14 +35,32 @@ class Rollouts:
         prompt_lens: [N] tokens of each prompt.
         response_lens: [N] tokens of each response.
         group: [N] the group of each rollout; groups are counted in the order in which they first appear.
+        packed_once: one token less than rollouts have in common, since each starts its own part with a copy of the last
+            one: the label of the row before it is then the next row's token.
+        trees: whether that is all they have in common, or prompts alone.
     """
 
     prompt_lens: IntArray
     response_lens: IntArray
     group: IntArray
+    packed_once: SharedPrefixes
+    trees: bool = False
+
+    @classmethod
+    def of_groups(cls, prompt_lens: IntArray, response_lens: IntArray, group: IntArray) -> Rollouts:
+        """Rollouts of which those of a group share their prompt."""
+        order = np.argsort(group, kind="stable")
+        follows = np.append(False, np.diff(group[order]) == 0)
+        common = np.where(follows, prompt_lens[order] - 1, 0)
+        return cls(prompt_lens, response_lens, group, SharedPrefixes(prompt_lens + response_lens, order, common))
 
     def __len__(self) -> int:
         return len(self.group)
+
+    def select(self, some: IntArray) -> Rollouts:
+        """Some of the rollouts, in the order of `some`."""
+        p, r, group = self.prompt_lens[some], self.response_lens[some], self.group[some]
+        return Rollouts(p, r, group, self.packed_once.select(some), self.trees)
 
     def members(self) -> list[IntArray]:
         """The rollouts of each group."""
@@ -94,8 +113,11 @@ def _response_lens(data: Any) -> IntArray:
     return _host(data["attention_mask"][:, data["prompts"].shape[1] :].sum(1))
 
 
-def read(data: Any) -> Rollouts:
+def read(data: Any, min_shared: int | None = None) -> Rollouts:
     """The rollouts of a batch that :func:`not_packable` has nothing against.
+
+    With `min_shared` everything that sequences begin with alike is packed once, if it has as many tokens beyond what
+    more of them begin with; otherwise equal prompts are.
 
     Groups are equal prompts, whatever the `uid`s say, because only equal prompts can be shared. Prompts that differ
     under one `uid` are named in a warning, once: sampling means them to be equal, unless an agent makes them so.
@@ -106,12 +128,28 @@ def read(data: Any) -> Rollouts:
     found: dict[bytes, int] = {}
     prompts = (tokens[start : start + length] for start, length in zip(starts, prompt_lens, strict=True))
     group = np.array([found.setdefault(p.tobytes(), len(found)) for p in prompts], np.int64)
-    rollouts = Rollouts(prompt_lens, response_lens, group)
+    rollouts = Rollouts.of_groups(prompt_lens, response_lens, group)
     uids = tu.get(data, "uid")
     if isinstance(uids, list) and (text := _differing_prompts(rollouts, uids, tokens, starts)) and not _said:
         _said.append(text)
         logger.warning(text)
-    return rollouts
+    if min_shared is None:
+        return rollouts
+    shared = shared_prefixes(np.split(tokens, starts[1:])).at_least(min_shared)
+    common = np.maximum(np.minimum(shared.common, _same_temperature(data, rollouts, shared.order)) - 1, 0)
+    return replace(rollouts, packed_once=replace(shared, common=common), trees=True)
+
+
+def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:
+    """[N] tokens that each rollout of `order` may share with the one before it: of other temperatures, the prompt."""
+    lens = rollouts.prompt_lens + rollouts.response_lens
+    may = lens[order]
+    temperature = data["temperature"]
+    if isinstance(temperature, torch.Tensor):
+        differs = np.append(False, np.diff(temperature.cpu().double().numpy()[order]) != 0)
+        prompts = np.minimum(rollouts.prompt_lens[order], rollouts.prompt_lens[np.roll(order, 1)])
+        may = np.where(differs, prompts, may)
+    return may
 
 
 def _differing_prompts(rollouts: Rollouts, uids: list[Any], tokens: IntArray, starts: IntArray) -> str | None:
@@ -134,15 +172,25 @@ def _differing_prompts(rollouts: Rollouts, uids: list[Any], tokens: IntArray, st
 
 @dataclass(frozen=True)
 class PackedRollouts:
-    """One micro-batch: its rollouts packed, and where their values belong in veRL's sequences.
+    """One micro-batch, on the host: its rollouts packed, and where their values belong in veRL's sequences.
+
+    T packed rows, S segments, M response tokens, U rows that predict any of them.
 
     Attributes:
-        batch: in the "roll" style, on the host: each row predicts the next row.
-        sequence_rows: [M] int64, on the host: for each response token in packed order, the row of the replicated
-            sequences, laid end to end in the order of the micro-batch, that predicts it.
+        input_ids: [T] int64; each row predicts the next row's token.
+        layout: the segments.
+        source: [S] int64: a rollout that passes each segment.
+        head_rows: [U] int64, ascending: rows that predict a response token, of several rollouts where they share it.
+        value: [M] int64: the place in `head_rows` of each response token's row.
+        sequence_rows: [M] int64: for each response token the row of the replicated sequences, laid end to end in the
+            order of the micro-batch, that predicts it.
     """
 
-    batch: dualkv.PackedBatch
+    input_ids: torch.Tensor
+    layout: Layout
+    source: torch.Tensor
+    head_rows: torch.Tensor
+    value: torch.Tensor
     sequence_rows: torch.Tensor
 
 
@@ -154,14 +202,17 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
         rollouts: what :func:`read` said about these N.
     """
     p, r = rollouts.prompt_lens, rollouts.response_lens
-    sequences = [s.cpu() for s in data["input_ids"].unbind()]
-    batch = dualkv.pack(
-        [s[:n] for s, n in zip(sequences, p.tolist(), strict=True)],
-        [s[n:] for s, n in zip(sequences, p.tolist(), strict=True)],
-        labels="roll",
-        group_ids=rollouts.group,
+    tree = rollouts.packed_once.tree()
+    sequence_rows = np.repeat(np.cumsum(p + r) - r - 1, r) + positions(r)
+    predicts = tree_rows(tree)[sequence_rows]
+    is_head = np.zeros(tree.offsets[-1], bool)
+    is_head[predicts] = True
+    arrays = (
+        tree_tokens(tree, [_host(s) for s in data["input_ids"].unbind()]),
+        tree.source,
+        np.flatnonzero(is_head),
+        (np.cumsum(is_head) - 1)[predicts],
+        sequence_rows,
     )
-    first = np.cumsum(p + r) - r - 1  # the last row of each prompt
-    order = batch.order
-    rows = np.repeat(first[order], r[order]) + positions(r[order])
-    return PackedRollouts(batch, torch.from_numpy(rows))
+    input_ids, *others = (torch.from_numpy(x) for x in arrays)
+    return PackedRollouts(input_ids, Layout.from_segments(tree.offsets, tree.parent), *others)

@@ -30,13 +30,16 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.integrations import transformers
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
-from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, padded
 
 MODEL_TYPE = "dualkv"
-KEEP = "dualkv_keep"  # in `model.fused_kernel_options`, which veRL leaves free: what checkpointed layers keep
+# In `model.fused_kernel_options`, which veRL leaves free: what checkpointed layers keep; whether trees are packed, by
+# true or the fewest tokens to share, or prompts alone.
+KEEP, TREES = "dualkv_keep", "dualkv_trees"
+MIN_SHARED = 64  # tokens: of sampled texts many begin alike by chance, and attention reads whole blocks of keys
 
 # What veRL reads from a micro-batch, beside its tensors, to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -48,7 +51,7 @@ class HeadRows:
 
     Attributes:
         rows: [K] int64: of this rank's rows; the same number K on every rank, 1 or more.
-        values: [M] int64: where the values of the M response tokens are among those of all ranks, laid end to end.
+        values: [U] int64: where the values of the U rows that predict are among those of all ranks, laid end to end.
     """
 
     rows: torch.Tensor
@@ -56,7 +59,7 @@ class HeadRows:
 
     @classmethod
     def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
-        """predict_rows [M], on the host, ascending: of all packed rows."""
+        """predict_rows [U], on the host, ascending: of all packed rows."""
         owner = predict_rows // shard_rows
         counts = torch.bincount(owner, minlength=ranks)
         width = max(int(counts.max()), 1)
@@ -77,7 +80,7 @@ class Running:
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device="cuda")
 class DualKVEngine(FSDPEngineWithLMHead):
-    """veRL's FSDP and FSDP2 engine for language models, which packs the rollouts of equal prompts.
+    """veRL's FSDP and FSDP2 engine for language models, which packs the rollouts of equal prompts, or all as trees.
 
     A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as veRL runs it, and a
     warning says so once. A model whose attention cannot be packed raises while it is built.
@@ -88,6 +91,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         self._running: Running | None = None
         self._done: tuple[work.Work, work.Work, int] | None = None
         self._counter = FlopsCounter(model_config.hf_config)
+        self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
         super().__init__(model_config, *args, **kwargs)
 
     def _build_module(self) -> nn.Module:
@@ -131,7 +135,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         reason = verl_data.not_packable(data)
-        rollouts = None if reason else verl_data.read(data)
+        rollouts = None if reason else verl_data.read(data, self._min_shared)
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
         parts = plan_on_all_ranks(
             rollouts,
@@ -158,7 +162,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         outputs, done = [], work.NOTHING
         for i, part in enumerate(parts):
             micro_batch = tu.index_select_tensor_dict(data, part)
-            mine = Rollouts(rollouts.prompt_lens[part], rollouts.response_lens[part], rollouts.group[part])
+            mine = rollouts.select(np.array(part))
             done += work.packed(mine)
             self._running = Running(verl_data.pack(micro_batch, mine))
             try:
@@ -190,23 +194,21 @@ class DualKVEngine(FSDPEngineWithLMHead):
             return super().prepare_model_inputs(micro_batch)
         packed = running.packed
         device = micro_batch["input_ids"].device
-        batch = packed.batch.to(device)
-        rows = _as_sequences(micro_batch, batch.input_ids[0], batch.layout.offsets.to(device, torch.int64))
-        rows["position_ids"] = torch.nested.nested_tensor_from_jagged(
-            batch.position_ids[0], rows["input_ids"].offsets()
-        )
+        of_rows = packed.layout.to(device)
+        rows = _as_sequences(micro_batch, packed.input_ids.to(device), of_rows.offsets.to(device, torch.int64))
+        rows["position_ids"] = torch.nested.nested_tensor_from_jagged(of_rows.position_ids, rows["input_ids"].offsets())
         tu.assign_non_tensor(rows, temperature=_temperature(micro_batch["temperature"], packed))
         inputs, outputs = super().prepare_model_inputs(rows)
 
         # veRL pads up to a bucket, then to a multiple of the sequence-parallel ranks.
-        bucket = self._get_packed_pad_size(batch.layout.num_tokens)
-        layout = padded(padded(batch.layout, bucket), outputs["pad_size"] - bucket)
+        bucket = self._get_packed_pad_size(of_rows.num_tokens)
+        layout = padded(padded(of_rows, bucket), outputs["pad_size"] - bucket)
         if self.use_ulysses_sp:
             shard = Shard(layout, self.ulysses_parallel_group)
             running.layout, rank, ranks = shard, shard.rank, shard.world_size
         else:
             running.layout, rank, ranks = layout, 0, 1
-        head = HeadRows.of(packed.batch.predict_rows, rank, layout.num_tokens // ranks, ranks)
+        head = HeadRows.of(packed.head_rows, rank, layout.num_tokens // ranks, ranks)
         running.head = HeadRows(head.rows.to(device), head.values.to(device))
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
             outputs[name] = outputs[name][running.head.rows]
@@ -232,10 +234,11 @@ class DualKVEngine(FSDPEngineWithLMHead):
             micro_batch, sequences.values().new_zeros(computed), torch.tensor([0, computed], device=sequences.device)
         )
         values = super().prepare_model_outputs(output, output_args, rows, logits_processor_func)
-        to = running.packed.sequence_rows.to(sequences.device)
+        to, value = (x.to(sequences.device) for x in (running.packed.sequence_rows, running.packed.value))
+        of_values = running.head.values[value]
         total = int(sequences.values().shape[0])
         for name, nested in values.items():
-            of_tokens = nested.values()[running.head.values]
+            of_tokens = nested.values()[of_values]  # of a row that several rollouts share, each gets it
             whole = of_tokens.new_zeros(total, *of_tokens.shape[1:]).index_copy(0, to, of_tokens)
             values[name] = torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
         return values
@@ -283,10 +286,16 @@ def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Ten
 
 
 def _temperature(of_rollouts: Any, packed: PackedRollouts) -> Any:
-    """A number as it is; [N] of the rollouts as [S] of the packed segments, 1 for prompts."""
+    """A number as it is; [N] of the rollouts as [S] of the packed segments, where rows that predict share one."""
     if not isinstance(of_rollouts, torch.Tensor):
         return of_rollouts
-    parent = packed.batch.layout.parent.numpy()
-    segments = torch.from_numpy(np.flatnonzero(parent >= 0)).to(of_rollouts.device)
-    order = torch.from_numpy(packed.batch.order).to(of_rollouts.device)
-    return of_rollouts.new_ones(len(parent)).index_copy(0, segments, of_rollouts[order])
+    return of_rollouts[packed.source.to(of_rollouts.device)]
+
+
+def _min_shared(trees: Any) -> int | None:
+    """The fewest tokens to share, None for prompts alone."""
+    if isinstance(trees, bool):
+        return MIN_SHARED if trees else None
+    if not isinstance(trees, int) or trees < 1:
+        raise ValueError(f"fused_kernel_options.{TREES} is {trees!r}, expected true, false or 1 token or more to share")
+    return trees

@@ -1,4 +1,5 @@
-"""Which rollouts run together: whole groups, equally many micro-batches on every data-parallel rank."""
+"""Which rollouts run together: whole groups or neighbours in a tree, equally many micro-batches on every data-parallel
+rank."""
 
 from __future__ import annotations
 
@@ -23,6 +24,10 @@ def plan(rollouts: Rollouts, *, max_tokens: int | None, max_rollouts: int, min_c
     Raises:
         ValueError: a rollout longer than `max_tokens`, fewer rollouts than micro-batches.
     """
+    if rollouts.trees:
+        shared = rollouts.packed_once
+        runs = shared.runs(max_tokens or shared.tokens, min_count, max_rollouts if max_tokens is None else None)
+        return [run.tolist() for run in runs]
     members = rollouts.members()
     if max_tokens is None:
         # A rollout counts 1 and its prompt nothing: the packed tokens of an empty response to a prompt of one token.

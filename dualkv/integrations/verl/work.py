@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from dualkv.integrations.verl.data import Rollouts
 
 # veRL balances ranks by this many units a token and one a squared length, calibrated for a 7B model.
@@ -54,7 +52,7 @@ def replicated(rollouts: Rollouts) -> Work:
 
 
 def packed(rollouts: Rollouts) -> Work:
-    """Every group with one prompt, whose last token each response repeats."""
-    shared, private = rollouts.prompt_lens - 1, rollouts.response_lens + 1
-    once = shared[np.unique(rollouts.group, return_index=True)[1]]
-    return Work(int(once.sum() + private.sum()), int((once**2).sum() + (private * (private + 2 * shared)).sum()))
+    """Every rollout without what is packed with another one."""
+    shared = rollouts.packed_once
+    lengths = shared.lengths[shared.order]
+    return Work(int((lengths - shared.common).sum()), int((lengths**2 - shared.common**2).sum()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     """The rollouts of `rank`, without padding, as veRL's trainer sends them: of each update's eight an equal share.
 
     Read from the scenario `s`: `groups`; `interleaved`; `differs`, the rollout and token of a prompt to change;
-    `temperature`, one number or "ragged" for one a rollout; `padded` for the way over veRL's padded form.
+    `temperature`, one number or "ragged" for one a rollout; `padded` for the way over veRL's padded form; `turns` for
+    rollouts of several turns, which share more than their prompts.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -66,6 +68,9 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
             prompts.append(prompt)
             responses.append(draw(n))
             uids.append(f"uid-{g}")
+    masks = [torch.ones_like(r) for r in responses]
+    if s.get("turns"):
+        prompts, responses, masks = _turns(prompts, responses, uids, draw)
     noise = [torch.randn(3, len(r), generator=generator) for r in responses]
     if "differs" in s:  # one token of one prompt
         i, at = s["differs"]
@@ -75,9 +80,9 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     mine = [i for i in range(len(prompts)) if (i % UPDATE) * ranks // UPDATE == rank]
     if s.get("interleaved"):  # the rollouts of a prompt apart from each other
         mine.sort(key=lambda i: (i // UPDATE, 3 * i % UPDATE))
-    prompts, responses, noise = ([x[i] for i in mine] for x in (prompts, responses, noise))
+    prompts, responses, noise, masks = ([x[i] for i in mine] for x in (prompts, responses, noise, masks))
     of_responses = {
-        "response_mask": [torch.ones_like(r) for r in responses],
+        "response_mask": masks,
         "advantages": [n[0] for n in noise],
         # Off the policy, so that ratios are clipped and the KL term is not 0.
         "old_log_probs": [n[1] - 4 for n in noise],
@@ -98,6 +103,34 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     else:
         tu.assign_non_tensor(data, temperature=temperature)
     return data
+
+
+def _turns(
+    prompts: list[torch.Tensor], responses: list[torch.Tensor], uids: list[str], draw: Callable[[int], torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Prompts, responses, masks: pairs of a group begin with the same turn and the environment's answer to it, of which
+    empty responses are only a part. What a rollout trains on, its neighbours may not. Two groups begin their prompts
+    alike, and one's prompt is another's prompt and first turn, as agents that summarize make them.
+    """
+    turn, answer = draw(6), draw(3)
+    changed, masks = [], []
+    for i, (prompt, response, uid) in enumerate(zip(prompts, responses, uids, strict=True)):
+        at = uids.index(uid)
+        if (i - at) % 2 == 0:
+            turn, answer = draw(6), draw(3)
+        counts = torch.ones(9 + len(response), dtype=torch.int64)
+        counts[6:9] = 0
+        counts[i % 4] = 0
+        whole = torch.cat([turn, answer, response])
+        cut = 4 if len(response) == 0 else len(whole)
+        changed.append(whole[:cut])
+        masks.append(counts[:cut])
+        prompts[i] = torch.cat([prompts[0].new_tensor(range(1, 13)), prompt[12:]]) if len(prompt) > 20 else prompt
+    last = len(uids) - 1
+    longer = torch.cat([prompts[8], changed[8][:7]])
+    for i in range(uids.index(uids[last]), len(uids)):
+        prompts[i] = longer
+    return prompts, changed, masks
 
 
 def _nested(prompts: list[torch.Tensor], responses: list[torch.Tensor], of_responses: dict[str, Any]) -> TensorDict:

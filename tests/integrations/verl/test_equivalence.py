@@ -20,7 +20,7 @@ EXACT = [name for s in (ONE, TWO) for name, settings in s.items() if settings["p
 def reference(name: str) -> str:
     """The scenario of veRL's own engine on one rank that computes the same."""
     settings = next(s[name] for s in SCENARIOS.values() if name in s)
-    matters = ("model", "temperature", "interleaved", "lora", "loss", "mean", "settings")
+    matters = ("model", "temperature", "interleaved", "lora", "loss", "mean", "settings", "turns")
     same = STOCK | {key: settings[key] for key in matters if key in settings}
     return next(known for known, s in ONE.items() if s == same)
 
@@ -74,6 +74,35 @@ def test_no_prompt_is_replicated(results: Results) -> None:
     assert metrics["dualkv/tokens_packed"] == (100 + 104) / 2
     assert metrics["dualkv/micro_batches"] == 1
     assert results("dynamic-roomy")[0]["infer_metrics"]["dualkv/tokens_packed"] == 175
+
+
+def rows_of_tree(sequences: list[list[int]]) -> int:
+    """A token that others share, and the next one with it, is one row; each sequence's last shared one is its own."""
+    rows = set()
+    for i, s in enumerate(sequences):
+        others = [o for j, o in enumerate(sequences) if j != i]
+        rows |= {
+            tuple(s[: at + 2]) if any(len(s) > at + 1 and o[: at + 2] == s[: at + 2] for o in others) else (i, at)
+            for at in range(len(s))
+        }
+    return len(rows)
+
+
+def test_no_turn_is_replicated(results: Results) -> None:
+    from tests.integrations.verl.rollouts import make_rollouts
+
+    data = make_rollouts({"turns": True}, 1, 0)
+    sequences = [s.tolist() for s in data["input_ids"].unbind()]
+    found = {name: results(name)[0]["metrics"] for name in ("trees-roomy", "trees-dynamic", "turns-by-prompts")}
+    assert (
+        found["trees-roomy"]["dualkv/tokens_packed"] == (rows_of_tree(sequences[:8]) + rows_of_tree(sequences[8:])) / 2
+    )
+    assert found["trees-roomy"]["dualkv/micro_batches"] == 1
+    tokens = [metrics["dualkv/tokens_packed"] for metrics in found.values()]
+    assert tokens[0] < tokens[1] < tokens[2] < found["trees-roomy"]["dualkv/tokens_replicated"]
+    assert not data["response_mask"].values().all()
+    short = results("trees-too-short-to-share")[0]["metrics"]
+    assert short["dualkv/tokens_packed"] == short["dualkv/tokens_replicated"]
 
 
 @pytest.mark.parametrize("name", EXACT)
