@@ -2,12 +2,15 @@
 
 Softmax does not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
-The unmasked loop takes no maximum: the reference of a row stands, as 16-bit and fp32 probabilities exp2(s - reference)
-beyond 1 are as exact as others. Only a score that outgrows the reference so far that a sum passes SUM_LIMIT moves it:
-that block's scores are computed again, from K in its stage, and its maxima taken. So every result is exact.
+The unmasked loop takes no maximum: the reference of a row stands where the masked blocks left it, as 16-bit and fp32
+probabilities exp2(s - reference) beyond 1 are as exact as others. In fp16 a warp moves it where they come near 2^16.
+What outgrows it beyond all that shows at the tile's end, in the row's sum or in O. Such tiles are done again in a
+second turn within the launch, with the maxima of all their blocks: the masked part then goes on to the last block. So
+every result is exact.
 """
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,11 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cute_kernels.accumulator import column, gemm, round_to, row_elements
+from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.mask import mask
-from cute_kernels.ptx import any_above
-from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, normalize, online_softmax, rescale
+from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, half_softmax, normalize, online_softmax, rescale
 from cute_kernels.work import Tile, first_and_step
 
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
@@ -39,7 +41,6 @@ class Rows(NamedTuple):
     """What a thread keeps of its two query rows."""
 
     token: cute.Tensor  # (2) packed row
-    in_use: cute.Tensor  # (2) 1 if it is a query's, 0 if it holds anything and is not stored
     max: cute.Tensor  # (2) reference of the online softmax
     sum: cute.Tensor  # (2) of probabilities, this thread's part
     scale: cute.Tensor  # (2) of O, as the reference moves
@@ -55,58 +56,63 @@ class ForwardKernel(ForwardFrame):
         scale_log2 = scale * math.log2(math.e)
         mma_qk = self.mma_qk()
         x = self.operands(s, wg)
-        rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Int32, Float32, Float32, Float32)])
+        rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
         tile_row = warp_id % 4 * 16 + lane // 4  # of this warp group's 64: the thread has tile_row and tile_row + 8
         copy_Q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
         thr_Q = copy_Q.get_slice(cute.arch.thread_idx()[0] % 128)
         at, q_phase = Int32(0), Int32(0)  # at: place of the block whose probabilities are in x.tOrP
         first, step = first_and_step(self.cluster)
         stop = num_tiles * head_groups
-        for item in cutlass.range(first, stop, step, unroll=1):
-            tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
-            for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
-                rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)
-                rows.in_use[r] = self.in_use(tile, wg, tile_row + 8 * r).to(Int32)
-            for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
-                state.fill(initial)
+        for turn in cutlass.range(2, unroll=1):
+            for item in cutlass.range(first, stop, step, unroll=1):
+                if turn == 0 or self.noted(s.again, item):
+                    tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
+                    for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
+                        rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)
+                    for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
+                        state.fill(initial)
 
-            # first block: S = Q K^T, softmax
-            cute.arch.mbarrier_wait(bars + self.FULL_Q + wg, q_phase)
-            q_phase ^= 1
-            if const_expr(self.q_in_registers):
-                cute.copy(copy_Q, thr_Q.partition_S(s.Q[None, None, wg]), thr_Q.retile(x.tSrQ))
-            stage, phase = self.ring(at)
-            acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
-            cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
-            gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
-            warpgroup.wait_group(0)
-            self.release(bars + self.EMPTY_K + stage)
-            if const_expr(self.q_in_registers):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
-            masking = tile.mask_arguments(Int32(0))
-            mask(acc_S, rows.token, g.segment_begin, *masking)
-            online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-            round_to(acc_S, x.tOrP)
-            self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
+                    # first block: S = Q K^T, softmax
+                    cute.arch.mbarrier_wait(bars + self.FULL_Q + wg, q_phase)
+                    q_phase ^= 1
+                    if const_expr(self.q_in_registers):
+                        cute.copy(copy_Q, thr_Q.partition_S(s.Q[None, None, wg]), thr_Q.retile(x.tSrQ))
+                    stage, phase = self.ring(at)
+                    acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
+                    cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
+                    gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
+                    warpgroup.wait_group(0)
+                    self.release(bars + self.EMPTY_K + stage)
+                    if const_expr(self.q_in_registers):
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
+                    masking = tile.mask_arguments(Int32(0))
+                    mask(acc_S, rows.token, g.segment_begin, *masking)
+                    online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
+                    round_to(acc_S, x.tOrP)
+                    self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
 
-            for i in cutlass.range(1, tile.masked, 1, unroll=1):
-                masking = tile.mask_arguments(i)
-                at = self.masked_block(x, rows, scale_log2, bars, at, g.segment_begin, masking)
-                self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
-            for _ in cutlass.range(tile.masked, tile.blocks, 1, unroll=1):
-                at = self.whole_block(x, rows, scale_log2, bars, at, wg)
+                    masked = cutlass.select_(turn == 0, tile.masked, tile.blocks)
+                    for i in cutlass.range(1, masked, 1, unroll=1):
+                        masking = tile.mask_arguments(i)
+                        at = self.masked_block(x, rows, scale_log2, bars, at, g.segment_begin, masking)
+                        self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
+                    for _ in cutlass.range(masked, tile.blocks, 1, unroll=1):
+                        at = self.whole_block(x, rows, scale_log2, bars, at)
 
-            # last block: O += P V
-            stage, phase = self.ring(at)
-            cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
-            gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
-            warpgroup.wait_group(0)
-            self.release(bars + self.EMPTY_V + stage)
-            at = self.after(at)
-            normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
-            self.store(x.acc_O, rows.scale, atoms.O, g, s, head_group, tile, tile_row, warp_id)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until the copy engine has read it
+                    # last block: O += P V
+                    stage, phase = self.ring(at)
+                    cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
+                    gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
+                    warpgroup.wait_group(0)
+                    self.release(bars + self.EMPTY_V + stage)
+                    at = self.after(at)
+                    normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
+                    if not self.fits(x.acc_O, rows.sum, tile, wg, tile_row):
+                        self.note(s.again, item)
+                    self.store(x.acc_O, rows.scale, atoms.O, g, s, head_group, tile, tile_row, warp_id)
+            cute.arch.cp_async_bulk_wait_group(0)  # O is out: the next turn may store it again, and the CTA may end
+            stop = self.end_turn(s)
 
     def operands(self, s: Shared, wg: Int32) -> Operands:
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
@@ -142,6 +148,14 @@ class ForwardKernel(ForwardFrame):
         cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
         gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
+        self.release(bars + self.EMPTY_K + k_stage)
+
+    def finish_products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> Int32:
+        """Wait for O; the next block's probabilities take the place of this one's. Returns the next one's place."""
+        warpgroup.wait_group(0)
+        self.release(bars + self.EMPTY_V + self.ring(at)[0])
+        round_to(acc_S, x.tOrP)
+        return self.after(at)
 
     @cute.jit
     def masked_block(
@@ -157,40 +171,24 @@ class ForwardKernel(ForwardFrame):
         """The next block's probabilities, and O of this one; returns the next one's place."""
         acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
         self.products(acc_S, x, bars, at)
-        self.release(bars + self.EMPTY_K + self.ring(self.after(at))[0])
         mask(acc_S, rows.token, segment_begin, *masking)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-        warpgroup.wait_group(0)
-        self.release(bars + self.EMPTY_V + self.ring(at)[0])
-        round_to(acc_S, x.tOrP)
+        at = self.finish_products(acc_S, x, bars, at)
         rescale(x.acc_O, rows.scale)
-        return self.after(at)
+        return at
 
     @cute.jit
-    def whole_block(
-        self, x: Operands, rows: Rows, scale_log2: Float32, bars: cute.Pointer, at: Int32, wg: Int32
-    ) -> Int32:
-        """As masked_block, of a block without a mask: the references stand, unless a score has outgrown one."""
-        mma_qk, (k_stage, _) = self.mma_qk(), self.ring(self.after(at))
-        acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
+    def whole_block(self, x: Operands, rows: Rows, scale_log2: Float32, bars: cute.Pointer, at: Int32) -> Int32:
+        """As masked_block, of a block without a mask: the references stand."""
+        acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
         self.products(acc_S, x, bars, at)
-        part = fixed_softmax(acc_S, rows.max, scale_log2)
-        counted = sum(cutlass.select_(rows.in_use[r] != 0, part[r], Float32(0.0)) for r in range(2))
-        # All the warp group issues the product again, or none of it. The vote tells the compiler that warps agree.
-        outgrown = cute.arch.vote_any_sync(any_above(BAR_WG + wg, counted, SUM_LIMIT))
-        warpgroup.wait_group(0)
-        self.release(bars + self.EMPTY_V + self.ring(at)[0])
-        if outgrown:
-            gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
-            warpgroup.wait_group(0)
-            online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-            rescale(x.acc_O, rows.scale)
-        else:
-            for r in cutlass.range_constexpr(2):
-                rows.sum[r] += part[r]
-        self.release(bars + self.EMPTY_K + k_stage)
-        round_to(acc_S, x.tOrP)
-        return self.after(at)
+        if const_expr(self.dtype is cutlass.BFloat16):
+            fixed_softmax(acc_S, rows.max, rows.sum, scale_log2)
+            return self.finish_products(acc_S, x, bars, at)
+        half_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
+        at = self.finish_products(acc_S, x, bars, at)
+        rescale(x.acc_O, rows.scale)
+        return at
 
     @cute.jit
     def clear_tail(
@@ -217,6 +215,14 @@ class ForwardKernel(ForwardFrame):
                     cute.autovec_copy(zero, words[None, tid % units, row, chunk])
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+
+    def fits(self, acc_O: cute.Tensor, row_sum: cute.Tensor, tile: Tile, wg: Int32, tile_row: Int32) -> cutlass.Boolean:
+        """Whether no score of the warp's rows has outgrown its reference; row_sum: (2), of the whole rows."""
+        fits = cutlass.Boolean(True)
+        for r in range(2):
+            nan = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)]) * 0.0  # or 0, if all are finite
+            fits &= (row_sum[r] + nan <= SUM_LIMIT) | ~self.in_use(tile, wg, tile_row + 8 * r)
+        return cute.arch.vote_all_sync(fits)
 
     @cute.jit
     def store(

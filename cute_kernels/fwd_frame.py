@@ -22,6 +22,7 @@ from cute_kernels.work import Tile, first_and_step
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 WG_ROWS = 64  # query rows of a warp group
+AGAIN_WORDS = 63  # of 32 bits, one an item of the cluster; its items beyond share bits with its first
 
 
 class Atoms(NamedTuple):
@@ -54,6 +55,7 @@ class Shared(NamedTuple):
     V: cute.Tensor  # (N, D, stages)
     O: cute.Tensor  # (64, D, warp groups)
     bars: cute.Pointer
+    again: cute.Tensor  # (1 + AGAIN_WORDS) one past the last item to be done again; a bit for each of the cluster's
 
 
 class ForwardFrame(Clustered):
@@ -127,10 +129,10 @@ class ForwardFrame(Clustered):
             )
 
     def smem_bytes(self) -> int:
-        """Q (and O, unless it takes Q's place), K and V stages, mbarriers, alignment."""
+        """Q (and O, unless it takes Q's place), K and V stages, mbarriers and `again`, alignment."""
         q_tiles = 2 if self.q_in_registers else 1
         rows = q_tiles * self.warp_groups * WG_ROWS + 2 * self.stages * self.tile_n
-        return rows * self.head_dim * 2 + self.num_bars * 8 + 1024
+        return rows * self.head_dim * 2 + self.num_bars * 8 + (1 + AGAIN_WORDS) * 4 + 1024
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -247,26 +249,57 @@ class ForwardFrame(Clustered):
         sO = sQ  # O takes Q's place unless Q leaves it early
         if const_expr(self.q_in_registers):
             sO = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
-        s = Shared(sQ, sK, sV, sO, allocator.allocate_array(cutlass.Int64, self.num_bars))
+        bars = allocator.allocate_array(cutlass.Int64, self.num_bars)
+        again = allocator.allocate_tensor(Int32, cute.make_layout(1 + AGAIN_WORDS), 8)
+        s = Shared(sQ, sK, sV, sO, bars, again)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             self.init_barriers(s.bars)
+            for j in cutlass.range(cute.arch.lane_idx(), 1 + AGAIN_WORDS, 32, unroll=1):
+                s.again[j] = 0
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            if warp_idx == 0:
-                self.load(atoms, g, s, head_groups, groups_per_kv)
+            self.load(atoms, g, s, head_groups, groups_per_kv, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(atoms, g, s, scale, head_groups, warp_idx - 4)
-        if const_expr(self.cluster > 1):
-            self.sync_cluster()  # no CTA leaves while its peers may still write into it
 
     def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
         """What an MMA warp does."""
         raise NotImplementedError
+
+    # ---------------------------------------------------------------- items that are done again
+    @cute.jit
+    def note(self, again: cute.Tensor, item: Int32) -> None:
+        """A warp notes an item for the next turn, in every CTA of the cluster."""
+        word, bit = self.again_bit(item)
+        for rank in cutlass.range_constexpr(self.cluster):
+            place = again.iterator
+            if const_expr(self.cluster > 1):
+                place = cute.arch.map_dsmem_ptr(place, rank)
+            with cute.arch.elect_one():
+                cute.arch.atomic_max(place, item + 1, sem="relaxed", scope="cluster")
+                cute.arch.atomic_or(place + word, bit, sem="relaxed", scope="cluster")
+
+    def noted(self, again: cute.Tensor, item: Int32) -> cutlass.Boolean:
+        word, bit = self.again_bit(item)
+        return (again[word] & bit) != 0
+
+    def again_bit(self, item: Int32) -> tuple[Int32, Int32]:
+        """Where `again` has the item: (word, bit of it)."""
+        n = item // first_and_step(self.cluster)[1] % (32 * AGAIN_WORDS)
+        return 1 + n // 32, Int32(1) << n % 32
+
+    def end_turn(self, s: Shared) -> Int32:
+        """One past the last item that the cluster does again, once all its warps are through.
+
+        Nor may a CTA leave while its peers still write into it, so every thread comes here at the end of every turn.
+        """
+        self.sync_cluster()
+        return s.again[0]
 
     @cute.jit
     def init_barriers(self, bars: cute.Pointer) -> None:
@@ -315,36 +348,58 @@ class ForwardFrame(Clustered):
             atom, 0, cute.make_layout(1), cute.group_modes(in_use, 0, 2), cute.group_modes(box, 0, 2)
         )
 
-    # ---------------------------------------------------------------- producer warp
+    # ---------------------------------------------------------------- producer warps
     @cute.jit
-    def load(self, atoms: Atoms, g: Global, s: Shared, head_groups: Int32, groups_per_kv: Int32) -> None:
+    def load(
+        self, atoms: Atoms, g: Global, s: Shared, head_groups: Int32, groups_per_kv: Int32, warp_idx: Int32
+    ) -> None:
+        """Warp 0 loads, the others only take part at the end of a turn."""
         num_tiles = g.work.shape[0]
         at, q_phase = Int32(0), Int32(1)
         first, step = first_and_step(self.cluster)
-        for item in cutlass.range(first, num_tiles * head_groups, step, unroll=1):
-            tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
-            kv_head = head_group // groups_per_kv
-            K = (atoms.K, g.K[None, None, kv_head], s.K, s.bars + self.FULL_K, s.bars + self.EMPTY_K)
-            V = (atoms.V, g.V[None, None, kv_head], s.V, s.bars + self.FULL_V, s.bars + self.EMPTY_V)
-            previous = tile.key_row(Int32(0))
-            self.load_block(*K, previous, at)
-            for wg in cutlass.range_constexpr(self.warp_groups):
-                full = s.bars + self.FULL_Q + wg
-                cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + wg, q_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows_wg * self.head_dim * 2)
-                box = self.box(g.Q, head_group, self.first_token(tile, wg))
-                tQs, tQg = self.partition(atoms.Q, s.Q[None, None, wg], box)
-                cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
-            q_phase ^= 1
-            for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K runs one block ahead of V, as it is used
-                row = tile.key_row(i)
-                self.load_block(*K, row, self.after(at))
-                self.load_block(*V, previous, at)
-                previous = row
-                at = self.after(at)
+        stop = num_tiles * head_groups
+        for turn in cutlass.range(2, unroll=1):
+            if warp_idx == 0:
+                for item in cutlass.range(first, stop, step, unroll=1):
+                    if turn == 0 or self.noted(s.again, item):
+                        tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
+                        at = self.load_tile(atoms, g, s, tile, head_group, head_group // groups_per_kv, at, q_phase)
+                        q_phase ^= 1
+            stop = self.end_turn(s)
+
+    @cute.jit
+    def load_tile(
+        self,
+        atoms: Atoms,
+        g: Global,
+        s: Shared,
+        tile: Tile,
+        head_group: Int32,
+        kv_head: Int32,
+        at: Int32,
+        q_phase: Int32,
+    ) -> Int32:
+        """A tile's Q and key blocks, the first one at place `at`; returns the place after the last one."""
+        K = (atoms.K, g.K[None, None, kv_head], s.K, s.bars + self.FULL_K, s.bars + self.EMPTY_K)
+        V = (atoms.V, g.V[None, None, kv_head], s.V, s.bars + self.FULL_V, s.bars + self.EMPTY_V)
+        previous = tile.key_row(Int32(0))
+        self.load_block(*K, previous, at)
+        for wg in cutlass.range_constexpr(self.warp_groups):
+            full = s.bars + self.FULL_Q + wg
+            cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + wg, q_phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows_wg * self.head_dim * 2)
+            box = self.box(g.Q, head_group, self.first_token(tile, wg))
+            tQs, tQg = self.partition(atoms.Q, s.Q[None, None, wg], box)
+            cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
+        for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K runs one block ahead of V, as it is used
+            row = tile.key_row(i)
+            self.load_block(*K, row, self.after(at))
             self.load_block(*V, previous, at)
+            previous = row
             at = self.after(at)
+        self.load_block(*V, previous, at)
+        return self.after(at)
 
     def load_block(
         self,

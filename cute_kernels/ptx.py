@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -47,17 +47,6 @@ def load_acquire(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32
 @dsl_user_op
 def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
     _asm(None, "st.release.gpu.global.s32 [$0], $1;", "l,r", [ptr, Int32(value)], loc, ip)
-
-
-@dsl_user_op
-def any_above(barrier_id: Int32, x: Float32, limit: float, *, loc: Any = None, ip: Any = None) -> Boolean:
-    """Whether x is above the limit, or NaN, in any thread of a warp group. They wait for each other at a barrier."""
-    text = (
-        "{ .reg .pred p, q; setp.gtu.f32 p, $2, $3; barrier.cta.red.or.pred.aligned q, $1, 128, p; "
-        "selp.s32 $0, 1, 0, q; }"
-    )
-    found = _asm(T.i32(), text, "=r,r,f,f", [Int32(barrier_id), Float32(x), Float32(limit)], loc, ip)
-    return Int32(found) != 0
 
 
 @dsl_user_op

@@ -10,7 +10,8 @@ from cute_kernels.accumulator import reduce_tree, row_elements
 
 FIRST_MAX = -1.0e30  # finite, so that exp2(-inf - FIRST_MAX) = 0: a row may be empty in any block
 RESCALE_AT = 8.0  # log2 of what a row's maximum may outgrow its reference by
-SUM_LIMIT = 2.0**15  # of a thread's probabilities of a block: each one fits into fp16
+HALF_LIMIT = 2.0**15  # of a thread's probabilities of a block in fp16: each one fits
+SUM_LIMIT = 2.0**64  # of a row's probabilities, beyond which its reference counts as outgrown
 
 
 def online_softmax(
@@ -30,20 +31,49 @@ def online_softmax(
         new_max = cutlass.select_(grown, new_max, row_max[r])
         o_scale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
         row_max[r] = new_max
-        reference = new_max * scale_log2
-        for e in elements:
-            acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2 - reference, fastmath=True)
-        row_sum[r] = row_sum[r] * o_scale[r] + reduce_tree(operator.add, [acc_S[e] for e in elements])
+    part = _exp2(acc_S, row_max, scale_log2)
+    for r in range(2):
+        row_sum[r] = row_sum[r] * o_scale[r] + part[r]
 
 
-def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
-    """acc_S becomes exp2((s - reference) * scale_log2) with the reference `row_max`; returns (2) this thread's sums."""
-    part = cute.make_rmem_tensor(2, Float32)
+def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32) -> None:
+    """acc_S becomes exp2((s - reference) * scale_log2), and the reference `row_max` stands, whatever the scores are."""
+    part = _exp2(acc_S, row_max, scale_log2)
+    for r in range(2):
+        row_sum[r] += part[r]
+
+
+@cute.jit
+def half_softmax(
+    acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, o_scale: cute.Tensor, scale_log2: Float32
+) -> None:
+    """As fixed_softmax, but where probabilities come near what fp16 holds, the reference moves and they with it.
+
+    O must be multiplied by o_scale. A probability beyond fp32 stays inf or becomes NaN.
+    """
+    part = _exp2(acc_S, row_max, scale_log2)
+    o_scale.fill(1.0)
+    if cute.arch.vote_any_sync((part[0] > HALF_LIMIT) | (part[1] > HALF_LIMIT)):
+        for r in cutlass.range_constexpr(2):
+            most = cute.arch.warp_reduction_max(part[r], threads_in_group=4)
+            new_max = row_max[r] + cute.math.log2(most, fastmath=True) / scale_log2
+            new_max = cutlass.select_(most > HALF_LIMIT, new_max, row_max[r])
+            o_scale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
+            row_max[r] = new_max
+            for e in row_elements(acc_S, r):
+                acc_S[e] = acc_S[e] * o_scale[r]
+    for r in cutlass.range_constexpr(2):
+        row_sum[r] = (row_sum[r] + part[r]) * o_scale[r]
+
+
+def _exp2(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> list[Float32]:
+    """acc_S becomes exp2((s - reference) * scale_log2) with the reference `row_max`; returns this thread's sums."""
+    part = []
     for r in range(2):
         reference, elements = row_max[r] * scale_log2, row_elements(acc_S, r)
         for e in elements:
             acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2 - reference, fastmath=True)
-        part[r] = reduce_tree(operator.add, [acc_S[e] for e in elements])
+        part.append(reduce_tree(operator.add, [acc_S[e] for e in elements]))
     return part
 
 
@@ -57,10 +87,10 @@ def rescale(acc_O: cute.Tensor, o_scale: cute.Tensor) -> None:
 
 
 def normalize(acc_O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale: Float32) -> None:
-    """O /= row sum; lse[r] = natural log of the row's sum of exp(scale * s)."""
+    """row_sum becomes the whole row's; O /= row_sum; lse[r] = natural log of the row's sum of exp(scale * s)."""
     for r in range(2):
-        total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-        lse[r] = row_max[r] * scale + cute.math.log(total, fastmath=True)
-        inverse = cute.arch.rcp_approx(total)
+        row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+        lse[r] = row_max[r] * scale + cute.math.log(row_sum[r], fastmath=True)
+        inverse = cute.arch.rcp_approx(row_sum[r])
         for e in row_elements(acc_O, r):
             acc_O[e] = acc_O[e] * inverse

@@ -71,6 +71,6 @@ class Tile:
         return cutlass.select_(i < self.own_masked, own, cutlass.select_(j < 0, context, whole))
 
     def mask_arguments(self, i: Int32) -> tuple[Int32, Int32, cutlass.Boolean]:
-        """(key_row, limit, straddles) of the i-th block, i < masked, for mask.mask."""
-        own = i < self.own_masked
+        """(key_row, limit, straddles) of the i-th block, for mask.mask (which keeps all of a whole one)."""
+        own = (i < self.own_masked) | (i >= self.masked + self.context_whole)
         return self.key_row(i), cutlass.select_(own, self.row_end, self.context_end), own & self.straddles

@@ -133,16 +133,51 @@ def test_hostile_values(name, dtype):
     check(q, k, v, LONG)
 
 
+@pytest.mark.parametrize("growth", [4, 40, 400])  # scores near 2^64 in base 2, beyond it, beyond what fp32 holds
 @pytest.mark.parametrize("num_sms", [2, 6, 132])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_outgrown_references(head_dim, num_sms):
-    """A key of an unmasked block far above all before, in one KV head of one group: blocks that are computed again lie
-    between others, before the ends of tiles and in tiles whose last rows are nobody's."""
+def test_outgrown_references(head_dim, num_sms, growth):
+    """A key of an unmasked block far above all before, in one KV head of one group: the tiles that see it are
+    done again in the same launch, by clusters that take nothing else, some other tiles, or all; no other tile is."""
     layout = Layout.from_lengths([300, 1500, 300], [[200], [260, 40, 500], [100, 100]])
-    for ratio in (3, 4) if head_dim == 128 else (4,):
-        q, k, v = inputs(layout, 2 * ratio, 2, head_dim)
-        k[500 + 700, 1] *= 400
+    for ratio, dtype in ((3, BF16), (4, BF16), (4, FP16)) if head_dim == 128 else ((4, BF16), (4, FP16)):
+        q, k, v = inputs(layout, 2 * ratio, 2, head_dim, dtype)
+        k *= 3  # so that doing a tile again would show in its bits
+        clean, clean_lse = run(q, k, v, layout, num_sms)
+        k[500 + 700, 1] *= growth
         check(q, k, v, layout, num_sms)
+        out, lse = run(q, k, v, layout, num_sms)
+        for rows, heads in (
+            (slice(0, 500), slice(None)),
+            (slice(500, 2800), slice(ratio)),
+            (slice(2800, None), slice(None)),
+        ):
+            assert torch.equal(out[rows, heads], clean[rows, heads])
+            assert torch.equal(lse[heads, rows], clean_lse[heads, rows])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_more_items_than_bits_for_those_done_again(dtype):
+    """One CTA with 4,200 items, some of which share bits."""
+    layout = Layout.from_lengths([400] * 700, [[5]] * 700)
+    q, k, v = inputs(layout, 2, 2, 64, dtype)
+    for group in (0, 1, 350, 699):
+        k[405 * group + 3, 1] *= 400
+    out, lse = run(q, k, v, layout, 1)
+    assert not out.isnan().any()
+    some = torch.tensor([0, 3, 130, 200, 300, 383, 384, 399, 400, 404])
+    rows = torch.cat([405 * group + some for group in (0, 1, 2, 336, 337, 350, 699)]).cuda()
+    want, want_lse = expected_rows(q, k, v, layout, rows)
+    assert (out[rows].double() - want).abs().max() < 0.03
+    assert (lse[:, rows] - want_lse).abs().max() < 0.01
+
+
+def test_large_values():
+    """Probabilities that bf16 holds, and sums of values that fp32 would not."""
+    q, k, v = inputs(LONG)
+    k[:1999].mul_(13)
+    v.mul_(1e33)
+    check(q, k, v, LONG)
 
 
 def test_slices_and_strides():
