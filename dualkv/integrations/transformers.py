@@ -363,8 +363,9 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
 
         model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
 
-    input_ids is [1, T], all groups in one packed row (or inputs_embeds [1, T, C]); position_ids [1, T] must be the
-    layout's and are the layout's when left out. On a GPU wrong ones end in a device-side assertion. With sequence
+    The batch is what :func:`dualkv.pack` or `pack_sequences` returned: layouts of any depth are taken. input_ids is
+    [1, T], all groups in one packed row (or inputs_embeds [1, T, C]); position_ids [1, T] must be the layout's and are
+    the layout's when left out. On a GPU wrong ones end in a device-side assertion. With sequence
     parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. Labels cannot
     be shifted by the model. Rotary embeddings that depend on the longest sequence of a batch see the longest one
     packed. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt once;
@@ -451,7 +452,8 @@ def recompute_layers(model: Model, keep: str = "nothing") -> Model:
     if keep == "products":
         _refuse_overwritten_products(model)
     # transformers renamed it within version 5.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(arguments)
+    enable_it: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable_it(arguments)
     return model
 
 

@@ -28,6 +28,7 @@ from dualkv.integrations.transformers import KEEP, disable, enable, recompute_la
 from tests.integrations.tiny import (  # noqa: E402
     ARCHITECTURES,
     LAYOUT,
+    TREE,
     VOCAB,
     Losses,
     assert_close,
@@ -57,24 +58,30 @@ def double_throughout(name: str) -> Iterator[None]:
 
 
 @functools.cache
-def replicated(name: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+def replicated(
+    name: str, dtype: torch.dtype, layout: dualkv.Layout = LAYOUT
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states of every path, log-probs and gradients of the plain model, each sequence alone."""
     model = make_model(name, dtype).train()
-    hidden, logp, loss = Losses(LAYOUT, token_ids(LAYOUT), dtype).replicated(model)
+    hidden, logp, loss = Losses(layout, token_ids(layout), dtype).replicated(model)
     loss.backward()
     return hidden, logp.detach(), gradients(model)
 
 
 def check_against_replicated(
-    name: str, dtype: torch.dtype, tolerance: float, prepare: Callable[[Any], Any] = lambda model: model
+    name: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    prepare: Callable[[Any], Any] = lambda model: model,
+    layout: dualkv.Layout = LAYOUT,
 ) -> None:
-    hidden, logp, expected = replicated(name, dtype)
+    hidden, logp, expected = replicated(name, dtype, layout)
     model = make_model(name, dtype).train()
-    losses = Losses(LAYOUT, token_ids(LAYOUT), dtype)
-    out = prepare(enable(model))(input_ids=losses.ids, dualkv=LAYOUT, output_hidden_states=True)
+    losses = Losses(layout, token_ids(layout), dtype)
+    out = prepare(enable(model))(input_ids=losses.ids, dualkv=layout, output_hidden_states=True)
     got_hidden, (got_logp, loss) = out.hidden_states[-1][0], losses.of_packed(out)
     loss.backward()
-    for (path, _), reference in zip(paths(LAYOUT), hidden, strict=True):
+    for (path, _), reference in zip(paths(layout), hidden, strict=True):
         assert_close(f"hidden states of rows {path}", got_hidden[path], reference, tolerance)
     assert_close("log-probs", got_logp, logp, tolerance)
     assert expected
@@ -105,6 +112,44 @@ def test_packed_is_replicated_float32(name: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradient_checkpointing(name: str) -> None:
     check_against_replicated(name, torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=False))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_tree_is_its_paths_float64(name: str) -> None:
+    """Tokens of inner segments are in the loss of every path below them."""
+    with double_throughout(name):
+        check_against_replicated(name, torch.float64, 1e-10, layout=TREE)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_tree_with_gradient_checkpointing(use_reentrant: bool) -> None:
+    check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant), TREE)
+
+
+def test_pack_sequences_through_a_model() -> None:
+    """From token lists to rows of log-probs, against each sequence alone; masks of their own on what they share."""
+    sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 4, 4], [5, 6, 3], [5, 6, 7], [9, 9], [5, 6, 7, 8, 9]]
+    masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
+    model = make_model().train()
+    batch = dualkv.pack_sequences(sequences, masks)
+    assert batch.layout.depth == 4
+    hidden = enable(model).model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
+    ).last_hidden_state  # fmt: skip
+    rows = batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])
+    weights = [torch.randn(len(row), generator=torch.Generator().manual_seed(k)) for k, row in enumerate(rows)]
+    sum((w * row).sum() for w, row in zip(weights, rows, strict=True)).backward()
+    alone = make_model().train()
+    loss = torch.zeros(())
+    for s, mask, weight, row in zip(sequences, masks, weights, rows, strict=True):
+        ids = torch.tensor(s)
+        logp = alone(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp = logp[torch.tensor(mask[1:])]
+        assert_close("log-probs", row, logp, 1e-5)
+        loss = loss + (weight * logp).sum()
+    loss.backward()
+    for parameter, gradient in gradients(alone).items():
+        assert_close(parameter, gradients(model)[parameter], gradient, 1e-5)
 
 
 def test_reentrant_gradient_checkpointing() -> None:
@@ -235,7 +280,7 @@ def test_shift_labels_give_the_packed_loss() -> None:
 # ---------------------------------------------------------------- torch.compile
 def other_layouts() -> list[dualkv.Layout]:
     cases = [([6, 2], [[4, 0, 9], [2, 6]]), ([9], [[3, 5]]), ([4, 8, 1], [[3], [1, 2], [6]]), ([11], [[3, 0, 4, 7]])]
-    return [dualkv.Layout.from_lengths(*case) for case in cases]
+    return [*(dualkv.Layout.from_lengths(*case) for case in cases), TREE]
 
 
 @pytest.mark.parametrize(("dynamic", "checkpoint"), [(None, False), (True, True)], ids=["stored", "checkpointed"])

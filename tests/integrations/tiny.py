@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
 from torch import nn
@@ -56,13 +57,22 @@ def token_ids(layout: dualkv.Layout, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
+# Turns that branch, five levels: an empty segment on a path, a chain, a leaf beside a subtree, a tree of one segment.
+TREE = dualkv.Layout.from_segments(
+    np.cumsum([0, 6, 3, 2, 0, 4, 1, 5, 2, 3, 7, 2, 4]), [-1, 0, 1, 1, 3, 4, 0, 6, 6, 8, -1, 10]
+)
+
+
 def paths(layout: dualkv.Layout) -> list[tuple[list[int], int]]:
     """The packed rows of every replicated sequence that has a token, and how many of them are its prompt."""
     offsets, parent = layout.offsets.tolist(), layout.parent.tolist()
     segments = [list(range(*ends)) for ends in itertools.pairwise(offsets)]
-    found = [(segments[p] + segments[s], len(segments[p])) for s, p in enumerate(parent) if p >= 0]
-    found += [(segments[s], len(segments[s])) for s, p in enumerate(parent) if p < 0 and s not in parent]
-    return [(rows, shared) for rows, shared in found if rows]
+    rows: list[list[int]] = []
+    prompts: list[int] = []
+    for s, up in enumerate(parent):
+        rows.append((rows[up] if up >= 0 else []) + segments[s])
+        prompts.append(prompts[up] if up >= 0 else len(segments[s]))
+    return [(rows[s], prompts[s]) for s in range(len(parent)) if s not in parent and rows[s]]
 
 
 class Losses:
