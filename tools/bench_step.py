@@ -96,9 +96,9 @@ def changed_layers(model: Any, how: str) -> Iterator[None]:
     before = dict(vars(modeling))
     try:
         if how == "liger":
-            from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+            from liger_kernel.transformers import monkey_patch
 
-            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+            monkey_patch._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
         elif how == "compiled":
             for layer in decoder.layers:
                 layer.compile(dynamic=True)

@@ -157,16 +157,16 @@ def random_shards(module: torch.nn.Module, *_: Any) -> None:
             buffer.copy_(buffers[name])
 
 
-FORWARDS: dict[type, Any] = {}  # of model classes, into which veRL puts its fused heads
+FORWARDS: dict[Any, Any] = {}  # of model classes, into which veRL puts its fused heads
 
 
 def build(s: Settings) -> Any:
     """The worker of this rank, for a model with random weights."""
-    for cls, forward in FORWARDS.items():
-        cls.forward = forward  # type: ignore[attr-defined]
+    for patched, forward in FORWARDS.items():
+        patched.forward = forward
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         config = save_config(s.model, s.layers, Path(folder))
-        cls = AutoModelForCausalLM._model_mapping[type(config)]
+        cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
         FORWARDS.setdefault(cls, cls.forward)
         patches.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model))
         if s.strategy == "fsdp2" and not config.tie_word_embeddings:

@@ -1,0 +1,66 @@
+"""The benchmark of a step (tools/bench_step) and the attention it measures against, in small, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.integrations.tiny import make_model
+from tools import bench_step, stock_attention
+from tools.bench_step import ROWS, Row, Sizes
+
+SIZES = Sizes("tiny", layers=1, responses=4, prompt_len=24, response_len=6, micro_batch=2, repeats=2, chunk_size=10,
+              dtype="float32")  # fmt: skip
+
+
+def test_rows_compute_the_same(monkeypatch):
+    monkeypatch.setitem(ROWS, "products", Row("packed", "eager", "products", "eager"))
+    monkeypatch.setitem(ROWS, "stored", Row("packed", "eager", "all", "eager"))
+    monkeypatch.setitem(ROWS, "fails", Row("packed", "eager", "no such thing", "eager"))
+    names = ["packed", "fails", "products", "stored", "replicated"]
+    *_, figures = bench_step.measure(SIZES, names, torch.device("cpu"))
+    rows = figures["rows"]
+    assert list(rows) == names
+    assert "no such thing" in rows.pop("fails")["error"]
+    for row in rows.values():
+        assert row["logp_rms_from_first_row"] < 1e-5
+        assert row["tflops_done"] <= row["tflops_nominal"]
+    assert [rows[name]["micro_batches"] for name in ("packed", "replicated")] == [1, 2]
+    assert [len(rows[name]["seconds"]) for name in ("packed", "replicated")] == [2, 1]
+    assert rows["replicated"]["tflops_done"] == rows["replicated"]["tflops_nominal"]
+
+
+def test_flops_are_those_of_the_rows():
+    model = bench_step.make_model(SIZES, torch.device("cpu"))
+    layer = sum(w.numel() for w in model.model.layers.parameters() if w.dim() > 1)
+    heads = 4 * 64
+    pairs = 24 * 24 / 2 + 4 * (6 * 24 + 6 * 6 / 2)
+    packed = 6 * (layer * (24 + 4 * 6) + 320 * 256 * 4 * 6) + 12 * pairs * heads
+    assert bench_step.flops(model, SIZES, packed=True) == pytest.approx(packed)
+    assert bench_step.flops(model, SIZES, packed=False) > 2 * packed
+
+
+def test_what_a_row_changes_in_transformers_goes_with_it():
+    model = make_model("qwen3")
+    modeling = sys.modules[type(model).__module__]
+    rotate = modeling.apply_rotary_pos_emb
+    with bench_step.changed_layers(model, "compiled pieces"):
+        assert modeling.apply_rotary_pos_emb is not rotate
+    assert modeling.apply_rotary_pos_emb is rotate
+
+
+def test_stock_attention_of_sequences_end_to_end():
+    """Three sequences as one row and as a batch, against the model's own attention of each alone."""
+    model, ids = make_model("qwen3"), torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([model(one[None]).logits for one in ids])
+    model.config._attn_implementation = {"": stock_attention.register("math", 8)}
+    positions = torch.arange(8).repeat(3)[None]
+    end_to_end = model(ids.view(1, -1), position_ids=positions).logits.view(3, 8, -1)
+    for found in (model(ids).logits, end_to_end):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="got 6 rows, expected a multiple of the sequences' 8 tokens"):
+        model(ids[:, :6])
