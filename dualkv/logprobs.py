@@ -198,7 +198,8 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _chosen(_statistics, compiled)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logp, token_entropy = hidden.new_empty(2, len(token), dtype=dtype).unbind()
+        # Tensors of their own: FSDP warns of views that a module returns.
+        logp, token_entropy = (hidden.new_empty(len(token), dtype=dtype) for _ in range(2))
         lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1 in chunks:
