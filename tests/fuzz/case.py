@@ -78,8 +78,10 @@ def _length(rng, longest):
 
 
 def _segments(rng, longest, tokens):
-    """lengths, parent: groups of responses mostly, sometimes deeper trees; at most `tokens` in all."""
+    """lengths, parent: groups of responses mostly, sometimes trees of up to 64 levels; at most `tokens` in all."""
     shape = rng.random()
+    if shape > 0.96:
+        return _deep_tree(rng, tokens)
     lengths, parent, path = [], [], []
     groups, responses = (rng.randint(10, 40), 3) if shape < 0.1 else (rng.randint(1, 4), rng.randint(0, 8))
     for _ in range(groups):
@@ -97,6 +99,22 @@ def _segments(rng, longest, tokens):
         lengths[at] //= 2
     if sum(lengths) == 0 and rng.random() < 0.9:
         lengths[-1] = 1
+    return tuple(lengths), tuple(parent)
+
+
+def _deep_tree(rng, tokens):
+    """Short segments, most of them behind the last one; branches begin anywhere on the path."""
+    parent, path = [], []
+    branches = rng.choice((0.02, 0.1, 0.3))
+    for s in range(rng.randint(3, 90)):
+        if len(path) == 64 or (path and rng.random() < branches):
+            path = path[: rng.randint(0, len(path) - 1)]
+        parent.append(path[-1] if path else -1)
+        path.append(s)
+    lengths = [rng.choice((0, 1, 1, 2, 3, 7)) for _ in parent]
+    lengths[rng.randrange(len(lengths))] += rng.randint(1, tokens // 2)
+    while sum(lengths) > tokens:
+        lengths[max(range(len(lengths)), key=lengths.__getitem__)] //= 2
     return tuple(lengths), tuple(parent)
 
 

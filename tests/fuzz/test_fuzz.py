@@ -39,6 +39,17 @@ def test_cases_come_back_from_their_seed_and_from_json():
             assert case == Case.from_json(case.to_json())
 
 
+def test_deep_trees_are_drawn():
+    depths = []
+    for index in range(600):
+        case, depth = seeded("deep", index, "cpu"), []
+        for up in case.parent:
+            depth.append(depth[up] + 1 if up >= 0 else 1)
+        depths.append(max(depth, default=0))
+    assert sum(d > 2 for d in depths) > 30
+    assert max(depths) > 40
+
+
 def test_masks():
     assert segment_mask((1, 2, 0, 1), (-1, 0, 0, 0)).tolist() == [
         [True, False, False, False],
