@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -157,17 +158,21 @@ def random_shards(module: torch.nn.Module, *_: Any) -> None:
             buffer.copy_(buffers[name])
 
 
-FORWARDS: dict[Any, Any] = {}  # of model classes, into which veRL puts its fused heads
+PATCHED: dict[Any, tuple[dict[str, Any], Any]] = {}
+
+
+def restore(cls: Any) -> None:
+    """Takes out what veRL and Liger put into a model's class and module: fused heads, norms, rotary embedding."""
+    modeling = sys.modules[cls.__module__]
+    names, cls.forward = PATCHED.setdefault(cls, (dict(vars(modeling)), cls.forward))
+    vars(modeling).update(names)
 
 
 def build(s: Settings) -> Any:
     """The worker of this rank, for a model with random weights."""
-    for patched, forward in FORWARDS.items():
-        patched.forward = forward
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         config = save_config(s.model, s.layers, Path(folder))
-        cls: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        FORWARDS.setdefault(cls, cls.forward)
+        restore(AutoModelForCausalLM._model_mapping[type(config)])
         patches.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model))
         if s.strategy == "fsdp2" and not config.tie_word_embeddings:
             for name, fake in (
