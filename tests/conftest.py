@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from codegen import compile, toolchain
 from codegen.spec import TILES
 from dualkv import cli
 from tests.codegen import stand_in
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

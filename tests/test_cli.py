@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -18,14 +18,7 @@ from dualkv.settings import DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:

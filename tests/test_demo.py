@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,9 @@ from dualkv.rollouts import Rollouts
 from dualkv.settings import DemoSettings
 from dualkv.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"groups": 2, "prompt_len": 40, "responses": 3, "response_len": 12, "steps": 2, "device": "cpu"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models: more than one thread only makes threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def ragged_rollouts() -> Rollouts:

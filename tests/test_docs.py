@@ -45,6 +45,7 @@ ELSEWHERE = {
     "python -m tools.train_verl": "tests/integrations/verl/test_docs.py",
     "python -m verl.trainer.main_ppo": "tests/integrations/verl/test_docs.py",
 }
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHOWN = sorted({(page, *command) for page in PAGES for command in commands(page)})
 
 
@@ -56,14 +57,6 @@ def known(names, words):
         return words[: len(start)] == start and set(name.split()) <= set(words)
 
     return max(filter(fits, names), key=len, default=None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- commands

@@ -11,14 +11,7 @@ from dualkv import reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import Case, compat_mask, reduce, run, seeded, segment_mask
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_saved_cases():

@@ -1,14 +1,8 @@
-"""Tiny models: more than one thread only makes threads wait for each other."""
-
-from collections.abc import Iterator
+"""Tiny models everywhere here."""
 
 import pytest
-import torch
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module", autouse=True)
+def tiny(one_thread: None) -> None:
+    """Asks for one thread."""

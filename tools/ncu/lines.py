@@ -90,7 +90,7 @@ def parse_sass(text: str) -> tuple[dict[int, Place], list[str]]:
 
 # ---------------------------------------------------------------- where warps wait
 SOURCE_WIDTH = 90
-ALL, WAITING = "# Samples", "Warp Stall Sampling (Not-issued Samples)"
+ALL = "# Samples"
 REASON = re.compile(r"stall_(\w+)$")
 
 

@@ -62,12 +62,6 @@ STALLS = {  # what a warp waits for, by ncu's name
     "tex_throttle": "the queue of texture instructions is full",
     "misc": "other",
 }
-USED = (
-    _DURATION, _CLOCK, _TENSOR, _OPS_BF16, _OPS_FP16, _ISSUE, _EXP, _SHARED, _WAVES, _CONFLICTS,
-    _L2_READ, _L2_ADD, _L2_WRITE, _L2_SECTORS, _L2_HIT, _L2_BUSY, _L2_PEAK, _L2_CLOCK, _SM_READ,
-    _DRAM_READ, _DRAM_WRITE, _DRAM_PEAK, _DRAM_CLOCK, *_LOCAL, _WARPS, _MAX_WARPS, *_LAUNCH.values(),
-    *map(_STALLS.format, STALLS),
-)  # fmt: skip
 
 
 class ReadError(ValueError):
