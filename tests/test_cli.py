@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and that every failure is one sentence and a non-zero exit."""
 
+import io
 import json
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import dualkv.demo
 from dualkv import cli, doctor
+from dualkv.bench import command
+from dualkv.bench.workloads import NAMED
 from dualkv.settings import DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
@@ -230,3 +234,11 @@ def test_python_dash_m() -> None:
     assert done.returncode == 1
     assert done.stderr == "dualkv: steps is 0, expected 1 or more\n"
     assert done.stdout == ""
+
+
+def test_names_of_workloads_can_be_copied_from_a_narrow_terminal() -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(command.listing(list(NAMED.values())))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    for name in NAMED:
+        assert any(f" {name} " in line for line in lines), name

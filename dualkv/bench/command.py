@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import DIRECTIONS, Workload, of_rollouts, parse
@@ -57,7 +57,8 @@ def sides(names: Sequence[str] | None) -> list[str]:
 
 
 def listing(workloads: Sequence[Workload]) -> Table:
-    shown = Table("workload", "heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP")
+    name = Column("workload", no_wrap=True)  # to be copied behind -w
+    shown = Table(name, "heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP")
     for w in workloads:
         layout, kind = w.layout(), f"{w.heads}/{w.kv_heads} x {w.head_dim} {w.dtype}"
         work = (f"{w.flops(direction) / 1e12:.3g}" for direction in ("fwd", "bwd"))
