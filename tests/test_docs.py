@@ -66,7 +66,7 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
     if words[0] == "make":
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    elif words[:2] == ["pip", "install"] and "dualkv" in words[-1]:
+    elif words[:2] == ["pip", "install"] and ("dualkv" in words[-1] or words[-1].startswith(".[")):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert set(re.findall(r"\w+", words[-1])) - {"dualkv"} <= set(extras)
     elif words[0] == "export":
