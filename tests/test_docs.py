@@ -41,6 +41,7 @@ WRITES = {
 }
 # What needs an environment of its own: the tests there that run or parse it.
 ELSEWHERE = {
+    "python -m tools.bench_trl": "tests/integrations/trl/test_docs.py",
     "python -m tools.bench_verl": "tests/integrations/verl/test_docs.py",
     "python -m tools.train_verl": "tests/integrations/verl/test_docs.py",
     "python -m verl.trainer.main_ppo": "tests/integrations/verl/test_docs.py",
@@ -156,7 +157,8 @@ def _others():
 
 
 PREPARED = {"migration.md": _others}
-WITH_PYTHON = [page for page in PAGES if blocks(page, {"python"}) and page != "api.md"]  # there: signatures
+NOT_HERE = {"api.md", "trl.md"}  # signatures; tests/integrations/trl/test_docs.py, where TRL is
+WITH_PYTHON = [page for page in PAGES if blocks(page, {"python"}) and page not in NOT_HERE]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)

@@ -1,0 +1,38 @@
+"""What docs/trl.md shows: its code runs, its commands are taken."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
+
+import trl
+
+from dualkv.integrations.trl import GRPOTrainer
+from tests.documents import PAGES, blocks, commands, parse, words_of
+from tests.integrations.tiny import make_model
+from tests.integrations.trl.runs import tokenizer
+
+OURS = [w for page in PAGES for c, _ in commands(page) if (w := words_of(c))[:3] == ["python", "-m", "tools.bench_trl"]]
+
+
+def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("qwen3").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    small = {"max_steps": 1, "max_completion_length": 6, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path)}
+    monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small, report_to="none"))
+    (block,) = blocks("trl.md", {"python"})
+    space: dict[str, object] = {}
+    exec(block.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")), space)
+    trainer = space["trainer"]
+    assert isinstance(trainer, GRPOTrainer)
+    assert trainer.state.global_step == 1
+    assert trainer.state.log_history[0]["dualkv/dedup_ratio"] > 1
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_options_are_taken(words: list[str]) -> None:
+    parse(words)
