@@ -121,7 +121,7 @@ class PackedSequences:
         """
         _check_unpacked(values, len(self._trained), "trained token", form)
         place = torch.from_numpy((np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]).to(values.device)
-        of_tokens, lens = values.index_select(0, place), self._trained_lens
+        of_tokens, lens = _repeated(values, place), self._trained_lens
         if whole:
             at = torch.from_numpy(np.flatnonzero(self._mask)).to(values.device)
             rows = values.new_full((len(self._mask), *values.shape[1:]), padding_value)
@@ -144,7 +144,7 @@ class PackedSequences:
         if values.dim() > 1 and values.shape[:2] == (1, total):
             values = values[0]
         _check_unpacked(values, total, "packed row", "list")
-        return list(values.index_select(0, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
+        return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
 
     def to(self, device: torch.device | str) -> PackedSequences:
         """The same batch with its tensors on `device`."""
@@ -288,6 +288,11 @@ def tree_rows(tree: PrefixTree) -> IntArray:
     """[sum of lengths] the packed row of each token of each sequence, end to end."""
     path, _ = tree.paths()
     return _ranges(tree.offsets[path], tree.length[path], CPU).numpy()
+
+
+def _repeated(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """values [K, ...] at rows [n], which repeat: their gradients are always summed in the same order."""
+    return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]  # the other one uses atomics
 
 
 def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@ import torch
 
 import dualkv
 from dualkv.integrations.transformers import enable
-from tests.integrations.tiny import LAYOUT, Losses, gradients, make_model, token_ids
+from tests.integrations.tiny import LAYOUT, TREE, Losses, gradients, make_model, token_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,16 +66,51 @@ def test_logprobs_are_those_of_the_cpu_and_repeat_bitwise(labels):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
 
+def branching_rollouts():
+    """120 sequences of one prompt and 2 x 3 turns, each continued on its own: a row is in up to 120 of them."""
+    generator = torch.Generator().manual_seed(5)
+    prompt, *turns = (torch.randint(0, VOCAB, (n,), generator=generator) for n in (50, *[30] * 8))
+    paths = [torch.cat([prompt, turns[i % 2], turns[2 + i % 6]]) for i in range(120)]
+    sequences = [torch.cat([p, torch.randint(0, VOCAB, (i % 9,), generator=generator)]) for i, p in enumerate(paths)]
+    masks = [torch.rand(len(s), generator=generator) < 0.7 for s in sequences]
+    for mask in masks:
+        mask[0] = False
+    return sequences, masks
+
+
+def test_packed_trees_are_those_of_the_cpu_and_gradients_repeat_bitwise():
+    sequences, masks = branching_rollouts()
+    here = dualkv.pack_sequences(sequences, masks)
+    there = dualkv.pack_sequences([s.cuda() for s in sequences], [m.cuda() for m in masks])
+    assert there.device.type == there.layout.device.type == "cuda"
+    assert here.layout == there.layout
+    for name in ("input_ids", "position_ids", "predict_rows", "targets"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu()), name
+    values, weights = torch.randn(2, max(len(here.targets), sum(here.trained_lens)))
+
+    def run(batch, device: str) -> torch.Tensor:
+        leaf = values[: len(here.targets)].to(device, copy=True).requires_grad_()
+        (torch.cat(batch.unpack(leaf)) * weights[: sum(here.trained_lens)].to(device)).sum().backward()
+        return leaf.grad.cpu()
+
+    expected, *runs = run(here, "cpu"), *(run(there, "cuda") for _ in range(5))
+    torch.testing.assert_close(runs[0], expected)
+    assert all(torch.equal(again, runs[0]) for again in runs[1:])
+    whole = zip(here.unpack(values[: len(here.targets)], whole=True), sequences, strict=True)
+    assert all(len(row) == len(s) for row, s in whole)
+
+
 def test_a_token_outside_the_vocabulary_is_found_on_the_cpu():
     batch = dualkv.pack(*rollouts("cpu"))
     with pytest.raises(ValueError, match="outside the vocabulary"):
         dualkv.response_logprobs(torch.zeros(batch.layout.num_tokens, 8), torch.zeros(10, 8), batch)
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, TREE], ids=["prompts", "tree"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
-def test_a_model_packed_is_the_model_replicated(dtype, bound):
+def test_a_model_packed_is_the_model_replicated(dtype, bound, layout):
     """bf16 has no bound of its own: its error against fp64 may be twice the replicated way's."""
-    layout = LAYOUT.to("cuda")
+    layout = layout.to("cuda")
 
     def run(dtype: torch.dtype, way: str) -> dict[str, torch.Tensor]:
         model = enable(make_model("qwen3", torch.float64)).to("cuda", dtype)
