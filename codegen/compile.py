@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from codegen import KernelError, cubin, toolchain
-from codegen.spec import PARTIAL, KernelSpec
+from codegen.spec import FORWARDS, PARTIAL, KernelSpec
 
 LINKERS = ("gcc", "cc", "clang")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -102,8 +102,9 @@ def _kernel(spec: KernelSpec) -> Any:
     module = importlib.import_module(f"cute_kernels.{spec.operation}")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
     tile = spec.to_dict()["tile"]
-    if spec.operation == "fwd":
-        return module.ForwardKernel(dtype, spec.head_dim, spec.packed_heads, **tile)
+    if spec.operation in FORWARDS:
+        kernel = {"fwd": "ForwardKernel", "fwd_paths": "PathForwardKernel"}[spec.operation]
+        return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile)
     make = {
         "bwd_preprocess": "BackwardPreprocess",
         "bwd": "backward_kernel",

@@ -18,11 +18,11 @@ from typing import Any
 
 from codegen import cubin, store
 from codegen.precompiled import record_of
-from codegen.spec import KernelSpec, table
+from codegen.spec import FORWARDS, KernelSpec, table
 
 WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "REDG", "STL", "LDL")
 EXPECTED = {  # kinds of instructions without which an operation's kernel is not what it was written to be
-    "fwd": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
+    **dict.fromkeys(FORWARDS, ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")),
     "bwd": ("HGMMA", "UTMALDG", "USETMAXREG", "REDG"),
 }
 RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory", "wgmma_warnings")

@@ -24,6 +24,7 @@ def select(
     directions: Iterable[str] = DIRECTIONS,
     gradients: Iterable[str] = GRADIENTS[:1],
     deterministic: bool = False,
+    trees: bool = False,
 ) -> list[KernelSpec]:
     """Each kernel once, those of a shape together.
 
@@ -33,6 +34,7 @@ def select(
         directions: of DIRECTIONS.
         gradients: of codegen.spec.GRADIENTS, what backwards are asked for.
         deterministic: also the kernels of deterministic backwards.
+        trees: also the forward's kernels for layouts deeper than two levels (the backward's serve any).
 
     Raises:
         ValueError: a shape, dtype, direction or part of the gradients without kernels.
@@ -51,7 +53,7 @@ def select(
             raise ValueError(f"the GQA ratio is {shape.heads_per_kv}, expected 1 or more")
         for dtype in dtypes:
             if "forward" in directions:
-                found.append(forward_spec(dtype, *shape))
+                found += [forward_spec(dtype, *shape, deep) for deep in ((False, True) if trees else (False,))]
             if "backward" in directions:
                 for asked in gradients:
                     for fixed in (False, True) if deterministic else (False,):
@@ -61,14 +63,14 @@ def select(
 
 def words(spec: KernelSpec) -> list[str]:
     """The options of `dualkv precompile` that select `spec`; none for a specification that no call asks for."""
+    shape = Shape(spec.head_dim, spec.packed_heads)
     for direction in DIRECTIONS:
         for deterministic in (False, True):
-            shape = Shape(spec.head_dim, spec.packed_heads)
-            if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic):
+            if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
                 ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
                 part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []
                 return [
-                    "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype,
-                    "--directions", direction, *part, *(["--deterministic"] if deterministic else []),
+                    "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype, "--directions", direction,
+                    *part, *(["--deterministic"] if deterministic else []), *(["--trees"] if spec.trees else []),
                 ]  # fmt: skip
     return []

@@ -27,6 +27,7 @@ Tile = ForwardTile | BackwardTile | RowTile | SlabTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
     "fwd": ForwardTile,
+    "fwd_paths": ForwardTile,
     "bwd_preprocess": RowTile,
     "bwd": BackwardTile,
     "bwd_sum": SlabTile,
@@ -34,6 +35,7 @@ TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its ker
 }
 
 
+FORWARDS = ("fwd", "fwd_paths")  # of two levels, and of trees of any depth
 PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # do less where fewer gradients are asked
 
 
@@ -92,6 +94,11 @@ class KernelSpec(Generic[AnyTile]):
         shape = f"d{self.head_dim}_h{self.packed_heads}_{self.gradients}"
         return f"dualkv_{self.operation}_{self.dtype}_{shape}_{self.arch}_{digest}"
 
+    @property
+    def trees(self) -> bool:
+        """Whether it is the forward of layouts deeper than two levels."""
+        return self.operation == FORWARDS[True]
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -112,9 +119,13 @@ class KernelSpec(Generic[AnyTile]):
         return f"{self.operation} {self.dtype} {shape} {gradients}{tile} {self.arch}"
 
 
-def forward_spec(dtype: str, head_dim: int, heads_per_kv: int) -> KernelSpec[ForwardTile]:
-    """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles."""
-    return KernelSpec("fwd", dtype, kernel_head_dim(head_dim), packed_heads(heads_per_kv), forward_tile(head_dim))
+def forward_spec(dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False) -> KernelSpec[ForwardTile]:
+    """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles.
+
+    trees: the one for layouts deeper than two levels.
+    """
+    operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
+    return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim))
 
 
 class BackwardSpecs(NamedTuple):
@@ -155,9 +166,11 @@ def backward_specs(
 def table() -> list[KernelSpec]:
     """Every specialization that training asks for: of the gradients all, those of the query, those of keys and values.
 
-    Other parts of the gradients have kernels too, compiled when they are first asked for.
+    Other parts of the gradients have kernels too, compiled when they are first asked for. So have trees at every dtype
+    and ratio: one of each head dim is here, as they differ from the other forwards in nothing that these decide.
     """
     forward = [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
+    trees = [forward_spec(DTYPES[0], d, 4, trees=True) for d in HEAD_DIMS]
     backward = [
         spec
         for d in HEAD_DIMS
@@ -166,7 +179,7 @@ def table() -> list[KernelSpec]:
         for gradients in ("qkv", "q", "kv")
         for spec in backward_specs(dtype, d, fixed, gradients).present
     ]
-    return forward + list(dict.fromkeys(backward))
+    return forward + trees + list(dict.fromkeys(backward))
 
 
 def canonical_json(value: Any) -> str:

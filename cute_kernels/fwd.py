@@ -49,6 +49,8 @@ class Rows(NamedTuple):
 class ForwardKernel(ForwardFrame):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
+    mask = staticmethod(mask)
+
     @cute.jit
     def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
         num_tiles, bars = g.work.shape[0], s.bars
@@ -66,7 +68,7 @@ class ForwardKernel(ForwardFrame):
         for turn in cutlass.range(2, unroll=1):
             for item in cutlass.range(first, stop, step, unroll=1):
                 if turn == 0 or self.noted(s.again, item):
-                    tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
+                    tile, head_group = self.tile(g, item % num_tiles), item // num_tiles
                     for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
                         rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)
                     for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
@@ -87,16 +89,16 @@ class ForwardKernel(ForwardFrame):
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
                     masking = tile.mask_arguments(Int32(0))
-                    mask(acc_S, rows.token, g.segment_begin, *masking)
+                    self.mask(acc_S, rows.token, g.bounds, *masking)
                     online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
                     round_to(acc_S, x.tOrP)
-                    self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
+                    self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
 
                     masked = cutlass.select_(turn == 0, tile.masked, tile.blocks)
                     for i in cutlass.range(1, masked, 1, unroll=1):
                         masking = tile.mask_arguments(i)
-                        at = self.masked_block(x, rows, scale_log2, bars, at, g.segment_begin, masking)
-                        self.clear_tail(s.V, bars, at, masking[0], masking[1], wg)
+                        at = self.masked_block(x, rows, scale_log2, bars, at, g.bounds, masking)
+                        self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
                     for _ in cutlass.range(masked, tile.blocks, 1, unroll=1):
                         at = self.whole_block(x, rows, scale_log2, bars, at)
 
@@ -165,13 +167,13 @@ class ForwardKernel(ForwardFrame):
         scale_log2: Float32,
         bars: cute.Pointer,
         at: Int32,
-        segment_begin: cute.Tensor,
+        bounds: cute.Tensor,
         masking: Any,  # the last arguments of mask()
     ) -> Int32:
         """The next block's probabilities, and O of this one; returns the next one's place."""
         acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
         self.products(acc_S, x, bars, at)
-        mask(acc_S, rows.token, segment_begin, *masking)
+        self.mask(acc_S, rows.token, bounds, *masking)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
         at = self.finish_products(acc_S, x, bars, at)
         rescale(x.acc_O, rows.scale)
@@ -191,14 +193,14 @@ class ForwardKernel(ForwardFrame):
         return at
 
     @cute.jit
-    def clear_tail(
-        self, sV: cute.Tensor, bars: cute.Pointer, at: Int32, key_row: Int32, limit: Int32, wg: Int32
+    def clear_unseen(
+        self, sV: cute.Tensor, bars: cute.Pointer, at: Int32, wg: Int32, bounds: cute.Tensor, masking: Any
     ) -> None:
-        """Zero the rows of a V block at `limit` and beyond: they are another segment's, and 0 * NaN would be NaN.
+        """Zero the rows of a V block that no row of the tile sees: 0 * NaN would be NaN.
 
         Every warp group does it for itself; they write the same.
         """
-        first = limit - key_row
+        key_row, first = masking[0], self.first_unseen(*masking)
         if first < self.tile_n:
             stage, phase = self.ring(at)
             cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
@@ -211,10 +213,21 @@ class ForwardKernel(ForwardFrame):
             zero.fill(0)
             tid = cute.arch.thread_idx()[0] % 128
             for row in cutlass.range(first + tid // units, rows, 128 // units, unroll=1):
-                for chunk in cutlass.range_constexpr(chunks):
-                    cute.autovec_copy(zero, words[None, tid % units, row, chunk])
+                if self.unseen(key_row + row, bounds, *masking):
+                    for chunk in cutlass.range_constexpr(chunks):
+                        cute.autovec_copy(zero, words[None, tid % units, row, chunk])
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+
+    def first_unseen(self, key_row: Int32, limit: Int32, straddles: cutlass.Boolean) -> Int32:
+        """The first row of a block that may be unseen: from the limit on they are another segment's."""
+        return limit - key_row
+
+    def unseen(
+        self, key: Int32, bounds: cute.Tensor, key_row: Int32, limit: Int32, straddles: cutlass.Boolean
+    ) -> bool | cutlass.Boolean:
+        """Whether no row of the tile sees a key from there on."""
+        return True
 
     def fits(self, acc_O: cute.Tensor, row_sum: cute.Tensor, tile: Tile, wg: Int32, tile_row: Int32) -> cutlass.Boolean:
         """Whether no score of the warp's rows has outgrown its reference; row_sum: (2), of the whole rows."""

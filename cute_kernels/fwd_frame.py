@@ -5,7 +5,7 @@ A cluster takes tiles: consecutive packed rows of one group with all `packed_hea
 multicasts it. `fwd` has what the warp groups compute.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -43,8 +43,9 @@ class Global(NamedTuple):
     O: cute.Tensor  # ((packed_heads, T), D, head groups)
     pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
-    work: cute.Tensor  # (n, 8)
-    segment_begin: cute.Tensor  # (T)
+    work: cute.Tensor  # (n, fields)
+    bounds: cute.Tensor  # what the mask reads: (T) segment_begin of rows, or in a tree (T + N) visible_end of keys
+    regions: cute.Tensor | None = None  # (m, 2), of trees
 
 
 class Shared(NamedTuple):
@@ -164,6 +165,21 @@ class ForwardFrame(Clustered):
         num_sms: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        self.launch(q, k, v, out, lse, work, (segment_begin,), softmax_scale, num_sms, stream)
+
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        work: cute.Tensor,
+        tables: tuple[cute.Tensor, ...],  # the rest of Global
+        softmax_scale: Float32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
         q_smem = cute.make_composed_layout(self.q_layout().inner, 0, self.rows_layout())
         q_box = ((self.packed_heads, self.tokens_wg), self.head_dim)
         kv_smem, kv_box = cute.select(self.kv_layout(), mode=[0, 1]), (self.tile_n, self.head_dim)
@@ -181,7 +197,7 @@ class ForwardFrame(Clustered):
         num_clusters = cutlass.min(work.shape[0] * head_groups, num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, pairs, lse, work, segment_begin),
+            Global(gQ, gK, gV, gO, pairs, lse, work, *tables),
             softmax_scale,
             head_groups,
             head_groups // k.shape[1],
@@ -270,6 +286,10 @@ class ForwardFrame(Clustered):
     def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
         """What an MMA warp does."""
         raise NotImplementedError
+
+    def tile(self, g: Global, index: Int32) -> Any:
+        """A work item."""
+        return Tile.load(g.work, index, self.tile_n)
 
     # ---------------------------------------------------------------- items that are done again
     @cute.jit
@@ -362,7 +382,7 @@ class ForwardFrame(Clustered):
             if warp_idx == 0:
                 for item in cutlass.range(first, stop, step, unroll=1):
                     if turn == 0 or self.noted(s.again, item):
-                        tile, head_group = Tile.load(g.work, item % num_tiles, self.tile_n), item // num_tiles
+                        tile, head_group = self.tile(g, item % num_tiles), item // num_tiles
                         at = self.load_tile(atoms, g, s, tile, head_group, head_group // groups_per_kv, at, q_phase)
                         q_phase ^= 1
             stop = self.end_turn(s)

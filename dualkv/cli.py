@@ -253,6 +253,9 @@ def precompile(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The kernels of deterministic backwards too.")
     ] = False,
+    trees: Annotated[
+        bool, typer.Option("--trees", help="The forward's kernels for trees of more than two levels too.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compiles at a time. Default: CPUs.")] = None,
     emit: Annotated[str, typer.Option(help="Write code out to DIR/code: of cubin, ptx and sass, by commas.")] = "",
     json_to: JsonOption = None,
@@ -263,7 +266,7 @@ def precompile(
 
     specs = kernels.requested(
         _commas(models), _numbers("tp", tp), _numbers("head-dims", head_dims), _numbers("gqa", gqa),
-        _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic,
+        _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
     )  # fmt: skip
     console = _console(json_to)
     if (out is None) == (check is None):

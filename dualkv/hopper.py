@@ -15,7 +15,7 @@ from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
 from codegen.tiles import BackwardTile, ForwardTile
-from dualkv import plan, plan_backward
+from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -25,10 +25,8 @@ MAX_STRIDE = 2**40  # bytes: likewise
 
 
 # ---------------------------------------------------------------- which calls
-def unsupported(q: torch.Tensor, segments: Segments) -> str | None:
-    """Why no kernel serves q [T, H, D] over this layout, or None. All head dims and GQA ratios are served."""
-    if segments.max_depth > 2:
-        return f"layouts of {segments.max_depth} levels"
+def unsupported(q: torch.Tensor) -> str | None:
+    """Why no kernel serves q [T, H, D], or None. All layouts, head dims and GQA ratios are served."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
     return device_unsupported(q.device)
@@ -60,19 +58,27 @@ class Plan:
 
 
 class ForwardPlan(Plan):
-    """What the forward reads, for one tile configuration.
+    """What the forward reads, for one kernel.
 
     Attributes:
-        work: [n, items.NUM_FIELDS] int32.
-        segment_begin: [T] int32.
+        tables: int32, as the kernel takes them: work items and segment_begin [T], or of trees work items, regions and
+            visible_end [T + tile_n].
     """
 
-    def __init__(self, segments: Segments, device: torch.device, tokens: int, tile_n: int) -> None:
-        self.work = _upload(plan.forward_work(segments, tokens, tile_n), device)
-        self.segment_begin = segments.made(
-            ("segment_begin", device), lambda: _upload(plan.segment_begin(segments), device)
-        )
-        super().__init__(self.work, self.segment_begin)
+    def __init__(self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> None:
+        tokens, tile_n = spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
+        if spec.trees:
+            made = plan_paths.path_work(segments, tokens, tile_n)
+            work = [_upload(made.items, device), _upload(made.regions, device)]
+            of_rows = segments.made(
+                ("visible_end", device, tile_n),
+                lambda: _upload(np.append(segments.visible_end, np.zeros(tile_n)).astype(np.int32), device),
+            )
+        else:
+            work = [_upload(plan.forward_work(segments, tokens, tile_n), device)]
+            of_rows = segments.made(("segment_begin", device), lambda: _upload(plan.segment_begin(segments), device))
+        self.tables = *work, of_rows
+        super().__init__(*self.tables)
 
 
 class BackwardPlan(Plan):
@@ -114,11 +120,10 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
     return found
 
 
-def forward_plan(segments: Segments, device: torch.device, tile: ForwardTile, packed_heads: int) -> ForwardPlan:
+def forward_plan(segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> ForwardPlan:
     """The forward's plan; see `_planned`."""
-    tokens, tile_n = tile.tokens(packed_heads), tile.tile_n
-    key = "forward", tokens, tile_n
-    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, tokens, tile_n))
+    key = spec.operation, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
+    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec))
 
 
 def backward_plan(
@@ -157,11 +162,11 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 # ---------------------------------------------------------------- launches
 @cache
 def _kernel(
-    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False
 ) -> tuple[KernelSpec[ForwardTile], Kernel]:
     """The specialization that serves these; nothing of a batch's lengths is in it."""
     _refuse_capture(device, "the kernel is not loaded")
-    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv)
+    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees)
     return spec, store.load(spec)
 
 
@@ -209,15 +214,15 @@ def forward(
         RuntimeError: the kernel cannot be compiled or loaded, or a CUDA graph is captured at one of those first calls.
     """
     device, (rows, heads, head_dim) = q.device, q.shape
-    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device)
-    planned = forward_plan(segments, device, spec.tile, spec.packed_heads)
+    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, segments.max_depth > 2)
+    planned = forward_plan(segments, device, spec)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
     if not segments.prompts_ask:  # rows that no tile has
         out.zero_()
         lse.fill_(math.inf)
-    kernel(q, k, v, out, lse, planned.work, planned.segment_begin, softmax_scale, _num_sms(device))
+    kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device))
     return out, lse
 
 

@@ -155,7 +155,7 @@ def _fwd_cuda(
     segments = _checked(q, k, v, offsets, parent)
     if segments.total == 0:
         return reference.forward(q, k, v, segments, softmax_scale)
-    no_kernel = hopper.unsupported(q, segments)
+    no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
             return hopper.forward(q, k, v, segments, softmax_scale)
@@ -173,7 +173,7 @@ def _bwd_cuda(
     if segments.total == 0:
         return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    no_kernel = hopper.unsupported(q, segments)
+    no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
             return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients)

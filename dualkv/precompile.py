@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from codegen import precompiled, store
 from codegen.select import DIRECTIONS, Shape, select
-from codegen.spec import DTYPES, GRADIENTS, KernelSpec
+from codegen.spec import DTYPES, FORWARDS, GRADIENTS, KernelSpec
 from dualkv.models import CONFIGS
 
 
@@ -150,6 +150,7 @@ def requested(
     directions: Iterable[str] = DIRECTIONS,
     gradients: Iterable[str] = GRADIENTS[:1],
     deterministic: bool = False,
+    trees: bool = False,
 ) -> list[KernelSpec]:
     """The kernels of models, on so many tensor-parallel ranks each, and of every head dim with every GQA ratio.
 
@@ -165,7 +166,7 @@ def requested(
         raise ValueError(f"head_dims is {head_dims} and gqa is {gqa}, expected both or neither")
     shapes = [shape(heads, ranks) for heads in map(heads_of, models) for ranks in tensor_parallel]
     shapes += [Shape(head_dim, ratio) for head_dim in head_dims for ratio in gqa]
-    return select(shapes, dtypes, directions, gradients, deterministic)
+    return select(shapes, dtypes, directions, gradients, deterministic, trees)
 
 
 # ---------------------------------------------------------------- compile
@@ -262,7 +263,7 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
     """One a kernel, under COLUMNS."""
     for made in result.kernels:
         record, spec = made.record, made.record["spec"]
-        if spec["operation"] == "fwd":
+        if spec["operation"] in FORWARDS:
             serves = f"GQA {spec['packed_heads']}"
         else:
             serves = f"d{spec['gradients']}" + (" deterministic" if spec["tile"].get("deterministic") else "")

@@ -49,6 +49,25 @@ def test_the_main_workload_has_the_known_work():
     assert NAMED["n32-p8192-r2048"].flops("fwd") == pytest.approx(10.45e12, rel=1e-3)
 
 
+def test_trees_have_the_known_shape():
+    binary, agent = NAMED["binary-p4096-r1024"].layout(), NAMED["agent-t10-r512"].layout()
+    assert (binary.depth, binary.num_tokens, binary.nominal_tokens) == (5, 4096 + 30 * 1024, 16 * 8 * 1024)
+    assert (agent.depth, agent.nominal_tokens) == (10, 32 * 10 * 512), "32 rollouts of 10 turns"
+    assert agent.num_segments < 200, "which share turns"
+    assert set(NAMED["agent-t10-r512"].response_lens[0]) == {512}
+
+
+def test_sides_know_the_sequences_of_a_tree():
+    made = inputs.Inputs(Workload("t", (3,), ((2, 1, 4, 1),), 2, 1, 8, parent=(-1, 0, 1, 1, 0)), "cpu")
+    assert [rows.tolist() for rows in made.replicated()] == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 4, 6, 7, 8, 9],
+        [0, 1, 2, 10],
+    ]
+    with pytest.raises(ValueError, match="computes prompts and responses, t has 3 levels"):
+        made.groups  # noqa: B018
+
+
 def test_drawn_workloads_are_the_same_every_time_and_of_all_kinds():
     drawn = [parse(f"random-1-{i}") for i in range(40)]
     assert drawn == [random_workload(1, i) for i in range(40)]
@@ -203,7 +222,7 @@ def fake_peers(monkeypatch):
 
     monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    monkeypatch.setattr(sides.hopper, "unsupported", lambda q, segments: None)
+    monkeypatch.setattr(sides.hopper, "unsupported", lambda q: None)
     return calls
 
 
@@ -542,7 +561,8 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
     for result in report["results"]:
         assert set(result) == {"workload", "direction", "flops", "reference", "sides"}
         assert set(result["workload"]) == {
-            "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype", "tokens", "dedup_ratio",
+            "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype", "parent", "tokens",
+            "dedup_ratio",
         }  # fmt: skip
         assert set(result["sides"]["dualkv"]) == {
             "compared_with", "parts", "cold_ms", "cold_tflops", "host_us", "rounds", "sustained_ms",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
 from cute_kernels import items
-from dualkv import Layout, hopper, ops, plan, plan_backward
+from dualkv import Layout, hopper, ops, plan, plan_backward, plan_paths
 from dualkv.layout import segments_of
 
 
@@ -185,6 +185,20 @@ def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
     assert (scale, sms) == (0.1, 132)
 
 
+def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
+    layout = Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])
+    hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 96, torch.float16), segments(layout), 0.1)
+    ((spec, arguments),) = launches
+    assert spec == forward_spec("fp16", 96, 4, trees=True)
+    work, regions, visible_end, scale, sms = arguments[5:]
+    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
+    assert np.array_equal(work.numpy(), expected.items)
+    assert np.array_equal(regions.numpy(), expected.regions)
+    assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
+    assert visible_end.dtype == torch.int32
+    assert (scale, sms) == (0.1, 132)
+
+
 def test_the_plan_is_made_once_for_all_layers_and_shapes_that_share_it(launches, monkeypatch):
     made = []
     real = plan.forward_work
@@ -248,11 +262,9 @@ def test_the_ops_run_the_kernels_where_they_serve(launches, monkeypatch, determi
 
 
 def test_reasons_why_no_kernel_serves():
-    flat, deep = Layout.from_lengths([4], [[2]]), Layout.from_segments([0, 2, 4, 6], [-1, 0, 1])
     q = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
-    assert hopper.unsupported(q, segments(flat)) == "cpu devices"
-    assert hopper.unsupported(q.float(), segments(flat)) == "torch.float32 inputs"
-    assert hopper.unsupported(q, segments(deep)) == "layouts of 3 levels"
+    assert hopper.unsupported(q) == "cpu devices"
+    assert hopper.unsupported(q.float()) == "torch.float32 inputs"
 
 
 def test_other_gpus_are_named(monkeypatch):

@@ -132,6 +132,9 @@ def test_requests():
     assert requested(head_dims=[64, 96], gqa=[1, 2], directions=["forward"], dtypes=["fp16"]) == [
         forward_spec("fp16", d, h) for d in (64, 96) for h in (1, 2)
     ]
+    assert requested(head_dims=[64], gqa=[2], directions=["forward"], trees=True) == [
+        forward_spec("bf16", 64, 2, trees) for trees in (False, True)
+    ]
     with pytest.raises(ValueError, match=r"head_dims is \[64\] and gqa is \[\], expected both or neither"):
         requested(head_dims=[64])
 
@@ -174,7 +177,11 @@ def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
     assert "is corrupt (kernel.so does not have the recorded hash)" in said
 
 
-@pytest.mark.parametrize("spec", [s for s in table() if s.head_dim == 96 and s.dtype == "fp16"][::4], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [*[s for s in table() if s.head_dim == 96 and s.dtype == "fp16"][::4], forward_spec("fp16", 96, 7, trees=True)],
+    ids=str,
+)
 def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkeypatch, tmp_path, spec):
     """DUALKV_JIT=0 without a kernel: the words of its error, run, and the kernel is there."""
     monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda folder: {})  # stand-ins have no registers

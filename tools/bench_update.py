@@ -23,7 +23,6 @@ from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from dualkv.cli import tracked
 from dualkv.demo import run_demo
-from dualkv.layout import Segments
 from dualkv.report import render
 from dualkv.rollouts import ByteTokenizer, topic_prompts
 from dualkv.settings import DemoSettings
@@ -44,7 +43,7 @@ RUNS = {
 }
 
 
-def _no_kernel(q: torch.Tensor, segments: Segments) -> str:
+def _no_kernel(q: torch.Tensor) -> str:
     """In the place of hopper.unsupported (a Mock would keep every q it is asked about, and their memory)."""
     return "this run"
 

@@ -36,22 +36,28 @@ class Side:
 
 
 class Inputs:
-    """Random q, dout [T, H, D] and k, v [T, Hk, D] of a workload on a device, and the rows of its groups.
-
-    Attributes:
-        groups: (rows of the prompt, rows of each response) of each group.
-    """
+    """Random q, dout [T, H, D] and k, v [T, Hk, D] of a workload on a device, and the rows of its segments."""
 
     def __init__(self, workload: Workload, device: str = "cuda", seed: int = 0) -> None:
         self.workload, self.layout, self.device = workload, workload.layout(device), device
         self.scale = workload.head_dim**-0.5
         self._generator = torch.Generator(device).manual_seed(seed)
         self.q, self.k, self.v = (self._draw(n) for n in (workload.heads, workload.kv_heads, workload.kv_heads))
-        offsets, parent = self.layout.offsets.numpy().astype(np.int64), self.layout.parent.numpy()
-        rows = [np.arange(a, b) for a, b in itertools.pairwise(offsets)]
-        self.groups: list[tuple[Rows, list[Rows]]] = [
-            (rows[s], [rows[r] for r in np.flatnonzero(parent == s)]) for s in np.flatnonzero(parent == -1)
-        ]
+        offsets = self.layout.offsets.numpy().astype(np.int64)
+        self._rows: list[Rows] = [np.arange(a, b) for a, b in itertools.pairwise(offsets)]  # of each segment
+        self._parent = self.layout.parent.numpy()
+
+    @property
+    def groups(self) -> list[tuple[Rows, list[Rows]]]:
+        """(rows of the prompt, rows of each response) of each group.
+
+        Raises:
+            ValueError: a tree, which has no such groups.
+        """
+        if self.layout.depth > 2:
+            raise ValueError(f"computes prompts and responses, {self.workload.name} has {self.layout.depth} levels")
+        rows, parent = self._rows, self._parent
+        return [(rows[s], [rows[r] for r in np.flatnonzero(parent == s)]) for s in np.flatnonzero(parent == -1)]
 
     @cached_property
     def dout(self) -> torch.Tensor:
@@ -63,8 +69,12 @@ class Inputs:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def replicated(self) -> list[Rows]:
-        """The rows of each full sequence: a response behind its prompt, a prompt alone where there is no response."""
-        return [np.concatenate([p, r]) for p, group in self.groups for r in group or [p[:0]]]
+        """The rows of each full sequence: all segments from the prompt to one that none continues."""
+        paths: list[Rows] = []
+        for up, rows in zip(self._parent, self._rows, strict=True):
+            paths.append(rows if up < 0 else np.concatenate([paths[up], rows]))
+        continued = set(self._parent.tolist())
+        return [path for s, path in enumerate(paths) if s not in continued]
 
     def dout_of(self, rows: torch.Tensor) -> torch.Tensor:
         """dout of `rows`, a row that stands there n times as an nth each: gradients then add up to the packed ones."""

@@ -17,7 +17,6 @@ import dualkv
 from dualkv import hopper
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
-from dualkv.layout import segments_of
 
 
 def _kept(
@@ -66,7 +65,7 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
         RuntimeError: this device has no kernel of ours.
     """
     layout = inputs.layout
-    reason = hopper.unsupported(inputs.q, segments_of(layout.offsets, layout.parent))
+    reason = hopper.unsupported(inputs.q)
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
     leaves = q, k, v = [x.detach().requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]

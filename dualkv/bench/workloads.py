@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class Workload:
     Attributes:
         name: short, unique among the named ones.
         prompt_lens: tokens of each group's prompt.
-        response_lens: tokens of each group's responses.
+        response_lens: tokens of each group's responses; of a tree, of every segment below the prompt in packed order.
+        parent: of trees of more than two levels, the segment that each segment continues, -1 for a prompt; else empty.
         heads, kv_heads, head_dim, dtype: of q, and k and v.
     """
 
@@ -38,6 +40,7 @@ class Workload:
     kv_heads: int = 8
     head_dim: int = 128
     dtype: str = "bf16"
+    parent: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -53,6 +56,9 @@ class Workload:
         return replace(self, name=" ".join([self.name, *(f"{n}={v}" for n, v in changes.items())]), **changes)
 
     def layout(self, device: str = "cpu") -> Layout:
+        if self.parent:
+            lengths = [n for p, below in zip(self.prompt_lens, self.response_lens, strict=True) for n in (p, *below)]
+            return Layout.from_segments([0, *itertools.accumulate(lengths)], self.parent, device)
         return Layout.from_lengths(self.prompt_lens, self.response_lens, device)
 
     def visible_pairs(self) -> int:
@@ -81,6 +87,43 @@ def _many_groups(name: str) -> Workload:
     return Workload(name, tuple(draw.integers(256, 2049, 64).tolist()), tuple(map(tuple, responses)))
 
 
+def _tree(name: str, lengths: Sequence[int], parent: Sequence[int]) -> Workload:
+    """One tree of segments in depth-first order."""
+    return Workload(name, (lengths[0],), (tuple(lengths[1:]),), parent=tuple(parent))
+
+
+def _binary_tree(name: str, prompt: int, levels: int, length: int) -> Workload:
+    """Below the prompt so many levels of segments of one length, two below each."""
+    parent = [-1]
+
+    def add(above: int, left: int) -> None:
+        for _ in range(2 if left else 0):
+            parent.append(above)
+            add(len(parent) - 1, left - 1)
+
+    add(0, levels)
+    return _tree(name, [prompt] + [length] * (len(parent) - 1), parent)
+
+
+def _agent_tree(name: str, rollouts: int, turns: int, length: int) -> Workload:
+    """Rollouts of so many turns of one length: each leaves an earlier one, drawn at random, after a turn at random."""
+    draw = np.random.default_rng(0)
+    paths, count = [list(range(turns))], turns
+    for _ in range(rollouts - 1):
+        shared = paths[draw.integers(len(paths))][: draw.integers(1, turns)]
+        paths.append(shared + list(range(count, count := count + turns - len(shared))))
+    above = {turn: up for path in paths for up, turn in itertools.pairwise(path)}
+    place: dict[int, int] = {}
+    parent: list[int] = []
+    waiting = [0]
+    while waiting:  # depth-first, whatever the order of the rollouts
+        turn = waiting.pop()
+        parent.append(place[above[turn]] if turn in above else -1)
+        place[turn] = len(place)
+        waiting += [t for t, up in above.items() if up == turn]
+    return _tree(name, [length] * count, parent)
+
+
 _UNIFORM = np.random.default_rng(0).integers(131, 2049, 32).tolist()
 _MAIN = _one_group("n32-p8192-r2048", 8192, [2048] * 32)
 NAMED = {
@@ -94,6 +137,8 @@ NAMED = {
         _one_group("n64-p4096-r256", 4096, [256] * 64),
         _one_group("n32-p8192-uniform", 8192, _UNIFORM),
         _many_groups("g64-n8"),
+        _binary_tree("binary-p4096-r1024", 4096, 4, 1024),
+        _agent_tree("agent-t10-r512", 32, 10, 512),
         *(
             replace(_MAIN, name=f"{_MAIN.name}-d{head_dim}-gqa{ratio}", head_dim=head_dim, kv_heads=32 // ratio)
             for head_dim in (64, 96, 192, 256)

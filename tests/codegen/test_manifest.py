@@ -2,8 +2,8 @@
 
 A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other boxes
 and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left
-over, 16: the most), every number of packed heads at one head dim, and both dtypes. `make check-kernels` compares all of
-them. After a change that is meant, `make manifest` records it.
+over, 16: the most), every number of packed heads at one head dim, both dtypes, and the forward of trees where its tile
+is of another kind. `make check-kernels` compares all of them. After a change that is meant, `make manifest` records it.
 
 Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels
 around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16. Of parts
@@ -29,6 +29,7 @@ SPECS = sorted(
     {forward_spec("bf16", d, h) for d in HEAD_DIMS for h in (1, 4, 7, 16)}
     | {forward_spec("bf16", 128, h) for h in range(1, MAX_PACKED_HEADS + 1)}
     | {forward_spec("fp16", d, 4) for d in HEAD_DIMS}
+    | {forward_spec("bf16", d, 4, trees=True) for d in (64, 128, 256)}
     | {backward_specs("bf16", d, fixed).main for d in HEAD_DIMS for fixed in (False, True)}
     | {spec for d in (64, 128, 192) for spec in backward_specs("bf16", d).present}
     | {backward_specs("bf16", 128, deterministic=True).slab_sum}

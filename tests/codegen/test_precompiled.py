@@ -228,11 +228,13 @@ def test_a_selection_holds_each_kernel_once():
     }  # fmt: skip
     both = [spec for spec in select([Shape(64, 1)], deterministic=True) if spec.operation == "bwd"]
     assert sorted(spec.tile.deterministic for spec in both) == [False, True]
+    forwards = select([Shape(64, 1), Shape(64, 4)], directions=["forward"], trees=True)
+    assert [spec.operation for spec in forwards] == ["fwd", "fwd_paths"] * 2
 
 
 def test_the_words_of_every_kernel_select_it():
     every = [Shape(d, h) for d in HEAD_DIMS for h in range(1, 17)]
-    specs = select(every, ["bf16", "fp16"], gradients=GRADIENTS, deterministic=True)
+    specs = select(every, ["bf16", "fp16"], gradients=GRADIENTS, deterministic=True, trees=True)
     assert set(table()) <= set(specs)
     for spec in specs:
         assert words(spec), spec

@@ -48,12 +48,12 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
 
 def run(q, k, v, layout, num_sms=None):
     """(out, lse) of the kernel, into outputs filled with NaN."""
-    spec, kernel = hopper._kernel(q.dtype, q.shape[2], q.shape[1] // k.shape[1], q.device)
-    plan = hopper.forward_plan(layout._segments, q.device, spec.tile, spec.packed_heads)
+    spec, kernel = hopper._kernel(q.dtype, q.shape[2], q.shape[1] // k.shape[1], q.device, layout.depth > 2)
+    plan = hopper.forward_plan(layout._segments, q.device, spec)
     out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device="cuda")
     sms = num_sms or hopper._num_sms(q.device)
-    kernel(q, k, v, out, lse, plan.work, plan.segment_begin, q.shape[2] ** -0.5, sms)
+    kernel(q, k, v, out, lse, *plan.tables, q.shape[2] ** -0.5, sms)
     return out, lse
 
 

@@ -55,7 +55,9 @@ class Job:
         """By operation, in the order of their launches."""
         w = self.workload
         if self.direction == "fwd":
-            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads),)
+            found: tuple[KernelSpec, ...] = (
+                forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads, w.layout().depth > 2),
+            )
         else:
             found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic).present)
         return {spec.operation: spec for spec in found}
@@ -68,6 +70,7 @@ class Job:
         workload = dict(given["workload"])
         workload["prompt_lens"] = tuple(workload["prompt_lens"])
         workload["response_lens"] = tuple(map(tuple, workload["response_lens"]))
+        workload["parent"] = tuple(workload.get("parent", ()))
         return cls(Workload(**workload), given["direction"], given["deterministic"], given["tile"])
 
 
@@ -75,7 +78,7 @@ def read_layout(path: Path) -> Workload:
     """A saved layout as a workload: JSON with `offsets` [S+1] and `parent` [S] of a :class:`dualkv.Layout`.
 
     Raises:
-        ValueError: no such JSON, a layout that is none or one of more than two levels.
+        ValueError: no such JSON, a layout that is none.
         OSError: a file that cannot be read.
     """
     try:
@@ -84,9 +87,8 @@ def read_layout(path: Path) -> Workload:
     except (KeyError, TypeError, json.JSONDecodeError) as e:
         why = f"{type(e).__name__}: {e}"
         raise ValueError(f'{path} is no saved layout, expected {{"offsets": [...], "parent": [...]}} ({why})') from None
-    if layout.depth > 2:
-        raise ValueError(f"{path} is a layout of {layout.depth} levels, the kernels take at most 2")
-    return Workload(path.stem, tuple(layout.prompt_lens), tuple(map(tuple, layout.response_lens)))
+    parent = tuple(layout.parent.tolist()) if layout.depth > 2 else ()
+    return Workload(path.stem, tuple(layout.prompt_lens), tuple(map(tuple, layout.response_lens)), parent=parent)
 
 
 def read_workload(text: str | None, path: Path | None) -> Workload:

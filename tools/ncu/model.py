@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from codegen import tiles
-from codegen.spec import KernelSpec
+from codegen.spec import FORWARDS, KernelSpec
 from tools.ncu.job import Job
 
 ELEMENT, FLOAT = 2, 4  # bytes of bf16 and fp16, of fp32
@@ -41,7 +41,7 @@ def need(job: Job, spec: KernelSpec) -> Need:
     sums = layout.num_tokens * w.heads * native * FLOAT  # dQ in fp32
     pairs = w.visible_pairs() * w.heads
     both = 2 * w.head_dim * ELEMENT  # a row of K and V, or of Q and dO
-    if spec.operation == "fwd":
+    if spec.operation in FORWARDS:
         rows = spec.tile.tokens(spec.packed_heads) * spec.packed_heads
         return Need(w.flops("fwd"), 2 * q + 2 * kv + row, q + pairs * both // rows)
     if spec.operation == "bwd_preprocess":
