@@ -16,11 +16,12 @@ from dualkv.layout import IntArray, Segments, positions
 WorkItems = npt.NDArray[np.int32]
 Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits
 
+L2_ROWS = 2**15  # of one KV head: K and V of head_dim 128 are 16 MB, of an H200's 50 MB of L2
 SORTED_BLOCKS = np.uint16(2**16 - 1)  # longer tiles count as equal: numpy sorts 16-bit keys five times as fast
 
 
 def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
-    """The forward's work items, longest first; the same tiles serve every KV head.
+    """The forward's work items in the order of :func:`tile_order`; the same tiles serve every KV head.
 
     Args:
         segments: prompts and responses; trees of at most two levels.
@@ -71,12 +72,24 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     work[:, items.CONTEXT_MASKED] = context_masked
     work[:, items.OWN_MASKED] = own_masked
     work[:, items.STRADDLES] = straddles
-    return work.take(longest_first(context_blocks + own_blocks), axis=0)
+    return work.take(tile_order(context_blocks + own_blocks, context_begin), axis=0)
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
     """[T] int32: the packed row where each row's segment begins."""
     return np.repeat(segments.offsets[:-1], segments.lengths).astype(np.int32)
+
+
+def tile_order(blocks: Rows, group_begin: Rows) -> IntArray:
+    """The order of tiles of so many blocks each, whose groups begin at these packed rows (ascending).
+
+    Longest first, so that all clusters end together; but groups whose keys and values do not stay in L2 side by side
+    come one after another.
+    """
+    order = longest_first(blocks)
+    if not len(order) or group_begin[-1] < L2_ROWS:
+        return order
+    return order[np.argsort((group_begin // L2_ROWS).astype(np.uint16)[order], kind="stable")]
 
 
 def longest_first(blocks: Rows) -> IntArray:

@@ -12,7 +12,7 @@ from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_
 from cute_kernels import items
 from dualkv import Layout
 from dualkv.layout import Segments, segments_of
-from dualkv.plan import forward_work, segment_begin
+from dualkv.plan import L2_ROWS, forward_work, segment_begin
 
 TILES = sorted(set(FORWARD_TILES.values()), key=repr)
 
@@ -135,6 +135,17 @@ def test_long_contexts_are_mostly_unmasked():
     assert masked.max() == 1
     assert (np.diff(blocks) <= 0).all(), "longest first"
     assert blocks.sum() == 64 * 65 + 32 * (32 * 64 + sum(range(1, 17)) * 2)
+
+
+def test_tiles_of_groups_that_do_not_fit_into_l2_together_come_one_after_another():
+    work = forward_work(segments([1000] * 40, [[500] * 2] * 40), 64, 128)
+    rows = work[:, items.CONTEXT_BEGIN] // L2_ROWS
+    assert rows.max() == 39 * 2000 // L2_ROWS == 2
+    assert (np.diff(rows) >= 0).all()
+    blocks = -(-(work[:, items.ROW_END] - work[:, items.OWN_BEGIN]) // 128)
+    blocks += -(-(work[:, items.CONTEXT_END] - work[:, items.CONTEXT_BEGIN]) // 128)
+    for some in range(3):
+        assert (np.diff(blocks[rows == some]) <= 0).all(), "longest first"
 
 
 def test_deeper_trees_are_refused():
