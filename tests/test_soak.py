@@ -1,0 +1,84 @@
+"""The long run: its steps, and what it says of memory that grows. (On a GPU: tests/gpu/test_load.py.)"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tools import soak
+
+FLAT = {"seconds": 1.0, "steps": 1, **dict.fromkeys(soak.MAY_GROW, 100.0)}
+
+
+def curve(**last):
+    """16 samples, of which the last quarter is different."""
+    return [FLAT] * 12 + [FLAT | last] * 4
+
+
+def test_flat_memory_is_no_problem():
+    assert soak.grown(curve()) == []
+    assert soak.grown(curve(**{name: 100.0 + limit for name, limit in soak.MAY_GROW.items()})) == []
+    warm_up = [FLAT | {"resident": 5.0, "reserved": 0.0}] * 4 + curve()[4:]
+    assert soak.grown(warm_up) == []
+
+
+@pytest.mark.parametrize("name", soak.MAY_GROW)
+def test_memory_that_grows_is_named(name):
+    more = 100.0 + 2 * soak.MAY_GROW[name]
+    assert soak.grown(curve(**{name: more})) == [
+        f"{name} grew from 100 to {more:g}, by more than {soak.MAY_GROW[name]:g}"
+    ]
+
+
+def test_too_short_a_run_is_not_judged():
+    assert soak.grown([FLAT] * 3) == ["memory was looked at 3 times, too few to tell: expected at least 4"]
+
+
+def test_steps_of_every_kind():
+    assert list(itertools.islice(soak.steps(0, "cpu"), 4)) == ["the same", "groups", "paper's function", "groups"]
+
+
+def test_results_that_change_are_noticed(monkeypatch):
+    monkeypatch.setattr(soak, "CHECK_EVERY", 2)
+    steps = soak.steps(0, "cpu")
+    assert next(steps) == "the same"
+    real = soak._results
+    monkeypatch.setattr(soak, "_results", lambda *arguments: [x + 1e-6 for x in real(*arguments)])
+    next(steps)
+    with pytest.raises(soak.Wrong, match="step 2: the results of the same call have changed"):
+        next(steps)
+    with pytest.raises(soak.Wrong, match="step 7: results that are not finite"):
+        soak._finite([torch.ones(2), torch.tensor([1.0, float("nan")])], 7)
+
+
+def test_the_command_files_its_curve(tmp_path, monkeypatch):
+    """And what has grown is said and makes it fail."""
+    leak = []
+
+    def leaking(seed, device):
+        for i in itertools.count():
+            if i > 300:
+                leak.append(open(__file__))  # noqa: SIM115
+            yield "groups" if i % 2 else "graph"
+
+    monkeypatch.setattr(soak, "steps", leaking)
+    app = soak.typer.Typer()
+    app.command()(soak.main)
+    path = tmp_path / "soak.json"
+    arguments = ["--device", "cpu", "--seconds", "1.5", "--every", "0", "--json", str(path), "--commit", "a" * 40]
+    monkeypatch.setattr(soak, "sample", lambda *a, real=soak.sample: real(*a) | {"descriptors": len(leak)})
+    monkeypatch.setattr(soak.gc, "collect", lambda: None)
+    said = CliRunner().invoke(app, arguments)
+    for file in leak:
+        file.close()
+    made = json.loads(path.read_text())
+    assert said.exit_code == 1
+    assert "descriptors grew" in said.stderr
+    assert made["problems"] == [line for line in said.stderr.splitlines() if line]
+    assert sum(made["steps"].values()) == made["curve"][-1]["steps"] >= soak.FEWEST
+    assert made["curve"][-1]["resident"] > 10
+    assert {"schema", "date", "commit", "versions", "seed", "device"} <= set(made)
