@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import verl
-from hydra import compose, initialize_config_dir
 
-from tests.documents import PAGES, commands, parse, words_of
+verl = pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
+
+from hydra import compose, initialize_config_dir  # noqa: E402
+
+from tests.documents import PAGES, commands, parse, words_of  # noqa: E402
 
 TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
 SHOWN = [words_of(command) for page in PAGES for command, _ in commands(page)]
