@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import trl
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_tensor_dict
 
 from dualkv.integrations.transformers import disable, enable
@@ -63,6 +64,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.ref_model is not None:
             enable(self.ref_model)
 
+    @profiling_decorator
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,

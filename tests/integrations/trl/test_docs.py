@@ -16,6 +16,8 @@ from tests.documents import PAGES, blocks, commands, parse, words_of
 from tests.integrations.tiny import make_model
 from tests.integrations.trl.runs import tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
+
 OURS = [w for page in PAGES for c, _ in commands(page) if (w := words_of(c))[:3] == ["python", "-m", "tools.bench_trl"]]
 
 
