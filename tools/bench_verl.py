@@ -181,8 +181,6 @@ def build(s: Settings) -> Any:
             ):
                 patches.enter_context(mock.patch.object(transformer_impl, name, fake))
         worker = make_worker(s, Path(folder))
-    if s.engine is Engine.VERL and s.head != "unfused":
-        gather_head(worker.engine.module)
     return worker
 
 
@@ -246,6 +244,8 @@ def make_worker(s: Settings, folder: Path) -> Any:
         )
     )
     worker.reset()
+    if s.engine is Engine.VERL and s.head != "unfused":
+        gather_head(worker.engine.module)
     set_loss(worker, s)
     return worker
 
@@ -348,7 +348,7 @@ def measure_all(rows: list[Settings]) -> Iterator[dict[str, Any]]:
             built = time.perf_counter()
             found = measure(s, worker, fresh)
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
-        except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError, and comes to all ranks alike
+        except Exception as error:  # out of memory, say, which comes to all ranks alike
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
             worker = of = None
         yield {"settings": asdict(s), **found}
