@@ -180,8 +180,7 @@ def build(s: Settings) -> Any:
                 ("fsdp2_load_full_state_dict", random_shards),
             ):
                 patches.enter_context(mock.patch.object(transformer_impl, name, fake))
-        worker = make_worker(s, Path(folder))
-    return worker
+        return make_worker(s, Path(folder))
 
 
 def gather_head(module: Any) -> None:
