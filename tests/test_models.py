@@ -1,0 +1,34 @@
+"""Named configurations: the models that they are named for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dualkv.models import CONFIGS
+
+# Billions of parameters, as their authors give them.
+BILLIONS = {
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.721,
+    "qwen3-4b": 4.022,
+    "qwen3-8b": 8.191,
+    "qwen3-30b-a3b": 30.532,
+    "qwen2.5-7b": 7.616,
+    "llama-3-8b": 8.030,
+    "mistral-7b": 7.248,
+}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_number_of_parameters(name):
+    tf = pytest.importorskip("transformers")
+    settings = dict(CONFIGS[name])
+    config = tf.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=5e-4)
+
+
+def test_all_are_checked():
+    assert {*BILLIONS, "tiny"} == {*CONFIGS}
