@@ -23,7 +23,8 @@ def _options(option: str, values: list[str]) -> str:
     return " ".join(f"{option} {value}" for value in values)
 
 
-_SHAPES = [name for name in NAMED if not name.startswith(f"{MAIN}-")]
+_SHAPES = [name for name, workload in NAMED.items() if not name.startswith(f"{MAIN}-") and not workload.parent]
+_TREES = [name for name, workload in NAMED.items() if workload.parent]
 _HEADS = [name for name in NAMED if name.startswith(f"{MAIN}-d")]
 _TENSOR_PARALLEL = [name for name in NAMED if name.startswith(f"{MAIN}-tp")]
 _RANDOM = [f"random-1-{i}" for i in range(40)]
@@ -40,6 +41,7 @@ RECORDS = {
     "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
     "random-h200": f"-d fwd,bwd {_TWO} --seconds 0.2 --rounds 2 {_options('-w', _RANDOM)}",
+    "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated {_SHORT_TURNS} {_options('-w', _TREES)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }

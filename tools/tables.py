@@ -204,6 +204,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward-head-dims": lambda: head_dims("backward"),
     "random": drawn,
     "tensor-parallel": tensor_parallel,
+    "trees": lambda: peers("trees-h200", lambda r: f"{r['workload']['name']}, {DIRECTIONS[r['direction']]}"),
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "profile-fwd": lambda: profile("fwd"),
