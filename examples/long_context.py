@@ -1,7 +1,7 @@
 """A prompt of 65,536 tokens with its rollouts, forward and backward on one GPU.
 
     python examples/long_context.py              # Qwen3-0.6B in shape, random weights
-    python examples/long_context.py --model /models/Qwen3-8B --response-len 2048
+    python examples/long_context.py --model Qwen/Qwen3-8B --response-len 2048
     python examples/long_context.py --tiny       # a small model and prompt, on the CPU
 
 What makes it fit: the prompt lies once in the batch, layers are computed again in the backward except for their
@@ -12,23 +12,31 @@ import argparse
 import time
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dualkv
 from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.models import load_model
+from dualkv.models import CONFIGS
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="qwen3-0.6b", help="a shape that dualkv.models names, or a folder with weights")
+parser.add_argument("--model", help="a model of Hugging Face's hub, or a folder")
 parser.add_argument("--prompt-len", type=int, default=65536)
 parser.add_argument("--responses", type=int, default=8)
 parser.add_argument("--response-len", type=int, default=1024)
 parser.add_argument("--tiny", action="store_true", help="a small model and prompt instead, on the CPU")
 args = parser.parse_args()
 if args.tiny:
-    args.model, args.prompt_len, args.responses, args.response_len = "tiny", 512, 4, 16
+    args.prompt_len, args.responses, args.response_len = 512, 4, 16
 
 device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
-model = load_model(args.model, torch.float32 if args.tiny else torch.bfloat16, device, seed=0)
+if args.model:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(device)
+else:
+    settings = dict(CONFIGS["tiny" if args.tiny else "qwen3-0.6b"])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if args.tiny else torch.bfloat16)
 enable(model)
 recompute_layers(model, keep="attention")
 model.train()

@@ -15,7 +15,6 @@ other two make theirs in each step.
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ import torch
 import trl
 import typer
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
@@ -40,7 +39,8 @@ from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.measure import PeakMemory
-from dualkv.models import CONFIGS, load_model
+from dualkv.models import CONFIGS
+from dualkv.settings import DTYPES
 
 WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
@@ -96,7 +96,7 @@ def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Ro
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=trl.GRPOConfig(
                 output_dir=folder,
-                bf16=s.dtype == "bf16",
+                bf16=model.dtype == torch.bfloat16,
                 use_cpu=model.device.type == "cpu",
                 per_device_train_batch_size=len(rollouts.responses),
                 num_generations=s.responses,
@@ -201,9 +201,12 @@ def steps_of(
     s: Settings, rollouts: Rollouts, device: torch.device
 ) -> Iterator[tuple[str, Any, Step, dict[str, float]]]:
     """Name, model and step of each way, one after another: a model goes before the next one comes."""
-    original: Any = load_model(s.model, torch.bfloat16 if s.dtype == "bf16" else torch.float32, torch.device("cpu"), 0)
     for way in s.ways:
-        model: Any = copy.deepcopy(original).to(device)
+        settings = dict(CONFIGS[s.model])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
+        torch.manual_seed(0)
+        with device:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[s.dtype])
         model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else s.attention)
         seconds: dict[str, float] = {}
         if way == "tree":
@@ -263,7 +266,7 @@ def main(
     response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512,
     ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None,
     attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa",
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
     commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
@@ -271,6 +274,8 @@ def main(
     """Measure forward and backward of one micro-batch; print and write the figures."""
     if model not in CONFIGS:
         raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
     ways = list(WAYS) if ways is None else ways
     if not set(ways) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")

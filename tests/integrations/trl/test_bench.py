@@ -35,7 +35,14 @@ def segments(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scal
 def test_three_ways_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
     bench_trl.main(
-        tmp_path / "trl.json", model="tiny", groups=2, responses=3, prompt_len=24, response_len=8, dtype="fp32", steps=1
+        tmp_path / "trl.json",
+        model="tiny",
+        groups=2,
+        responses=3,
+        prompt_len=24,
+        response_len=8,
+        dtype="float32",
+        steps=1,
     )
     recorded = json.loads((tmp_path / "trl.json").read_text())
     ways = recorded["ways"]
