@@ -186,7 +186,7 @@ def judge(
     names = {"log-probs": "logp_rms", "gradients": "gradients"}
     ratios = {k: getattr(packed, name) / max(getattr(replicated, name), 1e-30) for k, name in names.items()}
     return all(r <= HALF_PRECISION_RATIO for r in ratios.values()), (
-        f"distance of the {way} way from float32, in units of the replicated way's: "
+        "distance from float32, in units of the replicated way's: "
         + ", ".join(f"{name} {r:.2f}" for name, r in ratios.items())
         + f" (allowed {HALF_PRECISION_RATIO})"
     )
