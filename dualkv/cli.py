@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from codegen import KernelError
-from dualkv.settings import DemoSettings
+from dualkv.settings import ON_CUDA, DemoSettings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +35,11 @@ PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 DEFAULT = DemoSettings()
 SETTINGS = {field.name for field in dataclasses.fields(DemoSettings)}
 
+
+def _default(name: str) -> str:
+    return f" Default: {getattr(DEFAULT, name)}, on a GPU {ON_CUDA[name]}."
+
+
 DEBUG_HELP = "Show the Python traceback of a failure."
 JSON_HELP = "Write the result as JSON to this file, - for standard output (the table then goes to standard error)."
 JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)]
@@ -44,8 +49,11 @@ DebugOption = Annotated[bool, typer.Option("--debug", help=DEBUG_HELP)]
 @app.command()
 def demo(
     model: Annotated[
-        str, typer.Option(help="Local folder of a model, or a name: tiny, qwen3-8b, ... (random weights).")
-    ] = DEFAULT.model,
+        str | None,
+        typer.Option(
+            help="Local folder of a model, or a name: tiny, qwen3-8b, ... (random weights)." + _default("model")
+        ),
+    ] = None,
     rollouts: Annotated[
         str | None,
         typer.Option(
@@ -66,10 +74,12 @@ def demo(
     kl_coef: Annotated[
         float | None, typer.Option(help="Weight of the KL term. Default: the algorithm's.")
     ] = DEFAULT.kl_coef,
-    steps: Annotated[int, typer.Option(help="Optimizer updates.")] = DEFAULT.steps,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates." + _default("steps"))] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DEFAULT.learning_rate,
     groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DEFAULT.groups,
-    prompt_len: Annotated[int, typer.Option(help="Live rollouts: tokens of a prompt.")] = DEFAULT.prompt_len,
+    prompt_len: Annotated[
+        int | None, typer.Option(help="Live rollouts: tokens of a prompt." + _default("prompt_len"))
+    ] = None,
     responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DEFAULT.responses,
     response_len: Annotated[int, typer.Option(help="Live rollouts: most tokens of a response.")] = DEFAULT.response_len,
     turns: Annotated[
@@ -79,7 +89,9 @@ def demo(
         int | None,
         typer.Option(help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."),
     ] = DEFAULT.budget,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = DEFAULT.dtype,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or float64." + _default("dtype"))
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, ... Default: cuda where there is one.")
     ] = DEFAULT.device,
@@ -88,8 +100,12 @@ def demo(
         bool, typer.Option("--deterministic", help="Deterministic algorithms only.")
     ] = DEFAULT.deterministic,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward.")
-    ] = DEFAULT.gradient_checkpointing,
+        bool | None,
+        typer.Option(
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            help="Recompute layers in the backward. Default: on a GPU.",
+        ),
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),
@@ -100,7 +116,7 @@ def demo(
 ) -> None:
     """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
     Rollouts of several turns are packed a third way too, as trees."""
-    settings = DemoSettings(**{name: value for name, value in locals().items() if name in SETTINGS})
+    settings = DemoSettings.given(**{name: value for name, value in locals().items() if name in SETTINGS})
     console = _console(json_to)
     if plot is not None:
         _check_plot(plot)
@@ -400,4 +416,6 @@ def _failed(sentence: str, code: int) -> int:
 def _quiet_libraries() -> None:
     """Warnings become one line, without the place in the source."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.showwarning = lambda message, *_args, **_kwargs: print(f"dualkv: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_args, **_kwargs: print(
+        f"dualkv: {str(message).removeprefix('dualkv: ')}", file=sys.stderr
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,9 +17,20 @@ DTYPES = {
 }
 
 
+# What `dualkv demo` takes on a GPU for options that are not given: enough to compute, in a dtype that kernels take. The
+# defaults for CPUs would show there how long launches take, and fp32, which has no kernel.
+ON_CUDA: dict[str, Any] = {
+    "model": "qwen3-0.6b",
+    "steps": 1,
+    "prompt_len": 4096,
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+}
+
+
 @dataclass(frozen=True)
 class DemoSettings:
-    """What `dualkv demo` runs; its options have the same names.
+    """What `dualkv demo` runs; its options have the same names, and on a GPU other defaults (:data:`ON_CUDA`).
 
     Attributes:
         model: a named configuration (random weights) or a local folder.
@@ -62,6 +74,13 @@ class DemoSettings:
     deterministic: bool = False
     gradient_checkpointing: bool = False
     check: bool | None = None
+
+    @classmethod
+    def given(cls, device: str | None = None, **options: Any) -> DemoSettings:
+        """With the defaults of the device; an option that is None is not given."""
+        settings = {name: value for name, value in options.items() if value is not None}
+        on_cuda = cls(device=device).torch_device.type == "cuda"
+        return cls(device=device, **(ON_CUDA | settings if on_cuda else settings))
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

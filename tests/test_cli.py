@@ -18,7 +18,7 @@ import dualkv.demo
 from dualkv import cli, doctor
 from dualkv.bench import command
 from dualkv.bench.workloads import NAMED
-from dualkv.settings import DemoSettings
+from dualkv.settings import ON_CUDA, DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
 Run = Callable[..., tuple[int, str, str]]
@@ -242,3 +242,12 @@ def test_names_of_workloads_can_be_copied_from_a_narrow_terminal() -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     for name in NAMED:
         assert any(f" {name} " in line for line in lines), name
+
+
+def test_defaults_of_the_demo_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DemoSettings.given() == DemoSettings()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert DemoSettings.given(device="cpu", seed=3) == DemoSettings(device="cpu", seed=3)
+    there = DemoSettings.given(steps=None, groups=5, prompt_len=100)
+    assert there == DemoSettings(**ON_CUDA | {"groups": 5, "prompt_len": 100})
+    assert (there.dtype, there.steps) == ("bfloat16", 1)

@@ -28,6 +28,7 @@ NOT_RUN = {
     "dualkv precompile --check": "looks at machine code: tests/test_precompile.py makes and checks some",
     "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
     "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
+    "python -m tools.bench_step": "needs a Hopper GPU",
     "python -m tools.cold_start": "needs a Hopper GPU",
     "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/test_ncu.py reads filed profiles",
     "python -m tools.record": "needs a Hopper GPU",
@@ -83,7 +84,7 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
         assert words == name.split()
         assert name.split()[-1].rpartition(".")[2] in (ROOT / WRITES[name]).read_text()
     elif known(NOT_RUN, words):
-        parse(words)
+        parse(words if whole or len(words) > 3 else [*words, "--help"])  # a page may name a program alone
     else:
         small = known(SMALL, words)
         assert small, f"{page} shows `{command}`: run it (SMALL), or say why not (NOT_RUN, ELSEWHERE)"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from dualkv.bench.run import REFERENCE
 from dualkv.bench.sides import SIDES
@@ -46,7 +46,8 @@ def _rows(result: dict[str, Any]) -> Iterable[list[str]]:
 def table(result: dict[str, Any]) -> Table:
     """One result for the terminal."""
     names = (column for column, _, _ in COLUMNS)
-    shown = Table("side", *names, "parts, cold ms (+: not in the total)", title=_title(result), title_justify="left")
+    side = Column("side", no_wrap=True)  # to be copied behind -s
+    shown = Table(side, *names, "parts, cold ms (+: not in the total)", title=_title(result), title_justify="left")
     for row in _rows(result):
         shown.add_row(*row)
     return shown
