@@ -26,7 +26,10 @@ def plan(rollouts: Rollouts, *, max_tokens: int | None, max_rollouts: int, min_c
     """
     if rollouts.trees:
         shared = rollouts.packed_once
-        runs = shared.runs(max_tokens or shared.tokens, min_count, max_rollouts if max_tokens is None else None)
+        if max_tokens is None:
+            runs = shared.runs(shared.tokens, min_count, most=max_rollouts)
+        else:
+            runs = shared.runs(max_tokens, min_count)
         return [run.tolist() for run in runs]
     members = rollouts.members()
     if max_tokens is None:
