@@ -16,7 +16,6 @@ CANNOT_FAIL = {  # but as `torch.Tensor.to` does
     "PackedBatch.to",
     "PackedSequences.to",
     "dualkv.integrations.transformers.disable",
-    "dualkv.integrations.trl.regrouped",
 }
 
 

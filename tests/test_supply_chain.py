@@ -23,6 +23,7 @@ ATTRIBUTES = {  # module.function
 # Machine code by a path that is computed: compiled kernels and their runtime, from folders that the store has checked.
 LOADERS = {"ctypes.CDLL", "tvm_ffi.load_module"}
 MAY_LOAD = {"codegen/store.py"}
+PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)  # in a file of requirements
 
 
 def dotted(node):
@@ -76,14 +77,17 @@ def test_each_of_them_would_be_found(source):
 
 
 def test_what_is_installed_fits_the_bounds():
-    """constraints.txt, which `make` installs, lies within what pyproject.toml allows."""
+    """What `make` installs (constraints.txt; files of their own for veRL and TRL) is what pyproject.toml allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
-    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(), re.M))
-    pins = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    files = {path.parent.name: path for path in (ROOT / "tests" / "integrations").glob("*/requirements.txt")}
+    pins = {
+        of: {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in PIN.findall(path.read_text())}
+        for of, path in {**files, "": ROOT / "constraints.txt"}.items()
+    }
     for requirement in map(Requirement, needs):
         assert requirement.specifier, f"{requirement.name} has no lower bound"
-        pinned = pins.get(requirement.name.lower())
-        if requirement.name != "verl":  # not installed by make
-            assert pinned, f"constraints.txt does not pin {requirement.name}"
-            assert requirement.specifier.contains(pinned), f"{requirement} and its pin {pinned}"
+        name = requirement.name.lower()
+        pinned = pins[name if name in files else ""].get(name)
+        assert pinned, f"what make installs does not pin {name}"
+        assert requirement.specifier.contains(pinned), f"{requirement} and its pin {pinned}"

@@ -149,7 +149,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before:
-            self._buffered_inputs = regrouped(self._buffered_inputs)
+            self._buffered_inputs = _regrouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -163,7 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             enable(self.model)
 
 
-def regrouped(batches: list[Batch]) -> list[Batch]:
+def _regrouped(batches: list[Batch]) -> list[Batch]:
     """Micro-batches of the same rollouts, those of equal prompts behind each other; equally many in each as before.
 
     Args:
