@@ -176,3 +176,10 @@ def test_a_model_that_adds_to_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: torch.cat([make(**kwargs)] * 6, 1))
     with pytest.raises(ValueError, match="or the model makes its own attention mask or position bias"):
         enable(make_model())(input_ids=IDS, dualkv=LAYOUT)
+
+
+def test_a_model_without_an_attention_implementation_is_refused() -> None:
+    model = make_model()
+    model.config._attn_implementation_internal = None
+    with pytest.raises(ValueError, match="has no attention implementation set, call set_attn_implementation first"):
+        enable(model)
