@@ -11,8 +11,10 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+import typer
 
 import dualkv
+from dualkv import cli
 from tests.documents import COMMANDS, FENCE, PAGES, ROOT, blocks, commands, parse, words_of
 from tools import drawings
 
@@ -119,6 +121,15 @@ def test_reasons_are_of_commands_that_are_shown():
 def test_commands_that_no_program_takes_would_be_found(command, capsys):
     with pytest.raises(pytest.fail.Exception, match="is not taken"):
         parse(words_of(command))
+
+
+def test_the_options_of_precompile_are_those_of_the_page():
+    rows = re.findall(r"^\| `(-[^`]*)` \|", PAGES["deployment.md"].read_text(), re.MULTILINE)
+    listed = {word for row in rows for word in re.findall(r"(?:^| )(--?[a-z][\w-]*)", row)}
+    command = typer.main.get_command(cli.app).commands["precompile"]
+    taken = {max(option.opts, key=len) for option in command.params}
+    short = {option.opts[-1]: max(option.opts, key=len) for option in command.params}
+    assert {short.get(word, word) for word in listed} == taken - {"--out", "--check", "--debug", "--help"}
 
 
 # ---------------------------------------------------------------- Python
