@@ -33,7 +33,7 @@ def test_every_family_is_there():
         }
         assert {case.gradients for case in some} == {"qkv", "q", "kv"}
         assert {spec.operation for case in some for spec in case.specs()} == {
-            "fwd", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
+            "fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
         }  # fmt: skip
 
 

@@ -17,6 +17,11 @@ LAYOUTS = {
         [*([n, 1, 129 - n % 3] for n in reversed(_EDGES)), [1] * 70, [65, 0], [63, 0, 64], [0, 0]],
     ),
     "long prompt": Layout.from_lengths([600], [[500, 433, 477]]),  # at 8 heads and 1 KV head: split key blocks
+    # Blocks that end among siblings, tiles with rows of many segments, and some tokens that nothing follows.
+    "tree": Layout.from_segments(
+        [0, 130, 200, 201, 330, 333, 340, 340, 341, 400, 530, 531, 540],
+        [-1, 0, 1, 2, 2, 4, 4, 1, 0, 8, -1, 10],
+    ),
 }
 HEADS = {"long prompt": (8, 1)}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # all native ones, and a padded one
@@ -54,7 +59,8 @@ class Case:
         """The kernels that it runs."""
         heads, kv_heads = self.heads
         backward = backward_specs(self.dtype, self.head_dim, self.deterministic, self.gradients)
-        return [forward_spec(self.dtype, self.head_dim, heads // kv_heads), *backward.present]
+        trees = LAYOUTS[self.layout].depth > 2
+        return [forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees), *backward.present]
 
 
 def cases(head_dim: int) -> Iterator[Case]:
