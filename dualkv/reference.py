@@ -36,12 +36,17 @@ class Chunk:
     hidden: torch.Tensor
 
 
-def chunks(segments: Segments, device: torch.device, size: int = CHUNK) -> Iterator[Chunk]:
-    """The chunks of all groups, which together hold every visible (query, key) pair once."""
+def chunks(segments: Segments, device: torch.device, apart: bool = False, size: int = CHUNK) -> Iterator[Chunk]:
+    """The chunks of all groups, which together hold every visible (query, key) pair once; `apart`: one segment each."""
     roots = np.flatnonzero(segments.parent == -1)
-    for first, last in zip(segments.offsets[roots], segments.subtree_end[roots], strict=True):
-        for begin in range(int(first), int(last), size):
-            end = min(begin + size, int(last))
+    group_begin = segments.offsets[roots]
+    run_begin, run_end = group_begin, segments.subtree_end[roots]
+    if apart:
+        run_begin, run_end = segments.offsets[:-1], segments.offsets[1:]
+        group_begin = group_begin[np.cumsum(segments.parent == -1) - 1]
+    for first, run, last in zip(group_begin.tolist(), run_begin.tolist(), run_end.tolist(), strict=True):
+        for begin in range(run, last, size):
+            end = min(begin + size, last)
             visible_end = segments.visible_end[first:end]
             key = np.arange(first, end)
             seen_by_all = (key <= begin) & (visible_end >= end)
@@ -70,6 +75,21 @@ def _without_autocast(function: Function) -> Function:
     return cast(Function, run)
 
 
+def _contained(function: Function) -> Function:
+    """Hidden pairs of a chunk are multiplied by zero, and 0 * NaN is NaN: where something is not finite in the results,
+    they are made once more, each segment apart from others. (On a CPU: to ask that, a GPU would have to be waited for.)
+    """
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        results = function(*args)
+        if results[0].device.type != "cpu" or all(x.isfinite().all() for x in results):
+            return results
+        return function(*args, apart=True)
+
+    return cast(Function, run)
+
+
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -94,15 +114,16 @@ def _scores(query: torch.Tensor, key: torch.Tensor, chunk: Chunk, scale: float) 
 
 
 @_without_autocast
+@_contained
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, apart: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, D] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs."""
     total, heads, _ = q.shape
     kv_heads, acc = k.shape[1], _accumulate_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
-    for chunk in chunks(segments, q.device):
+    for chunk in chunks(segments, q.device, apart):
         rows = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         scores = _scores(_heads_first(q[rows], kv_heads, acc), key, chunk, scale)
@@ -114,6 +135,7 @@ def forward(
 
 
 @_without_autocast
+@_contained
 def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -123,6 +145,7 @@ def backward(
     lse: torch.Tensor,
     segments: Segments,
     scale: float,
+    apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v; the order of all sums is fixed.
 
@@ -132,7 +155,7 @@ def backward(
     heads, kv_heads, acc = q.shape[1], k.shape[1], _accumulate_dtype(q.dtype)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
-    for chunk in chunks(segments, q.device):
+    for chunk in chunks(segments, q.device, apart):
         rows = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         query, grad, result = (_heads_first(x[rows], kv_heads, acc) for x in (q, dout, out))
