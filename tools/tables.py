@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "deployment", "profiling", "sanitizers")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "deployment", "profiling", "sanitizers", "trust")),
 )
 UPDATES = {
     "update-cpu": "tiny Qwen3, fp32, 2 CPU cores",
@@ -196,7 +196,38 @@ def sanitizers() -> str:
     return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *found])
 
 
+def trust() -> str:
+    """What was tried to break it: how many, how many failed, on what."""
+    rows = []
+    for path in sorted(RESULTS.glob("fuzz-*.json")):
+        run = _load(path.stem)
+        worst = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
+        rows.append(
+            _tried(run, f"random calls, seed {run['seed']}", f"{run['tried']['cases']:,}", run["failed"], worst)
+        )
+    for path in sorted(RESULTS.glob("sanitizer-*.json")):
+        run = _load(path.stem)
+        for name, tool in run["tools"].items():
+            errors = sum(report["count"] for report in tool["reports"] if report["false_positive"] is None)
+            found = [f"not finished: {why}" for why in tool["unfinished"]]
+            rows.append(_tried(run, f"compute-sanitizer, {name}", f"{tool['cases']:,} cases", errors, "; ".join(found)))
+    for path in sorted(RESULTS.glob("soak-*.json")):
+        run = _load(path.stem)
+        last, steps = run["curve"][-1], sum(run["steps"].values())
+        what = f"a long run, {run['seconds'] / 60:.0f} minutes"
+        memory = f"at the end {last['allocated']:.1f} MiB on the device, {last['resident']:,.0f} MiB on the host"
+        rows.append(_tried(run, what, f"{steps:,} steps", len(run["problems"]), "; ".join([*run["problems"], memory])))
+    return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
+
+
+def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
+    gpu = run["gpu"]["name"]
+    on = "CPU" if gpu == "none" else gpu
+    return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, commit {run['commit'][:7]}"]
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "trust": trust,
     "updates": updates,
     "forward": lambda: _against_peer("forward-h200"),
     "backward": lambda: _against_peer("backward-h200"),
