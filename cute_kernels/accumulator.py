@@ -15,6 +15,8 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from cute_kernels.ptx import zero_times
+
 _CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
 
 
@@ -76,3 +78,12 @@ def round_to(acc: cute.Tensor, frag: cute.Tensor) -> None:
     pairs = cute.recast_tensor(frag, Int32)
     for j in range(cute.size(pairs)):
         pairs[j] = _round_pair(_CONVERT[frag.element_type], acc[2 * j], acc[2 * j + 1])
+
+
+def not_finite(frag: cute.Tensor) -> Int32:
+    """Not 0 if one of a thread's 16-bit elements is not finite: 0 times them adds up to NaN then."""
+    pairs = cute.recast_tensor(frag, Int32)
+    sums = [Int32(0)] * 4
+    for j in range(cute.size(pairs)):
+        sums[j % 4] = zero_times(pairs[j], sums[j % 4], frag.element_type is cutlass.BFloat16)
+    return (sums[0] | sums[1] | sums[2] | sums[3]) & 0x7FFF7FFF

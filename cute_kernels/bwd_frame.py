@@ -22,6 +22,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import bwd_items as items
+from cute_kernels.bwd_contain import Containment
 from cute_kernels.bwd_results import Results
 from cute_kernels.cluster import Clustered
 from cute_kernels.ptx import load_acquire, store_release
@@ -34,7 +35,7 @@ def split_rows(head_dim: int) -> bool:
     return head_dim == 64
 
 
-class BackwardFrame(Clustered, Results):
+class BackwardFrame(Clustered, Containment, Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -57,8 +58,7 @@ class BackwardFrame(Clustered, Results):
     q, k, v, dout: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements); dk, dv:
     last dimension contiguous, even strides.
 
-    Masked pairs are multiplied by zero: a NaN or infinity in the inputs of one group or response may reach the
-    gradients of its neighbours, as far as the blocks of keys and query rows that hold rows of both.
+    What is not finite stays with the pairs that see it: bwd_contain says how.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.

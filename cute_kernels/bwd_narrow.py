@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import gemm, part, round_to
+from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
 
 
@@ -43,6 +44,9 @@ class State:
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
+    sQ: cute.Tensor
+    sdO: cute.Tensor
+    sStat: cute.Tensor
 
 
 class NarrowBackward(BackwardFrame):
@@ -151,17 +155,19 @@ class NarrowBackward(BackwardFrame):
             key[r] = n - lane % 4 * 2
             key_visible[r] = (visible_end[n] if n < key_end else 0) - lane % 4 * 2
 
+        cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
+        if const_expr(self.want_dp):
+            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
+            clean_begin = self.clean_keys(sK, sV, clean_begin)
+
         # Carried from block to block: dP^T in fp32, P^T as the operand of dV.
         acc_dP = cute.make_rmem_tensor(mma_S.partition_shape_C((64, M)), Float32)  # M/2 registers
         tP = cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, M)), self.dtype)  # M/4 registers
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
             dq_acc.iterator + (wg * 128 + tid) * 4, wg * 128 + tid < dq_threads, 4 * dq_threads, num_blocks,
-            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
+            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
         )  # fmt: skip
-        cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
-        if const_expr(self.want_dp):
-            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         acc_S, acc_new = self.scores(state, Int32(0))
         self.probabilities(state, acc_S, acc_new, Int32(0), mb)
@@ -187,6 +193,8 @@ class NarrowBackward(BackwardFrame):
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[e] = acc_dK[e] * scale
+        if const_expr(self.want_dq and self.want_dv):
+            self.mark_keys(acc_dV, sV, wg * 64 + warp_id % 4 * 16 + lane // 4)
         kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
         row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         if slab < 0:
@@ -230,13 +238,38 @@ class NarrowBackward(BackwardFrame):
         if self.want_dp:
             for e in range(self.tile_m // 2):
                 state.acc_dP[e] = acc_new[e]
+        self.contain(state, it % self.stages, mb * self.tile_m)
+
+    @cute.jit
+    def contain(self, state: Any, stage: Int32, m0: Int32) -> None:
+        """What is not finite in rows of Q and dO stays with the keys that see them. All MMA warps agree on it."""
+        s, (key, key_visible, clean_begin, clean_end) = state, state.masks
+        dpsum, threads = self.dpsums(s.sStat, stage), 128 * self.warp_groups
+        if self.any_broken(dpsum, m0, clean_begin, clean_end):
+            tid, sQ, sdO = cute.arch.thread_idx()[0] - 128, s.sQ[None, None, stage], s.sdO[None, None, stage]
+            if const_expr(self.want_dv):
+                self.add_not_finite(s.acc_dV, sdO, dpsum, m0, key, key_visible)
+            if const_expr(self.want_dp):
+                self.settle(s.acc_dP, lambda c: self.dpsum(s, c, stage), m0, key, key_visible, clean_begin)
+            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+            self.clean(sQ, tid, threads)
+            self.clean(sdO, tid, threads)
+            if tid < self.tile_m:
+                dpsum[tid] = cutlass.select_(dpsum[tid] == dpsum[tid], dpsum[tid], Float32(0.0))
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+
+    def dpsum(self, state: Any, c: int, stage: Int32) -> cute.Tensor:
+        """(4) this thread's of 16 query rows."""
+        values = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(state.stat[None, c, 1, stage], values)
+        return values
 
     def score_gradients(self, state: State, stage: Int32) -> cute.Tensor:
         """dS^T = P^T * (dP^T - dpsum) as the operand of dK. P^T rounded serves: no register holds it in fp32."""
         tdS = cute.make_rmem_tensor(state.tP.shape, self.dtype)
         for c in range(self.tile_m // 16):
-            dpsum = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(state.stat[None, c, 1, stage], dpsum)
+            dpsum = self.dpsum(state, c, stage)
             prob, ds = part(state.tP, 8 * c, 8), cute.make_rmem_tensor(8, Float32)
             for e in range(8):
                 ds[e] = Float32(prob[e]) * (state.acc_dP[8 * c + e] - dpsum[e // 4 * 2 + e % 2])

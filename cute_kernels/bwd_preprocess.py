@@ -11,6 +11,7 @@ from cutlass.utils import SmemAllocator
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
+LOWEST = -3.4e38  # log-sum-exp of a row whose scores are not finite: exp2(score - LOWEST) is infinite, of hidden ones 0
 
 
 class BackwardPreprocess:
@@ -23,7 +24,8 @@ class BackwardPreprocess:
         lse: [H, T] fp32, natural log, contiguous along T.
         stats: [H, nm * 2 * tile_m] fp32, nm = ceil(T / tile_m): lse2 and dpsum of a block's rows. Rows past T get +inf
             and 0, so that their probabilities are 0. 16 rows are such that what lane % 4 == b needs of an accumulator
-            of S^T, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is written.
+            of S^T, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is written. Where lse is NaN or
+            -inf, lse2 is LOWEST; where dpsum is not finite, it is NaN: see bwd_contain.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written. May be empty where dQ is not asked.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
         stream: taken from the environment (torch's current stream), not passed.
@@ -32,7 +34,8 @@ class BackwardPreprocess:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel.
         tile_m: query rows a block, a multiple of 16.
-        gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. dV alone needs no dpsum: it is 0.
+        gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. dV alone needs no dpsum: it is 0 (or
+            NaN, as below).
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, gradients: str = "qkv") -> None:
@@ -92,14 +95,16 @@ class BackwardPreprocess:
         for p in cutlass.range_constexpr(-(-M // rows_a_pass)):
             m = tid // lanes + p * rows_a_pass
             t, total = mb * M + m, Float32(0.0)
-            if cutlass.const_expr(self.want_dpsum):
-                if m < M and t < num_rows and lane * VECTOR < dim:
-                    o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
+            if m < M and t < num_rows and lane * VECTOR < dim:
+                o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
+                o.fill(0.0)
+                if cutlass.const_expr(self.want_dpsum):
                     cute.autovec_copy(cute.local_tile(out[t, h, None], (VECTOR,), (lane,)), o)
-                    cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (lane,)), do)
-                    for e in cutlass.range_constexpr(VECTOR):
-                        total += Float32(o[e]) * Float32(do[e])
-                total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+                cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (lane,)), do)
+                for e in cutlass.range_constexpr(VECTOR):
+                    total += Float32(o[e]) * Float32(do[e])
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            total += total - total  # NaN instead of an infinity
             if lane == 0 and m < M:
                 sum_of_row[m] = total
         if cutlass.const_expr(self.want_dq):
@@ -118,6 +123,6 @@ class BackwardPreprocess:
             place = m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
             lse2 = Float32.inf
             if t < num_rows:
-                lse2 = lse[h, t] * math.log2(math.e)
+                lse2 = cute.arch.fmax(lse[h, t] * math.log2(math.e), Float32(LOWEST))  # of NaN too
             stats[h, mb * 2 * M + place] = lse2
             stats[h, mb * 2 * M + M + place] = sum_of_row[m]

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from cute_kernels.accumulator import gemm, part, round_to
+from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import SMEM_BYTES, BackwardFrame
 from cute_kernels.ptx import copy_to_peer
 
@@ -43,6 +44,9 @@ class State:
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
+    sQ: cute.Tensor
+    sdO: cute.Tensor
+    sStat: cute.Tensor
     adds: cutlass.Boolean  # this warp's columns of dQ are of this CTA's half
 
 
@@ -184,17 +188,19 @@ class WideBackward(BackwardFrame):
             n = n0 + warp_id % 4 * 16 + lane // 4 + 8 * r
             key[r] = n - lane % 4 * 2
             key_visible[r] = (visible_end[n] if n < key_end else 0) - lane % 4 * 2
+        cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
+        if const_expr(self.want_dp):
+            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
+            clean_begin = self.clean_keys(sK, sV, clean_begin, sKp)
         acc = cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32)  # dV or dK
         acc.fill(0.0)
         acc_dQ = cute.make_rmem_tensor(mma_dQ.partition_shape_C((64, M)), Float32)
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, acc, acc_dQ, stat, P, copy_dS, dS_dst, tid,
             dq_acc.iterator + (column_tile * 128 + tid) * 4, num_blocks, scale * math.log2(math.e), bars,
-            (key, key_visible, clean_begin, clean_end), (column_tile * 64 + warp_id % 4 * 16 < D // 2) == (rank == 0),
+            (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
+            (column_tile * 64 + warp_id % 4 * 16 < D // 2) == (rank == 0),
         )  # fmt: skip
-        cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
-        if const_expr(self.want_dp):
-            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         if wg == 0:
             self.loop(state, self.values_step, total, h, mb, mb0, mb1)
@@ -205,6 +211,8 @@ class WideBackward(BackwardFrame):
         first = Int64(slab) * self.slab_floats() + rank * (2 * N * D)
         if wg == 0:
             if const_expr(self.want_dv):
+                if const_expr(self.want_dq):
+                    self.mark_keys(acc, sV, row)
                 self.store_keys(acc, dv, slabs.iterator + (first + N * D), slab, kv_head, n0, key_end, row)
         else:
             if const_expr(self.want_dk):
@@ -264,6 +272,36 @@ class WideBackward(BackwardFrame):
             cute.autovec_copy(state.stat[None, c, which, stage], values[None, c])
         return values
 
+    @cute.jit
+    def contain_values(self, state: Any, stage: Int32, do_stage: Int32, m0: Int32) -> None:
+        """What is not finite in rows of dO stays with the keys that see them."""
+        s, (key, key_visible, *clean) = state, state.masks
+        dpsum = self.dpsums(s.sStat, stage)
+        if self.any_broken(dpsum, m0, *clean):
+            sdO = s.sdO[None, None, do_stage]
+            self.add_not_finite(s.acc, sdO, dpsum, m0, key, key_visible)
+            self.clean_alone(sdO, s.tid, 0)
+
+    @cute.jit
+    def contain_keys(self, state: Any, acc_dP: cute.Tensor, dpsum: cute.Tensor, stage: Int32, m0: Int32) -> None:
+        """And of rows of Q. The other warp group may still read them for S, where such a row's P is infinite or 0."""
+        s, (key, key_visible, clean_begin, clean_end) = state, state.masks
+        if self.any_broken(self.dpsums(s.sStat, stage), m0, clean_begin, clean_end):
+            self.settle(acc_dP, lambda c: dpsum[None, c], m0, key, key_visible, clean_begin)
+            for i in cutlass.range_constexpr(cute.size(dpsum)):
+                dpsum[i] = cutlass.select_(dpsum[i] == dpsum[i], dpsum[i], Float32(0.0))
+            if const_expr(self.want_dk):
+                self.clean_alone(s.sQ[None, None, stage], s.tid, 1)
+
+    @cute.jit
+    def clean_alone(self, tile: cute.Tensor, tid: Int32, wg: cutlass.Constexpr) -> None:
+        """`clean` by one warp group, once it has read what it needs."""
+        bar = BAR_CONTAIN + 1 + wg
+        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+        self.clean(tile, tid, 128)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+
     def values_step(self, state: State, it: Int32, previous: Any, mb: Int32, first: bool) -> None:
         """S, P and dV of block `it`; dQ of the block before. Nothing is in flight at either end."""
         s, (stage, phase) = state, self.ring(it)
@@ -294,10 +332,12 @@ class WideBackward(BackwardFrame):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(s.bars + self.P)
-        self.release(s.bars + self.EMPTY_Q + stage)
         if dq:
             self.issue_peer_dq(s, it - 1)
         cute.arch.mbarrier_wait(s.bars + self.FULL_DO + do_stage, do_phase)
+        if self.want_dv:
+            self.contain_values(s, stage, do_stage, mb * self.tile_m)
+        self.release(s.bars + self.EMPTY_Q + stage)
         if self.want_dv:
             gemm(s.mma_dKV, s.acc, tP, s.frags["dOt"][None, None, None, do_stage], False)
         if dq:
@@ -323,6 +363,7 @@ class WideBackward(BackwardFrame):
         self.release(s.bars + self.EMPTY_DO + do_stage)
         if self.want_dp:
             cute.arch.mbarrier_wait(s.bars + self.P, it & 1)
+            self.contain_keys(s, acc_dP, dpsum, stage, mb * self.tile_m)
             tdS = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)

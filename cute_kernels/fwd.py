@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
+from cute_kernels.fwd_contain import Containment
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.mask import mask
 from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, half_softmax, normalize, online_softmax, rescale
@@ -46,13 +47,16 @@ class Rows(NamedTuple):
     scale: cute.Tensor  # (2) of O, as the reference moves
 
 
-class ForwardKernel(ForwardFrame):
+class ForwardKernel(Containment, ForwardFrame):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
     mask = staticmethod(mask)
 
     @cute.jit
-    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
+    def mma(
+        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, groups_per_kv: Int32,
+        warp_id: Int32,
+    ) -> None:  # fmt: skip
         num_tiles, bars = g.work.shape[0], s.bars
         wg, lane = warp_id // 4, cute.arch.lane_idx()
         scale_log2 = scale * math.log2(math.e)
@@ -112,6 +116,9 @@ class ForwardKernel(ForwardFrame):
                     normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
                     if not self.fits(x.acc_O, rows.sum, tile, wg, tile_row):
                         self.note(s.again, item)
+                    if turn == 1 and tile.straddles:
+                        place = item % num_tiles, wg, tile_row, head_group, head_group // groups_per_kv
+                        self.contain(x.acc_O, rows.scale, rows.token, g, *place, scale)
                     self.store(x.acc_O, rows.scale, atoms.O, g, s, head_group, tile, tile_row, warp_id)
             cute.arch.cp_async_bulk_wait_group(0)  # O is out: the next turn may store it again, and the CTA may end
             stop = self.end_turn(s)
@@ -228,6 +235,12 @@ class ForwardKernel(ForwardFrame):
     ) -> bool | cutlass.Boolean:
         """Whether no row of the tile sees a key from there on."""
         return True
+
+    def sees(
+        self, row: Int32, key: Int32, bounds: cute.Tensor, key_row: Int32, limit: Int32, straddles: cutlass.Boolean
+    ) -> cutlass.Boolean:
+        """What `mask` says of one pair."""
+        return (key <= row) & (key < limit) & (~straddles | (key >= bounds[row]))
 
     def fits(self, acc_O: cute.Tensor, row_sum: cute.Tensor, tile: Tile, wg: Int32, tile_row: Int32) -> cutlass.Boolean:
         """Whether no score of the warp's rows has outgrown its reference; row_sum: (2), of the whole rows."""

@@ -41,6 +41,9 @@ class Global(NamedTuple):
     K: cute.Tensor  # (T, D, Hk)
     V: cute.Tensor  # (T, D, Hk)
     O: cute.Tensor  # ((packed_heads, T), D, head groups)
+    q: cute.Tensor  # (T, H, D), as q, k and v were passed
+    k: cute.Tensor  # (T, Hk, D)
+    v: cute.Tensor  # (T, Hk, D)
     pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
@@ -78,8 +81,8 @@ class ForwardFrame(Clustered):
         stream: taken from the environment (torch's current stream), not passed.
     q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
-    What is not finite in Q and K touches only the rows that see it. In V it touches every row of a tile in which a row
-    sees it (0 * NaN is NaN in the tensor cores): rows before it, or of a neighbouring response, never of another group.
+    What is not finite in Q and K touches only the rows that see it. In V it may also touch rows of its own segment that
+    come before it (0 * NaN is NaN in the tensor cores), as far as their tile; never a row of another response or group.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
@@ -197,7 +200,7 @@ class ForwardFrame(Clustered):
         num_clusters = cutlass.min(work.shape[0] * head_groups, num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, pairs, lse, work, *tables),
+            Global(gQ, gK, gV, gO, q, k, v, pairs, lse, work, *tables),
             softmax_scale,
             head_groups,
             head_groups // k.shape[1],
@@ -281,9 +284,12 @@ class ForwardFrame(Clustered):
             self.load(atoms, g, s, head_groups, groups_per_kv, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            self.mma(atoms, g, s, scale, head_groups, warp_idx - 4)
+            self.mma(atoms, g, s, scale, head_groups, groups_per_kv, warp_idx - 4)
 
-    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, warp_id: Int32) -> None:
+    def mma(
+        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, groups_per_kv: Int32,
+        warp_id: Int32,
+    ) -> None:  # fmt: skip
         """What an MMA warp does."""
         raise NotImplementedError
 

@@ -36,6 +36,11 @@ class PathTile:
         run[0], run[1], run[2] = region, Int32(0), Int32(0)
         return cls(row, row_end, masked, blocks, region, g.regions, run, tile_n)
 
+    @property
+    def straddles(self) -> cutlass.Boolean:
+        """Rows of a tile may be of several segments."""
+        return cutlass.Boolean(True)
+
     @cute.jit
     def key_row(self, i: Int32) -> Int32:
         """Packed row of the first key of the i-th block; to be asked for one after another."""
@@ -88,7 +93,7 @@ class PathForwardKernel(ForwardKernel):
         regions: [m, 2] int32, of the same plan (both: path_items.py).
         visible_end: [T + tile_n] int32, zeros past T.
 
-    What is not finite in V touches every row of a tile in which a row sees it, as there.
+    What is not finite in V stays with the rows that see it.
     """
 
     mask = staticmethod(mask_path)
@@ -135,3 +140,15 @@ class PathForwardKernel(ForwardKernel):
         tile_row: Int32,
     ) -> cutlass.Boolean:
         return (key >= limit) | (bounds[key] <= tile_row)
+
+    def sees(
+        self,
+        row: Int32,
+        key: Int32,
+        bounds: cute.Tensor,
+        key_row: Int32,
+        limit: Int32,
+        by_key: cutlass.Boolean,
+        tile_row: Int32,
+    ) -> cutlass.Boolean:
+        return (key <= row) & (key < limit) & (~by_key | (row < bounds[key]))

@@ -3,12 +3,14 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 
-def _asm(result: Any, text: str, constraints: str, operands: list[Any], loc: Any, ip: Any) -> Any:
+def _asm(
+    result: Any, text: str, constraints: str, operands: list[Any], loc: Any, ip: Any, volatile: bool = True
+) -> Any:
     """`text` with `operands`: pointers and numbers of the DSL."""
     values = [x.toint(loc=loc, ip=ip) if isinstance(x, cute.Pointer) else x for x in operands]
     return llvm.inline_asm(
@@ -16,7 +18,7 @@ def _asm(result: Any, text: str, constraints: str, operands: list[Any], loc: Any
         [x.ir_value(loc=loc, ip=ip) for x in values],
         text,
         constraints,
-        has_side_effects=True,
+        has_side_effects=volatile,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,
@@ -50,6 +52,22 @@ def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
+def any_nonzero(barrier_id: Int32, x: Int32, threads: int, *, loc: Any = None, ip: Any = None) -> Boolean:
+    """Whether x is not 0 in any of so many threads. They wait for each other at a barrier."""
+    text = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; barrier.cta.red.or.pred.aligned q, $1, $3, p; selp.s32 $0, 1, 0, q; }"
+    )
+    found = _asm(T.i32(), text, "=r,r,r,r", [Int32(barrier_id), Int32(x), Int32(threads)], loc, ip)
+    return Int32(found) != 0
+
+
+@dsl_user_op
+def zero_times(pair: Int32, sums: Int32, bf16: bool, *, loc: Any = None, ip: Any = None) -> Int32:
+    """sums + 0 * pair, of two 16-bit floats each: NaN, and for good, where a pair is not finite."""
+    text = f"fma.rn.{'bf16x2' if bf16 else 'f16x2'} $0, $1, $2, $3;"
+    return Int32(_asm(T.i32(), text, "=r,r,r,r", [Int32(pair), Int32(0), Int32(sums)], loc, ip, volatile=False))
+
+
 def copy_to_peer(
     dst: cute.Pointer, src: cute.Pointer, bar: cute.Pointer, size: int, cta: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:

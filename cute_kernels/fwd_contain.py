@@ -1,0 +1,97 @@
+"""NaN and infinity in V stay with the rows that see them, although the tensor cores multiply all pairs.
+
+A hidden pair has P = 0, and 0 * NaN is NaN: where rows of several segments share a tile, what is not finite in the V of
+one reaches the O of all. That shows at the tile's end, and the tile is done again. If it shows again, the rows whose
+log-sum-exp is finite are summed up here, key by key. Healthy inputs do not come here, so it may be slow.
+"""
+
+import math
+import operator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.accumulator import reduce_tree, row_elements
+
+
+class Containment:
+    """Of :class:`cute_kernels.fwd.ForwardKernel`."""
+
+    packed_heads: int
+    tile_n: int
+    tile: Any
+    in_use: Any
+    sees: Any
+
+    @cute.jit
+    def contain(
+        self,
+        acc_O: cute.Tensor,  # (64, D) of one warp group, normalized
+        lse: cute.Tensor,  # (2)
+        token: cute.Tensor,  # (2) packed row of each of the thread's query rows
+        g: Any,  # Global
+        index: Int32,  # of the tile
+        wg: Int32,
+        tile_row: Int32,
+        head_group: Int32,
+        kv_head: Int32,
+        scale: Float32,
+    ) -> None:
+        """Rows of O that are not finite though their log-sum-exp is, a warp at a time: sums over the keys they see."""
+        tile, broken = self.tile(g, index), cute.make_rmem_tensor(2, Int32)
+        for r in cutlass.range_constexpr(2):
+            total = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)])  # of this thread's columns
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=4) * 0.0  # NaN if any part is not finite
+            broken[r] = ((total != 0.0) & (lse[r] * 0.0 == 0.0) & self.in_use(tile, wg, tile_row + 8 * r)).to(Int32)
+        if cute.arch.vote_any_sync(broken[0] + broken[1] != 0):
+            for r in cutlass.range_constexpr(2):
+                for e in row_elements(acc_O, r):
+                    acc_O[e] = cutlass.select_(broken[r] != 0, Float32(0.0), acc_O[e])
+            for r in cutlass.range_constexpr(2):  # one after the other: there are not the registers for both
+                tile = self.tile(g, index)
+                head = head_group * self.packed_heads + (tile_row + 8 * r) % self.packed_heads
+                for i in cutlass.range(0, tile.blocks, 1, unroll=1):
+                    first, masking = tile.key_row(i), tile.mask_arguments(i)
+                    for key in cutlass.range(first, first + self.tile_n, 1, unroll=1):
+                        seen = (broken[r] != 0) & ((i >= tile.masked) | self.sees(token[r], key, g.bounds, *masking))
+                        row = cutlass.min(key, g.k.shape[0] - 1)  # a block may reach past the last one
+                        self.add_key(acc_O, r, seen, lse[r], g, token[r], head, row, kv_head, scale)
+
+    @cute.jit
+    def add_key(
+        self,
+        acc_O: cute.Tensor,
+        r: cutlass.Constexpr,
+        seen: cutlass.Boolean,
+        lse: Float32,
+        g: Any,
+        token: Int32,
+        head: Int32,
+        key: Int32,
+        kv_head: Int32,
+        scale: Float32,
+    ) -> None:
+        """Row r of O += p * V of one key, if the row sees it. The four threads of a row share the score."""
+        chunks, score = cute.size(acc_O) // 4, Float32(0.0)
+        for c in cutlass.range(0, chunks, 1, unroll=1):
+            query, columns = self.columns(g.q, token, head, c), self.columns(g.k, key, kv_head, c)
+            score += query[0] * columns[0] + query[1] * columns[1]
+        score = cute.arch.warp_reduction_sum(score, threads_in_group=4)
+        if seen:
+            p = cute.math.exp2((score * scale - lse) * math.log2(math.e), fastmath=True)
+            for c in cutlass.range_constexpr(chunks):
+                value = self.columns(g.v, key, kv_head, c)
+                for j in cutlass.range_constexpr(2):
+                    acc_O[4 * c + 2 * r + j] = acc_O[4 * c + 2 * r + j] + p * value[j]
+
+    @cute.jit
+    def columns(self, x: cute.Tensor, row: Int32, head: Int32, chunk: Int32) -> cute.Tensor:
+        """(2) fp32: of a row of x (T, heads, D), the columns that this thread has of a chunk of 8; 0 past D."""
+        pair = 4 * chunk + cute.arch.lane_idx() % 4
+        loaded, values = cute.make_rmem_tensor(2, x.element_type), cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(cute.local_tile(x[row, head, None], (2,), (cutlass.min(pair, x.shape[2] // 2 - 1),)), loaded)
+        for j in cutlass.range_constexpr(2):
+            values[j] = cutlass.select_(2 * pair < x.shape[2], Float32(loaded[j]), Float32(0.0))
+        return values
