@@ -14,6 +14,8 @@ from cute_kernels import path_items as items
 from dualkv.layout import IntArray, Segments, positions
 from dualkv.plan import longest_first, segment_at, visible_end_over
 
+NEAR_ROWS = 2**14  # K and V of one KV head of dim 128: 8 MB of an H200's 50 MB of L2; 2**13 and 2**15 are slower
+
 Table = npt.NDArray[np.int32]
 
 
@@ -97,7 +99,11 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     work[:, items.REGION] = np.cumsum(rows_of) - rows_of
     work[:, items.MASKED] = np.bincount(tile, masked, len(row))
     work[:, items.BLOCKS] = np.bincount(tile, blocks, len(row))
-    return PathWork(work.take(longest_first(work[:, items.BLOCKS]), axis=0), regions)
+    # Longest first, so that all clusters end together; but tiles far apart, whose paths have little in common, come one
+    # after another: the keys and values of those that run together stay in L2 (the agent tree of the bench: 4 % faster).
+    order = longest_first(work[:, items.BLOCKS])
+    order = order[np.argsort(row[order] // NEAR_ROWS, kind="stable")]
+    return PathWork(work.take(order, axis=0), regions)
 
 
 def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:
