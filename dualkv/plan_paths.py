@@ -100,7 +100,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     work[:, items.MASKED] = np.bincount(tile, masked, len(row))
     work[:, items.BLOCKS] = np.bincount(tile, blocks, len(row))
     # Longest first, so that all clusters end together; but tiles far apart, whose paths have little in common, come one
-    # after another: the keys and values of those that run together stay in L2 (the agent tree of the bench: 4 % faster).
+    # after another: keys and values of those that run together stay in L2 (the agent tree of the bench: 4 % faster).
     order = longest_first(work[:, items.BLOCKS])
     order = order[np.argsort(row[order] // NEAR_ROWS, kind="stable")]
     return PathWork(work.take(order, axis=0), regions)
