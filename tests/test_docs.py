@@ -35,6 +35,7 @@ NOT_RUN = {
     "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/test_ncu.py reads filed profiles",
     "python -m tools.record": "needs a Hopper GPU",
     "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",
+    "python -m tools.soak": "needs a Hopper GPU: tests/test_soak.py judges what it records",
 }
 # What writes documents and takes no options, and the test that compares what it would write.
 WRITES = {
