@@ -54,6 +54,7 @@ def double_throughout(name: str) -> Iterator[None]:
     modeling = getattr(module, f"modeling_{name}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling, "torch", Torch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
 
 
