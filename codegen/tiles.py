@@ -66,6 +66,9 @@ def forward_tile(head_dim: int) -> ForwardTile:
 
 
 # ---------------------------------------------------------------- backward
+LOCKS = 2  # a query block and head, where dQ is summed in the order of the keys: one for each part that has one writer
+
+
 @dataclass(frozen=True)
 class BackwardTile:
     """Tile of :class:`cute_kernels.bwd_frame.BackwardFrame`.
@@ -76,7 +79,8 @@ class BackwardTile:
         warp_groups: MMA warp groups a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
-        late: head dims up to 128: reductions of dQ (of some 10 a thread) that wait until the next scores are computed.
+        late: head dims up to 128, sums in any order: reductions of dQ (of some 10 a thread) that wait until the next
+            scores are computed.
         heads_inside: a CTA walks all query heads of a block of rows before the next rows, else one head after another.
         deterministic: dQ is summed in the order of the keys.
     """
@@ -89,11 +93,6 @@ class BackwardTile:
     late: int = 4
     heads_inside: bool = False
     deterministic: bool = False
-
-    @property
-    def locks(self) -> int:
-        """Locks a query block and head, where dQ is summed in the order of the keys: one a CTA of the cluster."""
-        return self.cluster
 
     def slab_floats(self, head_dim: int) -> int:
         """Floats of an item's partial dK and dV, of a native head dim."""
@@ -112,11 +111,8 @@ BACKWARD_TILES = {
 def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
     """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
     tile = BACKWARD_TILES[kernel_head_dim(head_dim)]
-    if not deterministic:
-        return tile
-    # Sums in a fixed order make the CTAs of a cluster wait for each other, unless they add to different columns of dQ.
-    cluster = 1 if head_dim <= 128 else tile.cluster
-    return replace(tile, cluster=cluster, heads_inside=False, deterministic=True)
+    # Sums in a fixed order: a CTA waits where it goes on to its next query head; with heads inside once an item.
+    return replace(tile, deterministic=True, heads_inside=head_dim <= 128) if deterministic else tile
 
 
 @dataclass(frozen=True)

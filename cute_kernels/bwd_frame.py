@@ -21,11 +21,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
+from codegen.tiles import LOCKS
 from cute_kernels import bwd_items as items
 from cute_kernels.bwd_contain import Containment
+from cute_kernels.bwd_load import Loads
 from cute_kernels.bwd_results import Results
-from cute_kernels.cluster import Clustered
-from cute_kernels.ptx import load_acquire, store_release
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 
@@ -35,7 +35,7 @@ def split_rows(head_dim: int) -> bool:
     return head_dim == 64
 
 
-class BackwardFrame(Clustered, Containment, Results):
+class BackwardFrame(Loads, Containment, Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -50,7 +50,7 @@ class BackwardFrame(Clustered, Containment, Results):
         dq_acc: [H * nm * tile_m * head_dim] fp32, zeros from the preprocess: unscaled dQ in the order of registers. May
             be empty where dQ is not asked.
         slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV; what is not asked is not written.
-        locks: [H * nm * lock_count()] int32, zeros from the preprocess; read if deterministic, else may be empty.
+        locks: [H * nm * LOCKS] int32, zeros from the preprocess; read if deterministic, else may be empty.
         work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
         visible_end: [T] int32.
         softmax_scale: fp32.
@@ -65,7 +65,7 @@ class BackwardFrame(Clustered, Containment, Results):
         head_dim: native head dim.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
             left out.
-        tile_m, tile_n, warp_groups, stages, cluster, late, heads_inside: see codegen.tiles.BackwardTile.
+        tile_m, tile_n, warp_groups, stages, cluster, heads_inside: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
             it: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are bitwise equal
             in any case.
@@ -97,24 +97,19 @@ class BackwardFrame(Clustered, Containment, Results):
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
         if cluster not in (1, 2) or warp_groups not in (2, 3):
             raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3 and 1 or 2")
-        if heads_inside and (deterministic or head_dim > 128):
-            raise ValueError(
-                f"got heads_inside, head_dim {head_dim} and deterministic={deterministic}, expected up to 128 and False"
-            )
-        if deterministic and cluster == 2 and not self.peer_columns:
-            raise ValueError("got a cluster of 2 and deterministic, expected 1: CTAs that add to the same columns wait")
+        if heads_inside and head_dim > 128:
+            raise ValueError(f"got heads_inside and head_dim {head_dim}, expected up to 128")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
         self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
         self.warp_groups, self.heads_inside = warp_groups, heads_inside
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.want_dp = self.want_dq or self.want_dk
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
-        # mbarriers: one for K, V, P and dS, two for the order of dQ's sums, three for dS of the other CTA, one a stage
-        self.FULL_K, self.FULL_V, self.P, self.DS = range(4)
-        self.TURN, self.ADDED, self.PASSED, self.PEER = 4, 6, 8, 10
-        self.FULL_Q, self.EMPTY_Q, self.FULL_DO = [13 + j * stages for j in range(3)]
-        self.EMPTY_DO, self.num_bars = [self.FULL_DO + j * self.do_stages for j in (1, 2)]
         self.check_tile()
+        self.num_bars = 0
+        for name, count, _ in self.barriers():  # the number of each kind's first mbarrier
+            setattr(self, name, self.num_bars)
+            self.num_bars += count
         if self.smem_bytes() > SMEM_BYTES:
             raise ValueError(
                 f"head_dim {head_dim}, {tile_m} x {tile_n} and {stages} stages need {self.smem_bytes()} bytes of "
@@ -148,28 +143,36 @@ class BackwardFrame(Clustered, Containment, Results):
         return 0
 
     @property
-    def ds_warps(self) -> int:
-        """Warps that write dS to shared memory."""
-        return 4 * self.warp_groups
+    def staged_floats(self) -> int:
+        """Floats of shared memory in which dQ waits to be added up."""
+        return 0
+
+    def own_barriers(self) -> list[tuple[str, int, int]]:
+        """Kinds of mbarriers besides those of the loads: name, how many, arrivals that complete a phase."""
+        raise NotImplementedError
+
+    def assist(
+        self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
+        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+    ) -> None:  # fmt: skip
+        """What the warps beside the loader (1, 2 and 3) do. `own`: sKp or sdQ."""
+        raise NotImplementedError
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """The products S and dP; dV and dK; dQ."""
         raise NotImplementedError
 
     def smem_bytes(self) -> int:
-        """K and V, Q and dO stages, P and dS, statistics, mbarriers, alignment."""
+        """K and V, Q and dO stages, P and dS, dQ, statistics, mbarriers, alignment."""
         keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
         rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
-        return 2 * (keys + rows + probs) + 8 * self.tile_m * self.stages + 8 * self.num_bars + 1024
+        floats = self.staged_floats + 2 * self.tile_m * self.stages
+        return 2 * (keys + rows + probs) + 4 * floats + 8 * self.num_bars + 512
 
     def slab_floats(self) -> int:
         """Floats of an item's partial dK and dV: [cluster, 2, tile_n * head_dim]."""
         return self.cluster * 2 * self.tile_n * self.head_dim
-
-    def lock_count(self) -> int:
-        """Locks a query block and head: CTAs of a cluster that add to columns of their own have locks of their own."""
-        return self.cluster
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -206,7 +209,7 @@ class BackwardFrame(Clustered, Containment, Results):
         dv: cute.Tensor,  # (T, Hk, D)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
         slabs: cute.Tensor,  # (n_slabs * slab_floats)
-        locks: cute.Tensor,  # (H * nm * lock_count)
+        locks: cute.Tensor,  # (H * nm * LOCKS)
         work: cute.Tensor,  # (n, 11)
         visible_end: cute.Tensor,  # (T)
         softmax_scale: Float32,
@@ -325,33 +328,32 @@ class BackwardFrame(Clustered, Containment, Results):
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)  # (N, D)
         sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (M, D, stages)
         sdO = smem.allocate_tensor(self.dtype, sdO_layout.outer, 1024, sdO_layout.inner)  # (M, D, do_stages)
-        sKp = None
+        own = None
         if const_expr(self.peer_columns):
-            sKp = smem.allocate_tensor(self.dtype, sKp_layout.outer, 1024, sKp_layout.inner)  # (N, peer_columns)
+            own = smem.allocate_tensor(self.dtype, sKp_layout.outer, 1024, sKp_layout.inner)  # (N, peer_columns)
+        if const_expr(self.staged_floats):
+            own = smem.allocate_tensor(Float32, cute.make_layout(self.staged_floats), 128)
         sdS = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)  # (M, N, buffers)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         if warp_idx == 0:
             for atom in (tma_Q, tma_dO, tma_K, tma_V):
                 cpasync.prefetch_descriptor(atom)
-            self.init_barriers(bars)
+            self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
         item = self.item(work)
+        num_blocks = stats.shape[1] // (2 * self.tile_m)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp_idx == 0:
-                self.load_peer_keys(tma_Kp, gKp, sKp, bars, item)
+                if const_expr(self.peer_columns):
+                    self.load_peer_keys(tma_Kp, gKp, own, bars, item)
                 self.load(
                     tma_Q, gQ, tma_dO, gdO, tma_K, gK, tma_V, gV, stats, sK, sV, sQ, sdO, sStat, bars, item,
                     heads_per_kv,
                 )  # fmt: skip
-            if warp_idx == 1:
-                self.await_turns(locks, stats.shape[1] // (2 * self.tile_m), bars, item, heads_per_kv)
-            if warp_idx == 2:
-                self.pass_turns(locks, stats.shape[1] // (2 * self.tile_m), bars, item, heads_per_kv)
-            if warp_idx == 3:
-                self.exchange(sdS, bars, item, heads_per_kv)
+            self.assist(warp_idx, sdS, own, dq_acc, locks, num_blocks, bars, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(
@@ -364,7 +366,7 @@ class BackwardFrame(Clustered, Containment, Results):
                 slabs,
                 work,
                 visible_end,
-                stats.shape[1] // (2 * self.tile_m),
+                num_blocks,
                 scale,
                 heads_per_kv,
                 sK,
@@ -376,28 +378,17 @@ class BackwardFrame(Clustered, Containment, Results):
                 bars,
                 item,
                 warp_idx - 4,
-                *(() if const_expr(sKp is None) else (sKp,)),
+                own,
             )
         if const_expr(self.cluster > 1):
             self.sync_cluster()  # no CTA leaves while its peer may still write into it
 
-    def init_barriers(self, bars: cute.Pointer) -> None:
+    def barriers(self) -> list[tuple[str, int, int]]:
+        """Kinds of mbarriers in order: name, how many, arrivals that complete a phase."""
         users = 4 * self.warp_groups * self.cluster  # MMA warps that read a stage
-        kinds = (
-            (self.FULL_K, 1, 1),
-            (self.FULL_V, 1, 1),
-            (self.P, 1, 4),
-            (self.DS, 1, self.ds_warps),
-            (self.TURN, 2, 1),
-            (self.ADDED, 2, 4 * self.warp_groups),
-            (self.PASSED, 2, 1),
-            (self.PEER, 3, 1),
-            (self.FULL_Q, self.stages, 1),
-            (self.EMPTY_Q, self.stages, users),
-            (self.FULL_DO, self.do_stages, 1),
-            (self.EMPTY_DO, self.do_stages, users),
-        )
-        self.init_mbarriers(bars, kinds)
+        stages, do_stages = self.stages, self.do_stages
+        loads = [("FULL_Q", stages, 1), ("EMPTY_Q", stages, users), ("FULL_DO", do_stages, 1)]
+        return [("FULL_K", 1, 1), ("FULL_V", 1, 1), *self.own_barriers(), *loads, ("EMPTY_DO", do_stages, users)]
 
     def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
         """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab, and
@@ -410,145 +401,6 @@ class BackwardFrame(Clustered, Containment, Results):
         clean = n0 + self.tile_n - 1, clean_end
         order = field[items.ORDER], field[items.PREVIOUS_END], field[items.PREVIOUS] + 1
         return field[items.KV_HEAD], n0, field[items.KEY_END], *blocks, *clean, field[items.SLAB], order
-
-    def ring(self, it: Int32, stages: int = 0) -> tuple[Int32, Int32]:
-        """Block counter -> (stage, phase), of Q unless `stages` says otherwise."""
-        stages = stages or self.stages
-        return it % stages, (it // stages) & 1
-
-    # ---------------------------------------------------------------- producer warp
-    @cute.jit
-    def load(
-        self,
-        tma_Q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_dO: cute.CopyAtom,
-        gdO: cute.Tensor,
-        tma_K: cute.CopyAtom,
-        gK: cute.Tensor,
-        tma_V: cute.CopyAtom,
-        gV: cute.Tensor,
-        stats: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sQ: cute.Tensor,
-        sdO: cute.Tensor,
-        sStat: cute.Tensor,
-        bars: cute.Pointer,
-        item: Any,
-        heads_per_kv: Int32,
-    ) -> None:
-        kv_head, n0, _, mb0, mb1 = item[:5]
-        M = self.tile_m
-        self.load_keys(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
-        if const_expr(self.want_dp):
-            self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        it = Int32(0)
-        outer, inner = heads_per_kv, mb1 - mb0
-        if const_expr(self.heads_inside):
-            outer, inner = inner, outer
-        for i in cutlass.range(0, outer, 1, unroll=1):
-            for j in cutlass.range(0, inner, 1, unroll=1):
-                head, block = (j, i) if const_expr(self.heads_inside) else (i, j)
-                h = kv_head * heads_per_kv + head
-                mb = mb1 - 1 - block  # from the far end, where all key blocks of a prompt meet: their dQ meets in L2
-                stage, phase = self.ring(it)
-                do_stage, do_phase = self.ring(it, self.do_stages)
-                full_q, full_do, empty_do = bars + self.FULL_Q, bars + self.FULL_DO, bars + self.EMPTY_DO
-                self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, 8 * M)
-                row = cute.local_tile(stats[h, None], (2 * M,), (mb,))  # lse2 and dpsum, with Q
-                with cute.arch.elect_one():
-                    cute.copy(bulk, row, sStat[None, stage], mbar_ptr=full_q + stage)
-                self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, do_stage, do_phase, full_do, empty_do, 0)
-                it += 1
-
-    def load_keys(
-        self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, n0: Int32, bar: cute.Pointer, columns: int
-    ) -> None:
-        """tile_n rows of K or V of one head."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_n * columns * 2)
-        tile = cute.local_tile(cute.domain_offset((n0, 0), g), (self.tile_n, columns), (0, 0))
-        ts, tg = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
-        )
-        cute.copy(tma, tg, ts, tma_bar_ptr=bar)
-
-    def load_rows(
-        self,
-        tma: cute.CopyAtom,
-        g: cute.Tensor,
-        s: cute.Tensor,
-        mb: Int32,
-        stage: Int32,
-        phase: Int32,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        extra: int,  # bytes that come on the same barrier
-    ) -> None:
-        """Block mb of Q or dO of one head -> stage; each CTA of the cluster brings its part to all."""
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_m * self.head_dim * 2 + extra)
-        tile = cute.local_tile(g, (self.tile_m, self.head_dim), (mb, 0))
-        ts, tg = cpasync.tma_partition(
-            tma, self.rank(), cute.make_layout(self.cluster), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
-        )
-        multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        cute.copy(tma, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
-
-    def load_peer_keys(self, tma: Any, g: Any, s: Any, bars: cute.Pointer, item: Any) -> None:
-        """The other CTA's K, where peer_columns says so."""
-
-    def exchange(self, sdS: cute.Tensor, bars: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
-        """dS to the other CTA, where peer_columns says so."""
-
-    # ---------------------------------------------------------------- warps that keep the order of dQ's sums
-    @cute.jit
-    def await_turns(
-        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
-    ) -> None:
-        """Deterministic: see this CTA's turn at each of its blocks come, up to two blocks ahead of the MMA warps."""
-        if const_expr(not self.deterministic):
-            return
-        kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
-        it = Int32(0)
-        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
-                mb = mb1 - 1 - j
-                lock = self.lock_of(locks, h, num_blocks, mb)
-                expected = cutlass.select_(mb < end, place, before)
-                while load_acquire(lock) != expected:
-                    pass
-                cute.arch.sync_warp()
-                slot, phase = self.ring(it, 2)
-                cute.arch.mbarrier_wait(bars + self.PASSED + slot, phase ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.TURN + slot)
-                it += 1
-
-    @cute.jit
-    def pass_turns(
-        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
-    ) -> None:
-        """Deterministic: pass the turn on when this CTA's sums are in memory, for which no MMA warp waits."""
-        if const_expr(not self.deterministic):
-            return
-        kv_head, _, _, mb0, mb1, *_, (place, _, _) = item
-        it = Int32(0)
-        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
-                slot, phase = self.ring(it, 2)
-                cute.arch.mbarrier_wait(bars + self.ADDED + slot, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.PASSED + slot)
-                    store_release(self.lock_of(locks, h, num_blocks, mb1 - 1 - j), place + 1)
-                it += 1
-
-    def lock_of(self, locks: cute.Tensor, h: Int32, num_blocks: Int32, mb: Int32) -> cute.Pointer:
-        """This CTA's lock of a query block of a head."""
-        return locks.iterator + ((Int64(h) * num_blocks + mb) * self.lock_count() + self.rank())
 
     # ---------------------------------------------------------------- MMA warp groups: shared parts
     @cute.jit
@@ -583,18 +435,9 @@ class BackwardFrame(Clustered, Containment, Results):
         """Where the dQ of a query block of a head is added up."""
         return dq_acc + (Int64(h) * num_blocks + mb) * (self.tile_m * self.head_dim)
 
-    def await_turn(self, bars: cute.Pointer, it: Int32) -> None:
-        """Deterministic: wait until this CTA may add to the dQ of its block `it`."""
-        if self.deterministic:
-            slot, phase = self.ring(it, 2)
-            cute.arch.mbarrier_wait(bars + self.TURN + slot, phase)
-
-    def pass_turn(self, bars: cute.Pointer, it: Int32) -> None:
-        """Deterministic: this warp has added to its block `it`."""
-        if self.deterministic:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars + self.ADDED + it % 2)
+    def lock_of(self, locks: cute.Tensor, h: Int32, num_blocks: Int32, mb: Int32, which: Int32) -> cute.Pointer:
+        """One of the locks of a query block of a head."""
+        return locks.iterator + ((Int64(h) * num_blocks + mb) * LOCKS + which)
 
     def transposed(self, s: cute.Tensor) -> cute.Tensor:
         """The transposed view of a shared memory tile, or of a ring of tiles."""

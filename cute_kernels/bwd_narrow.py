@@ -3,6 +3,9 @@
 Transposed products, so that rows are keys (S^T = K Q^T) or columns of the head dim (dQ^T = K^T dS^T). For S, dP, dV and
 dK each warp group has 64 of the 128 keys. dQ needs all keys: dS passes through shared memory, and each warp group has
 64 columns of the head dim, or (head dim 64) half of the query rows.
+
+Sums of dQ in any order go to global memory from registers. Sums in a fixed order must wait for their turn: a warp group
+leaves its dQ in shared memory, and a warp beside the loader waits and has the copy engine add it.
 """
 
 import math
@@ -19,6 +22,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
+from cute_kernels.ptx import bulk_add, load_acquire, store_release
+
+AHEAD = 3  # quads of lse2 asked for before S runs: as many as there are registers for
 
 
 @dataclass
@@ -37,10 +43,9 @@ class State:
     copy_dS: cute.TiledCopy
     dS_dst: cute.Tensor
     tid: Int32
-    dq_dst: cute.Pointer  # this thread's place in block 0
-    dq_wanted: cutlass.Boolean  # this thread holds columns of the head dim
-    dq_stride: int  # floats from chunk to chunk
     num_blocks: Int32  # query blocks a head
+    dq_dst: cute.Pointer  # this thread's place in block 0 of dQ, or in shared memory where dQ is staged
+    dq_wanted: cutlass.Boolean  # this thread holds columns of the head dim
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
@@ -53,6 +58,10 @@ class NarrowBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (64, 96, 128)
+    DS: int  # numbers of mbarriers
+    USED: int
+    STAGED: int
+    FREE: int
 
     def check_tile(self) -> None:
         if self.tile_n != 128 or self.warp_groups != 2:
@@ -61,6 +70,8 @@ class NarrowBackward(BackwardFrame):
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 256")
         if not 0 <= self.late <= self.dq_chunks:
             raise ValueError(f"late is {self.late}, expected 0 to {self.dq_chunks}")
+        if self.stages < 2:
+            raise ValueError(f"got {self.stages} stages, expected 2 or more: the next block is asked for early")
 
     @property
     def k_columns(self) -> int:
@@ -68,7 +79,25 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def buffers(self) -> int:
-        return 3  # dS alone
+        return 2 if self.staged else 3  # of dS alone
+
+    @property
+    def staged(self) -> bool:
+        """Whether dQ passes through shared memory."""
+        return self.want_dq and self.deterministic
+
+    @property
+    def dq_warps(self) -> list[int]:
+        """Of each warp group, those that hold columns of dQ."""
+        return [4, 4 if split_rows(self.head_dim) else self.head_dim // 16 - 4]
+
+    @property
+    def staged_floats(self) -> int:
+        return self.tile_m * self.head_dim if self.staged else 0
+
+    def own_barriers(self) -> list[tuple[str, int, int]]:
+        """dS written; where dQ is staged: a buffer of dS read, a warp group's dQ in shared memory, gone from there."""
+        return [("DS", 1, 8), *([("USED", 2, 8), ("STAGED", 2, 4), ("FREE", 2, 1)] if self.staged else [])]
 
     @property
     def dq_rows(self) -> int:
@@ -77,8 +106,13 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def dq_chunks(self) -> int:
-        """Reductions (of four floats) a thread for one query block."""
+        """Quads of floats of dQ a thread, for one query block."""
         return self.dq_rows // 8
+
+    @property
+    def dq_warp_floats(self) -> int:
+        """Floats of dQ a warp, for one query block: [warp][chunk of 8 rows][lane][4]."""
+        return 16 * self.dq_rows
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
@@ -89,6 +123,48 @@ class NarrowBackward(BackwardFrame):
         )
         mma_dQ = hopper.make_trivial_tiled_mma(dtype, dtype, MN_major, K_major, Float32, shape, (64, self.dq_rows))
         return mma_S, mma_dKV, mma_dQ
+
+    # ---------------------------------------------------------------- beside the loader
+    @cute.jit
+    def assist(
+        self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
+        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+    ) -> None:  # fmt: skip
+        if const_expr(self.staged):
+            for wg in cutlass.range_constexpr(2):
+                if warp_idx == 1 + wg:
+                    self.add_up(wg, own, dq_acc, locks, num_blocks, bars, item, heads_per_kv)
+
+    @cute.jit
+    def add_up(
+        self, wg: cutlass.Constexpr, sdQ: cute.Tensor, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
+        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+    ) -> None:  # fmt: skip
+        """Add a warp group's part of dQ to global memory, block by block, each when its turn has come.
+
+        The CTAs of a cluster add to the same rows, one after the other. The second one's products go on meanwhile: dQ
+        in shared memory is a block behind them, so stages that the first one waits for are released.
+        """
+        kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
+        mb, h = mb1 - 1, kv_head * heads_per_kv
+        first, floats = 4 * wg * self.dq_warp_floats, self.dq_warps[wg] * self.dq_warp_floats
+        for it in cutlass.range(0, (mb1 - mb0) * heads_per_kv, 1, unroll=1):
+            lock = self.lock_of(locks, h, num_blocks, mb, wg)
+            turn = cutlass.select_(mb < end, place, before) * self.cluster
+            if const_expr(self.cluster == 2):
+                turn = cutlass.select_(self.rank() == 0, turn, place * 2 + 1)
+            while load_acquire(lock) != turn:
+                pass
+            cute.arch.sync_warp()
+            cute.arch.mbarrier_wait(bars + self.STAGED + wg, it & 1)
+            with cute.arch.elect_one():
+                bulk_add(self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + first, sdQ.iterator + first, 4 * floats)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(bars + self.FREE + wg)
+                cute.arch.cp_async_bulk_wait_group(0)
+                store_release(lock, place * self.cluster + self.rank() + 1)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
@@ -115,6 +191,7 @@ class NarrowBackward(BackwardFrame):
         bars: cute.Pointer,
         item: Any,
         warp_id: Int32,
+        sdQ: cute.Tensor | None,
     ) -> None:
         kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, *_ = item
         D, M, N = self.head_dim, self.tile_m, self.tile_n
@@ -147,8 +224,6 @@ class NarrowBackward(BackwardFrame):
         stat = cute.make_tensor(sStat.iterator, stat_layout)[None, lane % 4, None, None, None]
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_S)
         dS_dst = copy_dS.get_slice(tid).partition_D(cute.local_tile(self.transposed(sdS), (64, M), (wg, 0, None)))
-        # dQ in global memory: [chunk of 8 rows][thread][4]; of head dim 96 the last 64 threads hold no columns.
-        dq_threads = 256 if const_expr(split_rows(self.head_dim)) else 2 * D
         key, key_visible = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
         for r in cutlass.range_constexpr(2):  # this thread's rows of S^T, less its first column
             n = n0 + wg * 64 + warp_id % 4 * 16 + lane // 4 + 8 * r
@@ -165,31 +240,35 @@ class NarrowBackward(BackwardFrame):
         tP = cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, M)), self.dtype)  # M/4 registers
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
-            dq_acc.iterator + (wg * 128 + tid) * 4, wg * 128 + tid < dq_threads, 4 * dq_threads, num_blocks,
-            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
+            num_blocks,
+            (sdQ if const_expr(self.staged) else dq_acc).iterator + (warp_id * self.dq_warp_floats + tid % 32 * 4),
+            warp_id < sum(self.dq_warps), scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
+            sQ, sdO, sStat,
         )  # fmt: skip
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         acc_S, acc_new = self.scores(state, Int32(0))
         self.probabilities(state, acc_S, acc_new, Int32(0), mb)
+        step = self.ordered_step if self.staged else self.step
         if total == 1:
-            self.step(state, Int32(0), (h, mb), mb, True, True)
+            step(state, Int32(0), (h, mb), mb, True, True)
         else:
             next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-            self.step(state, Int32(0), (h, mb), next_mb, True, False)
+            step(state, Int32(0), (h, mb), next_mb, True, False)
             for it in cutlass.range(1, total - 1, 1, unroll=1):
                 previous = (h, mb)
                 mb, h = next_mb, next_h
                 next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-                self.step(state, it, previous, next_mb, False, False)
-            self.step(state, total - 1, (h, mb), next_mb, False, True)
+                step(state, it, previous, next_mb, False, False)
+            step(state, total - 1, (h, mb), next_mb, False, True)
             mb, h = next_mb, next_h
         if const_expr(self.want_dq):
             cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
             acc_dQ = self.issue_dq(state, total - 1)
             warpgroup.wait_group(0)
-            self.await_turn(bars, total - 1)
-            self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
-            self.pass_turn(bars, total - 1)
+            if const_expr(self.staged):
+                self.stage_dq(state, acc_dQ, total - 1)
+            else:
+                self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[e] = acc_dK[e] * scale
@@ -222,13 +301,15 @@ class NarrowBackward(BackwardFrame):
             gemm(state.mma_S, acc_new, state.frags["V"], state.frags["dO"][None, None, None, stage], True)
         return acc_S, acc_new
 
-    def probabilities(self, state: State, acc_S: cute.Tensor, acc_new: cute.Tensor, it: Int32, mb: Int32) -> None:
-        """S^T and dP^T of block `it` are in flight: P^T while dP^T runs. Leaves nothing in flight."""
+    def probabilities(
+        self, state: State, acc_S: cute.Tensor, acc_new: cute.Tensor, it: Int32, mb: Int32, ahead: Any = ()
+    ) -> None:
+        """S^T and dP^T of block `it` are in flight: P^T while dP^T runs. Leaves nothing in flight. `ahead`: lse2 of the
+        first rows."""
         warpgroup.wait_group(1 if self.want_dp else 0)
         self.mask(acc_S, mb * self.tile_m, *state.masks)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
-            lse2 = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(state.stat[None, c, 0, it % self.stages], lse2)
+            lse2 = ahead[c] if c < len(ahead) else self.quad(state, c, 0, it % self.stages)
             for e in range(8 * c, 8 * c + 8):
                 acc_S[e] = cute.math.exp2(acc_S[e] * state.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2], fastmath=True)
             round_to(part(acc_S, 8 * c, 8), part(state.tP, 8 * c, 8))
@@ -250,7 +331,7 @@ class NarrowBackward(BackwardFrame):
             if const_expr(self.want_dv):
                 self.add_not_finite(s.acc_dV, sdO, dpsum, m0, key, key_visible)
             if const_expr(self.want_dp):
-                self.settle(s.acc_dP, lambda c: self.dpsum(s, c, stage), m0, key, key_visible, clean_begin)
+                self.settle(s.acc_dP, lambda c: self.quad(s, c, 1, stage), m0, key, key_visible, clean_begin)
             cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
             self.clean(sQ, tid, threads)
             self.clean(sdO, tid, threads)
@@ -259,17 +340,11 @@ class NarrowBackward(BackwardFrame):
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
 
-    def dpsum(self, state: Any, c: int, stage: Int32) -> cute.Tensor:
-        """(4) this thread's of 16 query rows."""
-        values = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(state.stat[None, c, 1, stage], values)
-        return values
-
     def score_gradients(self, state: State, stage: Int32) -> cute.Tensor:
         """dS^T = P^T * (dP^T - dpsum) as the operand of dK. P^T rounded serves: no register holds it in fp32."""
         tdS = cute.make_rmem_tensor(state.tP.shape, self.dtype)
         for c in range(self.tile_m // 16):
-            dpsum = self.dpsum(state, c, stage)
+            dpsum = self.quad(state, c, 1, stage)
             prob, ds = part(state.tP, 8 * c, 8), cute.make_rmem_tensor(8, Float32)
             for e in range(8):
                 ds[e] = Float32(prob[e]) * (state.acc_dP[8 * c + e] - dpsum[e // 4 * 2 + e % 2])
@@ -299,7 +374,6 @@ class NarrowBackward(BackwardFrame):
         early = self.dq_chunks - (0 if last else self.late)
         if add_previous:
             warpgroup.wait_group(1 if self.want_dk else 0)
-            self.await_turn(s.bars, it - 1)
             self.add_dq(s, acc_dQ, previous, 0, early)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_DO + stage)
@@ -307,17 +381,53 @@ class NarrowBackward(BackwardFrame):
         if not last:
             rest = (lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)) if add_previous else None
             acc_S, acc_new = self.scores(s, it + 1, rest)
-        if add_previous:
-            self.pass_turn(s.bars, it - 1)
-        if not last:
             self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
+
+    def ordered_step(self, state: State, it: Int32, previous: Any, next_mb: Int32, first: bool, last: bool) -> None:
+        """As `step`, for sums in a fixed order: another order of products, which the compiler has registers for."""
+        s, stage = state, it % self.stages
+        if self.want_dv:
+            gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
+        tdS = self.score_gradients(s, stage)  # while dV runs
+        if self.want_dk:
+            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
+        if not last:
+            lse2 = self.lse2_ahead(s, it + 1)
+        self.publish(s, tdS, it, first)
+        warpgroup.wait_group(1 if self.want_dk else 0)  # dV
+        if not first:
+            acc_dQ = self.issue_dq(s, it - 1)
+        warpgroup.wait_group(0 if first else 1)  # dK
+        self.release(s.bars + self.EMPTY_DO + stage)
+        self.release(s.bars + self.EMPTY_Q + stage)
+        if not first:
+            warpgroup.wait_group(0)
+            self.stage_dq(s, acc_dQ, it - 1)
+        if not last:
+            acc_S, acc_new = self.scores(s, it + 1)
+            self.probabilities(s, acc_S, acc_new, it + 1, next_mb, lse2)
+
+    def lse2_ahead(self, state: State, it: Int32) -> list[cute.Tensor]:
+        """lse2 of the first rows of block `it` once it is there: S, when it runs, keeps such loads waiting."""
+        stage, phase = self.ring(it)
+        cute.arch.mbarrier_wait(state.bars + self.FULL_Q + stage, phase)
+        return [self.quad(state, c, 0, stage) for c in range(AHEAD)]
+
+    def quad(self, state: State, c: int, which: int, stage: Int32) -> cute.Tensor:
+        """lse2 (0) or dpsum (1) of this thread's columns among rows [16c, 16c + 16)."""
+        values = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(state.stat[None, c, which, stage], values)
+        return values
 
     def publish(self, state: State, tdS: cute.Tensor, it: Int32, first: bool) -> None:
         """dS^T of block `it` to shared memory, for dQ.
 
-        Three buffers: the peer has arrived for block it - 1, so it is done with dQ of it - 3.
+        Three buffers: the peer has arrived for block it - 1, so it is done with dQ of it - 3. Two where dQ is staged:
+        USED says when it is done with dQ of it - 2.
         """
         if not first:
+            if self.staged:
+                cute.arch.mbarrier_wait(state.bars + self.USED + it % 2, it // 2 & 1 ^ 1)
             cute.arch.mbarrier_wait(state.bars + self.DS, (it - 1) & 1)
         source = cute.make_tensor(tdS.iterator, cute.make_layout(state.acc_dP.shape))
         dst = state.dS_dst[None, None, None, it % self.buffers]
@@ -334,10 +444,27 @@ class NarrowBackward(BackwardFrame):
         gemm(state.mma_dQ, acc_dQ, state.frags["Kt"], dS, True)
         return acc_dQ
 
+    @cute.jit
+    def stage_dq(self, state: Any, acc_dQ: cute.Tensor, it: Int32) -> None:
+        """dQ^T of block `it`, which is ready, to shared memory for `add_up`."""
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(state.bars + self.USED + it % 2)
+        cute.arch.mbarrier_wait(state.bars + self.FREE + warp_id // 4, it & 1 ^ 1)
+        if warp_id < sum(self.dq_warps):
+            place = state.dq_dst
+            for c in cutlass.range_constexpr(self.dq_chunks):
+                quad = cute.make_tensor((place + 128 * c).align(16), cute.make_layout(4))
+                cute.autovec_copy(part(acc_dQ, 4 * c, 4), quad)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(state.bars + self.STAGED + warp_id // 4)
+
     def add_dq(self, state: State, acc_dQ: cute.Tensor, block: Any, begin: int, end: int) -> None:
         """Add chunks [begin, end) of dQ^T to block (head, query block) in global memory."""
         dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1])
         if self.head_dim == 96:
-            self.add_some(acc_dQ, dst, state.dq_stride, state.dq_wanted, begin, end)
+            self.add_some(acc_dQ, dst, 128, state.dq_wanted, begin, end)
         else:
-            self.add_all(acc_dQ, dst, state.dq_stride, begin, end)
+            self.add_all(acc_dQ, dst, 128, begin, end)

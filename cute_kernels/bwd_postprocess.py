@@ -20,7 +20,7 @@ class BackwardPostprocess:
     Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        dq_acc: [H * nm * tile_m * head_dim] fp32, nm = ceil(T / tile_m). Of each block: [chunk][thread][4]; value
+        dq_acc: [H * nm * tile_m * head_dim] fp32, nm = ceil(T / tile_m). Of each block: [warp][chunk][lane][4]; value
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
             Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows.
         dq: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes. Every element
@@ -70,8 +70,10 @@ class BackwardPostprocess:
         pairs = cute.make_tensor(
             cute.recast_ptr(tile.iterator, dtype=Int32), cute.make_layout((M, D // 2), stride=(stride // 2, 1))
         )
-        source = dq_acc.iterator + ((Int64(h) * num_blocks + mb) * (M * D) + tid * 4)
-        quads = cute.make_tensor(source.align(16), cute.make_layout((4, self.rows // 8), stride=(1, 4 * self.threads)))
+        warped = self.head_dim <= 128
+        first, apart = (tid // 32 * (16 * self.rows) + lane * 4, 128) if warped else (tid * 4, 4 * self.threads)
+        source = dq_acc.iterator + ((Int64(h) * num_blocks + mb) * (M * D) + first)
+        quads = cute.make_tensor(source.align(16), cute.make_layout((4, self.rows // 8), stride=(1, apart)))
         values = cute.make_rmem_tensor((4, self.rows // 8), Float32)
         for c in cutlass.range_constexpr(self.rows // 8):
             cute.autovec_copy(quads[None, c], values[None, c])

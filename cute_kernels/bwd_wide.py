@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import SMEM_BYTES, BackwardFrame
-from cute_kernels.ptx import copy_to_peer
+from cute_kernels.ptx import copy_to_peer, load_acquire, store_release
 
 
 @dataclass
@@ -54,6 +54,12 @@ class WideBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (192, 256)
+    P: int  # numbers of mbarriers
+    DS: int
+    TURN: int
+    ADDED: int
+    PASSED: int
+    PEER: int
 
     def check_tile(self) -> None:
         if self.tile_n != 64 or self.warp_groups != 2 or self.cluster != 2 or self.stages != 2:
@@ -66,10 +72,6 @@ class WideBackward(BackwardFrame):
         return 128
 
     @property
-    def ds_warps(self) -> int:
-        return 4
-
-    @property
     def do_stages(self) -> int:
         """As many as there is room for: a block of dO is needed for about half a step."""
         keys, rows = self.tile_n * (2 * self.head_dim + self.peer_columns), 4 * self.tile_m * self.head_dim
@@ -79,6 +81,11 @@ class WideBackward(BackwardFrame):
     def buffers(self) -> int:
         """P; dS of this CTA, which is read until the other CTA has released a block of dO; dS of the other CTA."""
         return 1 + (self.do_stages + 1) + 3
+
+    def own_barriers(self) -> list[tuple[str, int, int]]:
+        """P, dS; the order of dQ's sums; dS of the other CTA."""
+        warps = 4 * self.warp_groups
+        return [("P", 1, 4), ("DS", 1, 4), ("TURN", 2, 1), ("ADDED", 2, warps), ("PASSED", 2, 1), ("PEER", 3, 1)]
 
     def own_dS(self, it: Int32) -> Int32:
         """Buffer of this CTA's dS of block `it`."""
@@ -98,6 +105,59 @@ class WideBackward(BackwardFrame):
         return mma_S, mma_dKV, mma_dQ
 
     # ---------------------------------------------------------------- beside the loader
+    @cute.jit
+    def assist(
+        self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
+        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+    ) -> None:  # fmt: skip
+        if warp_idx == 1:
+            self.await_turns(locks, num_blocks, bars, item, heads_per_kv)
+        if warp_idx == 2:
+            self.pass_turns(locks, num_blocks, bars, item, heads_per_kv)
+        if warp_idx == 3:
+            self.exchange(sdS, bars, item, heads_per_kv)
+
+    @cute.jit
+    def await_turns(
+        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
+    ) -> None:
+        """Deterministic: see this CTA's turn at each of its blocks come, up to two blocks ahead of the MMA warps."""
+        if const_expr(not self.deterministic):
+            return
+        kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
+        it = Int32(0)
+        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
+                mb = mb1 - 1 - j
+                lock = self.lock_of(locks, h, num_blocks, mb, self.rank())
+                expected = cutlass.select_(mb < end, place, before)
+                while load_acquire(lock) != expected:
+                    pass
+                cute.arch.sync_warp()
+                slot, phase = self.ring(it, 2)
+                cute.arch.mbarrier_wait(bars + self.PASSED + slot, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars + self.TURN + slot)
+                it += 1
+
+    @cute.jit
+    def pass_turns(
+        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
+    ) -> None:
+        """Deterministic: pass the turn on when this CTA's sums are in memory, for which no MMA warp waits."""
+        if const_expr(not self.deterministic):
+            return
+        kv_head, _, _, mb0, mb1, *_, (place, _, _) = item
+        it = Int32(0)
+        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
+                slot, phase = self.ring(it, 2)
+                cute.arch.mbarrier_wait(bars + self.ADDED + slot, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(bars + self.PASSED + slot)
+                    store_release(self.lock_of(locks, h, num_blocks, mb1 - 1 - j, self.rank()), place + 1)
+                it += 1
+
     def load_peer_keys(self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, bars: cute.Pointer, item: Any) -> None:
         """The other CTA's rows of K, in the columns of this CTA's part of dQ. They come with this CTA's K."""
         if self.want_dq:
@@ -154,7 +214,7 @@ class WideBackward(BackwardFrame):
         bars: cute.Pointer,
         item: Any,
         warp_id: Int32,
-        sKp: cute.Tensor,
+        sKp: cute.Tensor | None,
     ) -> None:
         kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, *_ = item
         D, M, N = self.head_dim, self.tile_m, self.tile_n
@@ -242,6 +302,19 @@ class WideBackward(BackwardFrame):
             self.store(acc, out, kv_head, n0 + row, key_end)
         else:
             self.store_slab(acc, slab_dst, row)
+
+    def await_turn(self, bars: cute.Pointer, it: Int32) -> None:
+        """Deterministic: wait until this CTA may add to the dQ of its block `it`."""
+        if self.deterministic:
+            slot, phase = self.ring(it, 2)
+            cute.arch.mbarrier_wait(bars + self.TURN + slot, phase)
+
+    def pass_turn(self, bars: cute.Pointer, it: Int32) -> None:
+        """Deterministic: this warp has added to its block `it`."""
+        if self.deterministic:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars + self.ADDED + it % 2)
 
     def issue_own_dq(self, state: State, it: Int32) -> None:
         """Issue this warp group's columns of dQ^T of block `it` over this CTA's keys."""

@@ -77,3 +77,10 @@ def copy_to_peer(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [$1], $3, [b];\n}"
     )
     _asm(None, text, "r,r,r,r,r", [dst, src, bar, Int32(size), Int32(cta)], loc, ip)
+
+
+@dsl_user_op
+def bulk_add(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """`size` bytes of fp32 in shared memory added to global memory by the copy engine, in this thread's bulk group."""
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    _asm(None, text, "l,r,r", [dst, src, Int32(size)], loc, ip)

@@ -14,7 +14,7 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
-from codegen.tiles import BackwardTile, ForwardTile
+from codegen.tiles import LOCKS, BackwardTile, ForwardTile
 from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Segments
 
@@ -265,7 +265,7 @@ def backward(
     blocks = -(-rows // tile.tile_m)  # of query rows
     stats = workspace(heads, blocks * 2 * tile.tile_m)
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
-    locks = workspace(heads * blocks * tile.locks if tile.deterministic else 0, dtype=torch.int32)
+    locks = workspace(heads * blocks * LOCKS if tile.deterministic else 0, dtype=torch.int32)
     slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks)
     kernels["bwd"](

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
+from codegen.tiles import LOCKS
 from cute_kernels import items
 from dualkv import Layout, hopper, ops, plan, plan_backward, plan_paths
 from dualkv.layout import segments_of
@@ -105,7 +106,7 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
         assert {stats.dtype, dq_sums.dtype} == {torch.float32}
         assert locks.dtype == torch.int32
-        assert locks.numel() == (heads * blocks * tile.locks if deterministic and "q" in gradients else 0)
+        assert locks.numel() == (heads * blocks * LOCKS if deterministic and "q" in gradients else 0)
         slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
         assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
         assert slabs.numel() == (plan.num_slabs * tile.slab_floats(native) if gradients != "q" else 0)

@@ -76,14 +76,19 @@ def check(seg, tile, plan, heads, kv_heads):
 
 
 def check_turns(seg, tile, plan, kv_heads):
-    """Items that start in order never wait for a later one, and add to each row of dQ in the order of their keys."""
+    """Items that start in order never wait for a later one, and add to each row of dQ in the order of their keys.
+
+    Turns are counted as the kernels count them where the CTAs of a cluster add to the same rows.
+    """
     locks = np.zeros((kv_heads, seg.total // tile.tile_m + 2), int)
     last_key = np.full((kv_heads, seg.total + tile.tile_m), -1)
     for item in plan.items.astype(int):
         kv_head, place, before = item[items.KV_HEAD], item[items.ORDER], item[items.PREVIOUS] + 1
         for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
-            assert locks[kv_head, mb] == (place if mb < item[items.PREVIOUS_END] else before)
-            locks[kv_head, mb] = place + 1
+            turn = (place if mb < item[items.PREVIOUS_END] else before) * tile.cluster
+            for rank in range(tile.cluster):
+                assert locks[kv_head, mb] == (place * tile.cluster + rank if rank else turn)
+                locks[kv_head, mb] = place * tile.cluster + rank + 1
             rows = slice(mb * tile.tile_m, (mb + 1) * tile.tile_m)
             assert (last_key[kv_head, rows] <= item[items.KEY]).all()
             last_key[kv_head, rows] = item[items.KEY]

@@ -1,0 +1,115 @@
+"""What the loader warp of the backward's main kernels does: keys once, then Q, its statistics and dO block by block."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.cluster import Clustered
+
+
+class Loads(Clustered):
+    """Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+
+    tile_m: int
+    tile_n: int
+    head_dim: int
+    stages: int
+    do_stages: int
+    k_columns: int
+    want_dp: bool
+    heads_inside: bool
+    FULL_K: int
+    FULL_V: int
+    FULL_Q: int
+    EMPTY_Q: int
+    FULL_DO: int
+    EMPTY_DO: int
+
+    def ring(self, it: Int32, stages: int = 0) -> tuple[Int32, Int32]:
+        """Block counter -> (stage, phase), of Q unless `stages` says otherwise."""
+        stages = stages or self.stages
+        return it % stages, (it // stages) & 1
+
+    @cute.jit
+    def load(
+        self,
+        tma_Q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_dO: cute.CopyAtom,
+        gdO: cute.Tensor,
+        tma_K: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_V: cute.CopyAtom,
+        gV: cute.Tensor,
+        stats: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sQ: cute.Tensor,
+        sdO: cute.Tensor,
+        sStat: cute.Tensor,
+        bars: cute.Pointer,
+        item: Any,
+        heads_per_kv: Int32,
+    ) -> None:
+        kv_head, n0, _, mb0, mb1 = item[:5]
+        M = self.tile_m
+        self.load_keys(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
+        if const_expr(self.want_dp):
+            self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        it = Int32(0)
+        outer, inner = heads_per_kv, mb1 - mb0
+        if const_expr(self.heads_inside):
+            outer, inner = inner, outer
+        for i in cutlass.range(0, outer, 1, unroll=1):
+            for j in cutlass.range(0, inner, 1, unroll=1):
+                head, block = (j, i) if const_expr(self.heads_inside) else (i, j)
+                h = kv_head * heads_per_kv + head
+                mb = mb1 - 1 - block  # from the far end, where all key blocks of a prompt meet: their dQ meets in L2
+                stage, phase = self.ring(it)
+                do_stage, do_phase = self.ring(it, self.do_stages)
+                full_q, full_do, empty_do = bars + self.FULL_Q, bars + self.FULL_DO, bars + self.EMPTY_DO
+                self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, 8 * M)
+                row = cute.local_tile(stats[h, None], (2 * M,), (mb,))  # lse2 and dpsum, with Q
+                with cute.arch.elect_one():
+                    cute.copy(bulk, row, sStat[None, stage], mbar_ptr=full_q + stage)
+                self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, do_stage, do_phase, full_do, empty_do, 0)
+                it += 1
+
+    def load_keys(
+        self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, n0: Int32, bar: cute.Pointer, columns: int
+    ) -> None:
+        """tile_n rows of K or V of one head."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_n * columns * 2)
+        tile = cute.local_tile(cute.domain_offset((n0, 0), g), (self.tile_n, columns), (0, 0))
+        ts, tg = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(tma, tg, ts, tma_bar_ptr=bar)
+
+    def load_rows(
+        self,
+        tma: cute.CopyAtom,
+        g: cute.Tensor,
+        s: cute.Tensor,
+        mb: Int32,
+        stage: Int32,
+        phase: Int32,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        extra: int,  # bytes that come on the same barrier
+    ) -> None:
+        """Block mb of Q or dO of one head -> stage; each CTA of the cluster brings its part to all."""
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_m * self.head_dim * 2 + extra)
+        tile = cute.local_tile(g, (self.tile_m, self.head_dim), (mb, 0))
+        ts, tg = cpasync.tma_partition(
+            tma, self.rank(), cute.make_layout(self.cluster), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
+        cute.copy(tma, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)
