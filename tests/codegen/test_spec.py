@@ -21,8 +21,7 @@ SPEC = forward_spec("bf16", 128, 4)
 def test_json_round_trip_and_symbols_over_the_whole_table():
     specs = table()
     forward, preprocess, main, slab_sum, postprocess = 16, 3, 2 + 2 + 1, 1 + 1, 1
-    in_order = 3  # head dims whose deterministic kernels have slabs of clusters of their own size
-    both = 5 * (forward + preprocess + main + slab_sum + postprocess) + in_order
+    both = 5 * (forward + preprocess + main + slab_sum + postprocess)
     trees = 5  # of one dtype and ratio
     assert len(specs) == len(set(specs)) == 2 * both + trees
     for spec in specs:
