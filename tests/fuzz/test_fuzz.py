@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     record = json.loads(record.read_text())
     assert record["failed"] == 0
     assert record["tried"]["cases"] == 5
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == importlib.metadata.version("torch")
 
 
 def test_reduction_ends_where_nothing_simpler_fails():
