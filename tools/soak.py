@@ -38,7 +38,7 @@ SHAPES = ((128, 8, 2), (64, 4, 4), (256, 4, 1))  # head dim, heads, KV heads
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 LONGEST = {"cuda": (3000, 500), "cpu": (60, 20)}  # prompt, response
 REPLAYS = 50
-GRAPH_EVERY, CHECK_EVERY = 40, 25  # steps
+GRAPH_EVERY, CHECK_EVERY = 200, 25  # steps
 # What the end of a run may have more than its second quarter (the first one fills caches): MiB, objects.
 MAY_GROW = {"allocated": 1.0, "reserved": 256.0, "resident": 48.0, "descriptors": 4, "threads": 2, "layouts": 32}
 FEWEST = 4  # samples that can be judged
