@@ -49,7 +49,8 @@ def half_softmax(
 ) -> None:
     """As fixed_softmax, but where probabilities come near what fp16 holds, the reference moves and they with it.
 
-    O must be multiplied by o_scale. A probability beyond fp32 stays inf or becomes NaN.
+    O must be multiplied by o_scale. Beyond SUM_LIMIT the reference stands: fp16 takes such a probability for inf, which
+    stays in O, where a factor near 2^-126 would be flushed to 0 and leave a row of nothing that looks right.
     """
     part = _exp2(acc_S, row_max, scale_log2)
     o_scale.fill(1.0)
@@ -57,7 +58,7 @@ def half_softmax(
         for r in cutlass.range_constexpr(2):
             most = cute.arch.warp_reduction_max(part[r], threads_in_group=4)
             new_max = row_max[r] + cute.math.log2(most, fastmath=True) / scale_log2
-            new_max = cutlass.select_(most > HALF_LIMIT, new_max, row_max[r])
+            new_max = cutlass.select_((most > HALF_LIMIT) & (most <= SUM_LIMIT), new_max, row_max[r])
             o_scale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
             row_max[r] = new_max
             for e in row_elements(acc_S, r):

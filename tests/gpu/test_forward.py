@@ -157,6 +157,19 @@ def test_outgrown_references(head_dim, num_sms, growth):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_height_of_an_outlier(head_dim, dtype):
+    """A key of the first unmasked block, 2^1 to 2^140 above the rest: about ten rows for each power of two. Among them
+    what fp16 moves its references by, and the last powers of fp32, where a factor that undoes one is flushed to 0."""
+    layout = Layout.from_lengths([1700], [[300]])
+    q, k, v = inputs(layout, 4, 1, head_dim, dtype)
+    above = torch.linspace(1, 140, 1400, device="cuda")
+    k[100], k[:, :, 0], k[100, :, 0] = 0, 0, 64
+    q[600:, :, 0] = (above * math.log(2) * head_dim**0.5 / 64)[:, None].to(dtype)
+    check(q, k, v, layout)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_more_items_than_bits_for_those_done_again(dtype):
     """One CTA with 4,200 items, some of which share bits."""
     layout = Layout.from_lengths([400] * 700, [[5]] * 700)
