@@ -70,6 +70,12 @@ def random_layout(generator):
     return Layout.from_lengths(draw(400, groups), [[1, *draw(300, 3)] for _ in range(groups)])
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same inputs in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def only_the_kernel(monkeypatch):
     """The composition and the reference raise."""
