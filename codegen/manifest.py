@@ -20,10 +20,11 @@ from codegen import cubin, store
 from codegen.precompiled import record_of
 from codegen.spec import FORWARDS, KernelSpec, table
 
-WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "REDG", "STL", "LDL")
+SUMS = ("REDG", "UBLKRED")  # of dQ, from registers or by the copy engine
+WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", *SUMS, "STL", "LDL")
 EXPECTED = {  # kinds of instructions without which an operation's kernel is not what it was written to be
     **dict.fromkeys(FORWARDS, ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")),
-    "bwd": ("HGMMA", "UTMALDG", "USETMAXREG", "REDG"),
+    "bwd": ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
 RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory", "wgmma_warnings")
 
@@ -55,8 +56,10 @@ def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
     found += [f"ptxas runs wgmma one by one ({code})" for code in described["wgmma_warnings"]]
     found += [f"{code[name]} {name} instructions use local memory" for name in ("STL", "LDL") if name in code]
     for kind in EXPECTED.get(spec.operation, ()):
-        if (kind != "REDG" or "q" in spec.gradients) and not any(name.startswith(kind) for name in code):
+        if not any(name.startswith(kind) for name in code):
             found.append(f"no {kind} instruction")
+    if spec.operation == "bwd" and "q" in spec.gradients and not any(name.startswith(SUMS) for name in code):
+        found.append(f"no {' or '.join(SUMS)} instruction")
     return found
 
 
