@@ -151,7 +151,7 @@ def test_clean(monkeypatch, tmp_path):
 
 
 def test_a_tool_that_sees_nothing_fails(monkeypatch, tmp_path):
-    done, _ = run(monkeypatch, tmp_path, PLANTED - {("synccheck", "divergent_barrier")})
+    done, _ = run(monkeypatch, tmp_path, PLANTED - {("synccheck", "foreign_barrier")})
     assert done.exit_code == 1
 
 

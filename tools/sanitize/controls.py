@@ -23,11 +23,9 @@ extern "C" __global__ void shared_race(float* x) {
 extern "C" __global__ void uninitialized(float* x, const float* never_written) {
     x[threadIdx.x] = never_written[threadIdx.x] + 1.0f;
 }
-extern "C" __global__ void divergent_barrier(float* x) {
-    if (threadIdx.x < 40) {
-        __syncthreads();
-        x[threadIdx.x] = 1.0f;
-    }
+extern "C" __global__ void foreign_barrier(float* x) {
+    if (threadIdx.x < 17) __syncwarp(0xffff);  // thread 16 is none of those that the mask names
+    x[threadIdx.x] = 1.0f;
 }
 """
 _WAIT = r"""
@@ -163,7 +161,7 @@ PLANTED: dict[str, tuple[str, Callable[[], None]]] = {  # by tool: the fault, an
         "uninitialized",
         lambda: _run(_FAULTS, "uninitialized", 64, torch.zeros(64, device="cuda"), torch.empty(64, device="cuda")),
     ),
-    "synccheck": ("divergent_barrier", lambda: _run(_FAULTS, "divergent_barrier", 64, torch.zeros(64, device="cuda"))),
+    "synccheck": ("foreign_barrier", lambda: _run(_FAULTS, "foreign_barrier", 64, torch.zeros(64, device="cuda"))),
 }
 CORRECT: dict[str, Callable[[], None]] = {
     "bulk_ring": lambda: _ring("bulk_ring"),
