@@ -7,6 +7,7 @@ One line of the file for each prompt: {"prompt": [token ids], "responses": [[tok
 """
 
 import argparse
+import gc
 import json
 import os
 
@@ -122,4 +123,6 @@ for update in range(args.updates):
             f" {replicated:,} replicated",
             flush=True,
         )
+del policy, optimizer, loss, logp
+gc.collect()  # what FSDP holds goes before the process group: PyTorch 2.13 aborts at exit at times otherwise
 dist.destroy_process_group()
