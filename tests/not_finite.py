@@ -7,7 +7,6 @@ import torch
 import dualkv
 
 NAN, INF = float("nan"), float("inf")
-# Responses of a few rows share tiles with each other, with the prompt and with other groups; the last one spans tiles.
 # Responses of a few rows share tiles with each other, with the prompt and with other groups; a long one spans tiles.
 LENGTHS = [45, 20], [[24, 37, 1, 70, 210], [33, 18]]
 SEGMENTS = 2, 5, 3, 7  # of responses to break: in the middle, long, of one row, of the next group
