@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from dualkv.layout import IntArray, Segments, positions
 WorkItems = npt.NDArray[np.int32]
 Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits
 
+PART_TILES = 2**14  # what is computed at a time stays in a core's cache, and in memory that the process already has
 L2_ROWS = 2**15  # of one KV head: K and V of head_dim 128 are 16 MB, of an H200's 50 MB of L2
 SORTED_BLOCKS = np.uint16(2**16 - 1)  # longer tiles count as equal: numpy sorts 16-bit keys five times as fast
 
@@ -39,13 +42,42 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
         raise ValueError(f"a plan describes two key regions a tile, this layout is {segments.max_depth} levels deep")
     # Rows in 32 bits, half the time of 64, wherever a tile or a block past the last one still fits.
     integer: type[Any] = np.int32 if segments.total + tokens + tile_n < 2**31 else np.int64
-    offsets, subtree_end = segments.offsets.astype(integer), segments.subtree_end.astype(integer)
-    roots = np.flatnonzero(segments.parent == -1)
-    group_begin, group_end = offsets[roots], subtree_end[roots]
-    first_row = segments.first_query.astype(integer)
+    offsets, roots = segments.offsets.astype(integer), np.flatnonzero(segments.parent == -1)
+    first_row, group_end = segments.first_query.astype(integer), segments.subtree_end.astype(integer)[roots]
     count = -(-(group_end - first_row) // tokens)  # tiles of each group
-    context_begin, prompt_end = np.repeat(group_begin, count), np.repeat(offsets[roots + 1], count)
-    row = np.repeat(first_row, count) + positions(count).astype(integer) * tokens
+    ends = np.cumsum(count)
+    work = np.empty((int(ends[-1]) if len(roots) else 0, items.NUM_FIELDS), np.int32)
+    for groups in _parts(offsets[roots], count):
+        first, last = roots[groups.start], np.append(roots, len(offsets) - 1)[groups.stop]
+        begin, part = ends[groups.start] - count[groups.start], offsets[first : last + 1]
+        table = work[begin : ends[groups.stop - 1]]
+        _tiles(table, part, roots[groups] - first, first_row[groups], group_end[groups], count[groups], tokens, tile_n)
+    return work
+
+
+def _parts(group_begin: Rows, count: IntArray) -> Iterator[slice]:
+    """Groups that are worked on together: about PART_TILES, cut where :func:`tile_order` cuts them in any case."""
+    starts = np.flatnonzero(np.diff(group_begin // L2_ROWS, prepend=-1))
+    before = (np.cumsum(count) - count)[starts] // PART_TILES
+    cuts = starts[np.flatnonzero(np.diff(before, prepend=-1))].tolist()
+    return itertools.starmap(slice, itertools.pairwise([*cuts, len(count)]))
+
+
+def _tiles(
+    work: WorkItems, offsets: Rows, roots: IntArray, first_row: Rows, group_end: Rows, count: IntArray, tokens: int,
+    tile_n: int,
+) -> None:  # fmt: skip
+    """Write the tiles of some groups into `work`, in their order.
+
+    Args:
+        work: [n, items.NUM_FIELDS].
+        offsets: of the groups' segments, and where the last one ends.
+        roots: the segments that are prompts.
+        first_row, group_end, count: of each group the rows that its tiles share, and how many these are.
+        tokens, tile_n: see :func:`forward_work`.
+    """
+    context_begin, prompt_end = np.repeat(offsets[roots], count), np.repeat(offsets[roots + 1], count)
+    row = np.repeat(first_row, count) + positions(count).astype(offsets.dtype) * tokens
     row_end = np.minimum(row + tokens, np.repeat(group_end, count))
     context_end = np.minimum(prompt_end, row_end)
 
@@ -63,21 +95,23 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
     context_masked = np.maximum(context_masked, ~has_own)
     own_masked = np.maximum(own_masked, has_own)
 
-    work = np.empty((len(row), items.NUM_FIELDS), np.int32)
-    work[:, items.ROW] = row
-    work[:, items.ROW_END] = row_end
-    work[:, items.CONTEXT_BEGIN] = context_begin
-    work[:, items.CONTEXT_END] = context_end
-    work[:, items.OWN_BEGIN] = own_begin
-    work[:, items.CONTEXT_MASKED] = context_masked
-    work[:, items.OWN_MASKED] = own_masked
-    work[:, items.STRADDLES] = straddles
-    return work.take(tile_order(context_blocks + own_blocks, context_begin), axis=0)
+    order = tile_order(context_blocks + own_blocks, context_begin)
+    for field, values in (
+        (items.ROW, row),
+        (items.ROW_END, row_end),
+        (items.CONTEXT_BEGIN, context_begin),
+        (items.CONTEXT_END, context_end),
+        (items.OWN_BEGIN, own_begin),
+        (items.CONTEXT_MASKED, context_masked),
+        (items.OWN_MASKED, own_masked),
+        (items.STRADDLES, straddles),
+    ):
+        work[:, field] = values.take(order)
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
     """[T] int32: the packed row where each row's segment begins."""
-    return np.repeat(segments.offsets[:-1], segments.lengths).astype(np.int32)
+    return np.repeat(segments.offsets[:-1].astype(np.int32), segments.lengths)
 
 
 def tile_order(blocks: Rows, group_begin: Rows) -> IntArray:
