@@ -49,12 +49,14 @@ class Plan:
         self._tensors = tensors
         self._used_on: set[int] = set()
 
-    def use(self, stream: torch.cuda.Stream) -> None:
-        """Keep the tensors' memory until `stream` has finished with them, should the layout be dropped before that."""
-        if stream.cuda_stream not in self._used_on:
+    def use(self, device: torch.device) -> None:
+        """Keep the tensors' memory until the device's current stream has finished with them, should the layout be
+        dropped before that."""
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # what the launches use; a Stream object takes 2 us
+        if stream not in self._used_on:
             for tensor in self._tensors:
-                tensor.record_stream(stream)
-            self._used_on.add(stream.cuda_stream)
+                tensor.record_stream(torch.cuda.current_stream(device))
+            self._used_on.add(stream)
 
 
 class ForwardPlan(Plan):
@@ -116,7 +118,7 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
         return make()
 
     found = segments.made((key, device), first)
-    found.use(torch.cuda.current_stream(device))
+    found.use(device)
     return found
 
 
@@ -188,8 +190,8 @@ def _num_sms(device: torch.device) -> int:
 
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
     """x [T, heads, D] itself if the copy engine can read it as it lies (a slice of a wider tensor too), else a copy."""
-    unit = ALIGNMENT // x.element_size()
-    (st, sh, sd), limit = x.stride(), MAX_STRIDE // x.element_size()
+    size = x.element_size()
+    (st, sh, sd), unit, limit = x.stride(), ALIGNMENT // size, MAX_STRIDE // size
     aligned = x.data_ptr() % ALIGNMENT == 0 and st % unit == 0 and sh % unit == 0
     if aligned and sd == 1 and 0 < st < limit and 0 < sh < limit:
         return x
@@ -217,7 +219,7 @@ def forward(
     spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, segments.max_depth > 2)
     planned = forward_plan(segments, device, spec)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
     if not segments.prompts_ask:  # rows that no tile has
         out.zero_()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -186,7 +186,16 @@ class Segments:
 # Host state by the storages of (offsets, parent). An entry lives as long as somebody holds the storages: the Layout, or
 # an autograd graph that saved the tensors after the Layout was dropped. A StorageWeakRef keeps the address from being
 # reused, so an entry never answers for another tensor.
-_KNOWN: dict[tuple[int, int], tuple[StorageWeakRef, StorageWeakRef, Segments]] = {}
+class _Known(NamedTuple):
+    """An entry: the two storages, copies of the tensors as they were, and what was made of them."""
+
+    storages: tuple[StorageWeakRef, StorageWeakRef]
+    offsets: torch.Tensor
+    parent: torch.Tensor
+    segments: Segments
+
+
+_KNOWN: dict[tuple[int, int], _Known] = {}
 
 
 def _storages(offsets: torch.Tensor, parent: torch.Tensor) -> tuple[int, int]:
@@ -194,24 +203,23 @@ def _storages(offsets: torch.Tensor, parent: torch.Tensor) -> tuple[int, int]:
 
 
 def _remember(offsets: torch.Tensor, parent: torch.Tensor, segments: Segments) -> None:
-    for key, (a, b, _) in list(_KNOWN.items()):
-        if a.expired() or b.expired():
+    for key, known in list(_KNOWN.items()):
+        if any(storage.expired() for storage in known.storages):
             _KNOWN.pop(key, None)
-    _KNOWN[_storages(offsets, parent)] = (
-        StorageWeakRef(offsets.untyped_storage()),
-        StorageWeakRef(parent.untyped_storage()),
-        segments,
-    )
+    storages = StorageWeakRef(offsets.untyped_storage()), StorageWeakRef(parent.untyped_storage())
+    _KNOWN[_storages(offsets, parent)] = _Known(storages, offsets.clone(), parent.clone(), segments)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x, y)
 
 
 def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
     """The host state that belongs to an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
     known = _KNOWN.get(_storages(offsets, parent))
-    if known is not None:
-        found = known[2]
-        # The storages may have been written to, or viewed in part: the contents decide.
-        if np.array_equal(offsets.numpy(), found.offsets) and np.array_equal(parent.numpy(), found.parent):
-            return found
+    # The storages may have been written to, or viewed in part: the contents decide.
+    if known is not None and _same(offsets, known.offsets) and _same(parent, known.parent):
+        return known.segments
     found = Segments(_cumulative("offsets", offsets), _int_array("parent", parent))
     _remember(offsets, parent, found)
     return found

@@ -45,27 +45,27 @@ def _check_tensors(
     for name, x in (("offsets", offsets), ("parent", parent)):
         if x.device.type != "cpu":
             raise ValueError(f"{name} is on {x.device}, expected a CPU tensor (Layout keeps it on the host)")
+    dtype, device, whole = q.dtype, q.device, q.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
+        shape = x.shape
+        if len(shape) != 3:
             expected = "[T, H, D]" if name == "q" else "[T, Hk, D]"
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, expected {expected}: packed tokens, no batch dimension"
-            )
+            raise ValueError(f"{name} has shape {tuple(shape)}, expected {expected}: packed tokens, no batch dimension")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}, expected bfloat16, float16, float32 or float64")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}, expected one dtype")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}, expected one device")
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has {x.shape[0]} tokens and q {q.shape[0]}, expected the same")
-        if x.shape[2] != q.shape[2]:
-            raise ValueError(f"{name} has head_dim {x.shape[2]} and q {q.shape[2]}, expected the same")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype} and q is {dtype}, expected one dtype")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} and q on {device}, expected one device")
+        if shape[0] != whole[0]:
+            raise ValueError(f"{name} has {shape[0]} tokens and q {whole[0]}, expected the same")
+        if shape[2] != whole[2]:
+            raise ValueError(f"{name} has head_dim {shape[2]} and q {whole[2]}, expected the same")
         if x.stride(2) != 1:
             raise ValueError(
                 f"{name} has strides {x.stride()}, expected a contiguous last dimension (call .contiguous() on it)"
             )
-    head_dim, heads, kv_heads = q.shape[2], q.shape[1], k.shape[1]
+    (_, heads, head_dim), kv_heads = whole, k.shape[1]
     if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
         raise ValueError(f"q has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
     if v.shape[1] != kv_heads:

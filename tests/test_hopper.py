@@ -49,8 +49,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array))
     monkeypatch.setattr(hopper, "_refuse_capture", lambda device, lacking: None)
     monkeypatch.setattr(hopper, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(hopper.Plan, "use", lambda self, stream: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(hopper.Plan, "use", lambda self, device: None)
     loaders = hopper._kernel, hopper._backward_kernels
     for loader in loaders:
         loader.cache_clear()

@@ -202,7 +202,7 @@ def test_large_plans_are_made_in_parts(monkeypatch):
 @pytest.mark.parametrize("head_dim", FORWARD_TILES)
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
-    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's times, as other work shares the machine."""
+    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too."""
     rng = np.random.default_rng(0)
     responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
 
