@@ -162,8 +162,8 @@ def test_host_tensors_written_to_are_seen():
         (lambda: Layout.from_segments([0, 4, 5, 6], [-1, -1, 0]), ValueError, "cross groups"),
         (lambda: Layout.from_segments([0, 1, 2, 3, 4], [-1, 0, 0, 1]), ValueError, "depth-first"),
         (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1]), ValueError, "cu_responses is missing"),
-        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1]), ValueError, "names 1 groups"),
-        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1, 2]), ValueError, "ends at 2"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1]), ValueError, "cu_responses names 1 groups"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1, 2]), ValueError, "cu_responses ends at 2"),
         (lambda: Layout.from_segments([0, 1, 2, 3], [-1, 0, 1]).region_bounds, ValueError, "3 levels deep"),
     ],
 )

@@ -113,6 +113,13 @@ def test_models_that_there_are_no_kernels_for(model, says):
         heads_of(model)
 
 
+def test_a_file_that_is_no_configuration(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"c\.json is no JSON: "):
+        heads_of(str(path))
+
+
 def test_tensor_parallel_ranks_share_the_heads():
     big = Heads(64, 4, 128)
     assert [shape(big, tp).heads_per_kv for tp in (1, 2, 4, 8, 16)] == [16, 16, 16, 8, 4]

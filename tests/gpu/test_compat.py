@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dualkv
-from dualkv import compat, composition, hopper, reference
+from dualkv import composition, hopper, reference
 from tests.fuzz.case import Case, run
-from tests.test_compat import BAD, bad_call, call, inputs
+from tests.test_compat import call, inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -113,14 +113,3 @@ def test_a_backward_that_does_not_know_that_prompt_rows_were_left_out():
         got = gradients()
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("change", "error", "words"), BAD)
-def test_bad_input_launches_nothing(change, error, words, causal, monkeypatch):
-    for name in ("attention", "_unmasked"):
-        monkeypatch.setattr(compat, name, lambda *a: pytest.fail("something ran"))
-    words = words.replace("q on cpu", "q on cuda:0")
-    with pytest.raises(error, match=words) as caught:
-        bad_call(change, causal, "cuda")
-    assert "\n" not in str(caught.value)
