@@ -1,12 +1,16 @@
-"""Every command of README and docs runs here in a small form, or is named below with the reason why it cannot and is
-parsed to its last option; every block of Python runs; every link leads somewhere; generated pages are current.
+"""Every command of README, docs and programs' own words runs here in a small form, or is named below with the reason
+why it cannot and is parsed to its last option; every block of Python runs; every link leads somewhere; generated pages
+are current.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -15,7 +19,7 @@ import typer
 
 import dualkv
 from dualkv import cli
-from tests.documents import COMMANDS, FENCE, PAGES, ROOT, blocks, commands, parse, words_of
+from tests.documents import COMMANDS, FENCE, PAGES, ROOT, blocks, parse, shown, words_of
 from tools import drawings
 
 # What makes a command small: options behind its own, of which the last ones count.
@@ -25,9 +29,31 @@ SMALL = {
     "dualkv doctor": "",
     "dualkv precompile": "",
 }
+# Targets of the Makefile, in this environment: recipes and what they start. Of the others `make -n` shows the recipe.
+MADE = {
+    "help": "",
+    "demo": SMALL["dualkv demo"],
+    "fuzz": "--cases 2 --device cpu --seed 0",
+}
+NOT_MADE = {
+    "bench-cpu": "overwrites a record, in minutes: python -m tools.bench_update below",
+    "check-kernels": "compiles every kernel: tests/codegen/test_manifest.py compares a part",
+    "clean": "removes environments",
+    "constraints": "overwrites constraints.txt with what is installed",
+    "format": "writes sources: `make test` asks whether it would",
+    "lint": "is a part of `make test`: .ci/run",
+    "manifest": "compiles every kernel: tests/codegen/test_manifest.py compares a part",
+    "test": "is what runs this test: .ci/run",
+    "test-gpu": "needs a Hopper GPU",
+    "test-trl": "makes an environment: .ci/run",
+    "test-verl": "makes an environment: .ci/run",
+}
 # Why a command is not run here; it is parsed by its own program.
 NOT_RUN = {
     "dualkv precompile --check": "looks at machine code: tests/test_precompile.py makes and checks some",
+    "python examples/four_gpus.py": "tests/test_examples.py runs it in small",
+    "python examples/long_context.py": "tests/test_examples.py runs it in small",
+    "python examples/one_gpu.py": "tests/test_examples.py runs it in small",
     "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
     "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
     "python -m tools.bench_step": "needs a Hopper GPU",
@@ -45,13 +71,15 @@ WRITES = {
 }
 # What needs an environment of its own: the tests there that run or parse it.
 ELSEWHERE = {
+    "bash examples/verl_dapo.sh": "tests/integrations/verl/test_examples.py",
+    "bash examples/verl_grpo.sh": "tests/integrations/verl/test_examples.py",
     "python -m tools.bench_trl": "tests/integrations/trl/test_docs.py",
     "python -m tools.bench_verl": "tests/integrations/verl/test_docs.py",
     "python -m tools.train_verl": "tests/integrations/verl/test_docs.py",
     "python -m verl.trainer.main_ppo": "tests/integrations/verl/test_docs.py",
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHOWN = sorted({(page, *command) for page in PAGES for command in commands(page)})
+SHOWN = sorted(set(shown()))
 
 
 def known(names, words):
@@ -71,9 +99,13 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
     if words[0] == "make":
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    elif words[:2] == ["pip", "install"] and ("dualkv" in words[-1] or words[-1].startswith(".[")):
+        targets = {word for word in words[1:] if "=" not in word}
+        assert targets <= {*MADE, *NOT_MADE}, (
+            f"{page} shows `{command}`: make it small (MADE), or say why not (NOT_MADE)"
+        )
+    elif words[:2] == ["pip", "install"] and (ours := [w for w in words if "dualkv" in w or w.startswith(".[")]):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert set(re.findall(r"\w+", words[-1])) - {"dualkv"} <= set(extras)
+        assert set(re.findall(r"\w+", ours[0])) - {"dualkv"} <= set(extras)
     elif words[0] == "export":
         sources = "".join(p.read_text() for p in (ROOT / "codegen").glob("*.py"))
         assert all(f'"{word.partition("=")[0]}"' in sources for word in words[1:])
@@ -102,11 +134,23 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
         assert code == 0, err
 
 
+@pytest.mark.parametrize("target", MADE)
+def test_targets_of_the_makefile_run(target):
+    """With the recipes as they are, and this environment in the place of the one that they would make."""
+    settings = [f"BIN={Path(sys.executable).parent}", f"ARGS={MADE[target]}"]
+    command = ["make", "--old-file", ".venv/.installed", *settings, target]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"help": "make test", "demo": "EXACT TO ROUNDING", "fuzz": "2 cases"}[target] in done.stdout
+
+
 def test_reasons_are_of_commands_that_are_shown():
-    shown = [words_of(command) for _, command, _ in SHOWN]
+    words_shown = [words_of(command) for _, command, _ in SHOWN]
     for names in (NOT_RUN, ELSEWHERE, WRITES, SMALL):
         for name in names:
-            assert any(known(names, words) == name for words in shown), f"no page shows {name}"
+            assert any(known(names, words) == name for words in words_shown), f"no page shows {name}"
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {*MADE, *NOT_MADE} == set(phony.split())
 
 
 @pytest.mark.parametrize(
@@ -117,6 +161,8 @@ def test_reasons_are_of_commands_that_are_shown():
         "dualkv benchmark",
         "python -m tools.ncu run x --warp 3",
         "python -m tests.fuzz --seconds soon",
+        "python examples/one_gpu.py --steps few",
+        "torchrun --nproc-per-node 2 examples/four_gpus.py --budgets 7",
     ],
 )
 def test_commands_that_no_program_takes_would_be_found(command, capsys):
@@ -131,6 +177,16 @@ def test_the_options_of_precompile_are_those_of_the_page():
     taken = {max(option.opts, key=len) for option in command.params}
     short = {option.opts[-1]: max(option.opts, key=len) for option in command.params}
     assert {short.get(word, word) for word in listed} == taken - {"--out", "--check", "--debug", "--help"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "trees.md"])
+def test_lines_of_configuration_are_those_of_the_page_on_verl(page):
+    """Which are held to veRL's own configuration, where veRL is: tests/integrations/verl/test_configuration.py."""
+    lines = [line for block in blocks(page, {"text"}) for line in block.splitlines() if re.match(r"\+?[\w.]+=", line)]
+    assert lines
+    table = PAGES["verl.md"].read_text().partition("| line | what it does |")[2].partition("\n\n")[0]
+    shell = "\n".join(blocks("verl.md", COMMANDS))
+    assert [line for line in lines if f"`{line}`" not in table and line not in shell] == []
 
 
 # ---------------------------------------------------------------- Python
@@ -189,6 +245,8 @@ def ran(page):
 
 
 def test_python_of_the_readme_computes_what_it_says():
+    (line,) = [block for block in blocks("README.md", {"text"}) if block.startswith("from ")]
+    assert line in blocks("trl.md", {"python"})[0], "which runs where TRL is"
     space = ran("README.md")
     assert [len(row) for row in space["rows"]] == [3, 5, 1, 7]
     assert space["out"].shape == (512 + 8 * 128 + 70 + 130 + 91, 16, 128)

@@ -1,4 +1,4 @@
-"""What docs/trl.md shows: its code runs, its commands are taken."""
+"""What docs/trl.md and the programs that need TRL show: its code runs, their commands are taken."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
 import trl
 
 from dualkv.integrations.trl import GRPOTrainer
-from tests.documents import PAGES, blocks, commands, parse, words_of
+from tests.documents import blocks, parse, shown, words_of
 from tests.integrations.tiny import make_model
 from tests.integrations.trl.runs import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
-OURS = [w for page in PAGES for c, _ in commands(page) if (w := words_of(c))[:3] == ["python", "-m", "tools.bench_trl"]]
+OURS = [w for _, c, _ in shown() if (w := words_of(c))[:3] == ["python", "-m", "tools.bench_trl"]]
 
 
 def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

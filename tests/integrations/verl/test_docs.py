@@ -1,4 +1,4 @@
-"""The commands of docs that need veRL: every option and every line of configuration is taken."""
+"""The commands of docs and programs that need veRL: every option and line of configuration is taken."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ verl = pytest.importorskip("verl", reason="veRL is not installed here: make test
 
 from hydra import compose, initialize_config_dir  # noqa: E402
 
-from tests.documents import PAGES, commands, parse, words_of  # noqa: E402
+from tests.documents import parse, shown, words_of  # noqa: E402
 
 TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
-SHOWN = [words_of(command) for page in PAGES for command, _ in commands(page)]
+SHOWN = [words_of(command) for _, command, _ in shown()]
 OURS = [words for words in SHOWN if words[:2] == ["python", "-m"] and words[2].endswith("_verl")]
 
 
