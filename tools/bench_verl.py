@@ -249,6 +249,10 @@ def make_worker(s: Settings, folder: Path) -> Any:
     return worker
 
 
+FEW = 2  # rollouts of the update that is not measured
+RESERVE = 16 << 30  # bytes, for streams beside the default one and for libraries that do not ask PyTorch
+
+
 def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     """Random rollouts of one data-parallel rank, without padding."""
     generator = torch.Generator().manual_seed(rank)
@@ -273,20 +277,25 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     return data
 
 
+def claim_memory() -> None:
+    """Maps the GPU's free memory once, but for a reserve, so that no measured update waits for it."""
+    if get_device_name() == "cuda":
+        torch.empty(max(torch.cuda.mem_get_info()[0] - RESERVE, 0), dtype=torch.uint8, device="cuda")
+
+
 def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
     """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank.
 
-    The first update of a fresh worker is not measured. For veRL's own engine it is one of a single micro-batch.
+    Before a fresh worker is measured it makes one update of a few rollouts, and its allocator takes the memory that is
+    free, as it would have after some updates.
     """
     set_loss(worker, s)
     engine, ranks = worker.engine, worker.engine.get_data_parallel_size()
     counter = FlopsCounter(worker.model_config.hf_config)
     data = make_rollouts(s, worker.model_config.hf_config.vocab_size, engine.get_data_parallel_rank())
-    few = len(data) if s.engine is Engine.DUALKV or s.micro_batch is None else s.micro_batch
     tu.assign_non_tensor(data, use_dynamic_bsz=s.max_tokens is not None, dataloader_kwargs={"shuffle": False})
-    for name, value in (("max_token_len_per_gpu", s.max_tokens), ("micro_batch_size_per_gpu", s.micro_batch)):
-        if value is not None:
-            tu.assign_non_tensor(data, **{name: value})
+    if s.max_tokens is not None:
+        tu.assign_non_tensor(data, max_token_len_per_gpu=s.max_tokens)
 
     device = get_torch_device()
     metrics: dict[str, Any] = {}
@@ -295,6 +304,8 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
         """Seconds of one update with the first rollouts of each rank."""
         given = tu.index_select_tensor_dict(data, list(range(rollouts)))
         tu.assign_non_tensor(given, mini_batch_size=ranks * rollouts, global_batch_size=ranks * rollouts)
+        if s.micro_batch is not None:
+            tu.assign_non_tensor(given, micro_batch_size_per_gpu=min(s.micro_batch, rollouts))
         dist.barrier()
         device.synchronize()
         start = time.perf_counter()
@@ -304,8 +315,10 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
         metrics.update({} if found is None else tu.get(found, "metrics"))
         return time.perf_counter() - start
 
-    warm_up = update(few) if fresh else None
-    device.empty_cache()
+    warm_up = None
+    if fresh:
+        warm_up = update(min(FEW, len(data)))
+        claim_memory()
     device.reset_peak_memory_stats()
     seconds = [update(len(data)) for _ in range(s.updates)]
     peaks: list[Any] = [None] * dist.get_world_size()
@@ -405,7 +418,7 @@ def main(
     keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
-    updates: Annotated[int, typer.Option(help="To measure, after one that is not if the worker is fresh.")] = 3,
+    updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
     rows: Annotated[
         Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
