@@ -37,4 +37,5 @@ def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
 def test_options_are_taken(words: list[str]) -> None:
-    parse(words)
+    needed = ["--json", "figures.json"] if "--json" not in words else []  # left out where a page only names the program
+    parse([*words, *needed])
