@@ -16,7 +16,7 @@ FLAT = {"seconds": 1.0, "steps": 1, **dict.fromkeys(soak.MAY_GROW, 100.0)}
 
 def curve(**last):
     """16 samples, of which the last quarter is different."""
-    return [FLAT] * 12 + [FLAT | last] * 4
+    return [dict(FLAT) for _ in range(12)] + [FLAT | last for _ in range(4)]
 
 
 def test_flat_memory_is_no_problem():
@@ -32,6 +32,13 @@ def test_memory_that_grows_is_named(name):
     assert soak.grown(curve(**{name: more})) == [
         f"{name} grew from 100 to {more:g}, by more than {soak.MAY_GROW[name]:g}"
     ]
+
+
+def test_what_the_driver_does_not_tell_is_not_judged():
+    last = curve(device=1000.0)
+    assert soak.grown(last) == ["device grew from 100 to 1000, by more than 320"]
+    del last[5]["device"]
+    assert soak.grown(last) == []
 
 
 def test_too_short_a_run_is_not_judged():
@@ -55,13 +62,26 @@ def test_results_that_change_are_noticed(monkeypatch):
         soak._finite([torch.ones(2), torch.tensor([1.0, float("nan")])], 7)
 
 
+def test_a_run_that_is_cut_says_so():
+    """Whatever ends it: the file that is there then."""
+    filed = []
+
+    def record(made):
+        filed.append(list(made["problems"]))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        soak.run(60.0, 0, "cpu", 0.0, record)
+    assert filed == [[soak.UNFINISHED]]
+
+
 def test_the_command_files_its_curve(tmp_path, monkeypatch):
     """And what has grown is said and makes it fail."""
     leak = []
 
     def leaking(seed, device):
         for i in itertools.count():
-            if i > 300:
+            if i > 20:
                 leak.append(open(__file__))  # noqa: SIM115
             yield "groups" if i % 2 else "graph"
 

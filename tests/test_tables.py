@@ -77,14 +77,14 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
     fuzz = {"seed": "5", "failed": 2, "worst_part_of_bound": 1.5, "tried": {"cases": 5000}, "gpu": {"name": "none"}}
     reports = [{"count": 3, "false_positive": None}, {"count": 9, "false_positive": "a reason"}]
     tools = {"memcheck": {"cases": 40, "reports": reports, "unfinished": ["killed"]}}
-    curve = [{"allocated": 1.0, "resident": 900.0}, {"allocated": 2.0, "resident": 1000.0}]
-    soak = {"seconds": 1680.0, "steps": {"a": 1000, "b": 500}, "problems": ["resident grew"], "curve": curve}
+    curve = [{"seconds": s, "allocated": s / 1000, "resident": s / 2} for s in (1000.0, 1690.0)]
+    soak = {"seconds": 9999.0, "steps": {"a": 1000, "b": 500}, "problems": ["resident grew"], "curve": curve}
     for name, run in (("fuzz-x", fuzz), ("sanitizer-x", {"tools": tools}), ("soak-x", soak)):
         (tmp_path / f"{name}.json").write_text(json.dumps(about | run))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.trust().splitlines()[2:] == [
         "| random calls, seed 5 | CPU | 5,000 | 2 | largest error 1.50 of its bound | 2026-01-02, commit aaaaaaa |",
         "| compute-sanitizer, memcheck | H200 | 40 cases | 3 | not finished: killed | 2026-01-02, commit aaaaaaa |",
-        "| a long run, 28 minutes | H200 | 1,500 steps | 1 | resident grew; at the end 2.0 MiB on the device,"
-        " 1,000 MiB on the host | 2026-01-02, commit aaaaaaa |",
+        "| a long run, 28 minutes | H200 | 1,500 steps | 1 | resident grew; at the end 1.7 MiB on the device,"
+        " 845 MiB on the host | 2026-01-02, commit aaaaaaa |",
     ]

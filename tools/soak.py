@@ -1,4 +1,4 @@
-"""`python -m tools.soak --seconds 1680 --json FILE`: a day of training steps in half an hour, with memory flat.
+"""`python -m tools.soak --seconds 1620 --json FILE`: a day of training steps in half an hour, with memory flat.
 
 Every step has a layout of its own, made and dropped: packed groups or a call of the paper's function, in kernels of
 several head dims, deterministic or not, forward and backward. Now and then a CUDA graph is captured, replayed and
@@ -40,8 +40,12 @@ LONGEST = {"cuda": (3000, 500), "cpu": (60, 20)}  # prompt, response
 REPLAYS = 50
 GRAPH_EVERY, CHECK_EVERY = 200, 25  # steps
 # What the end of a run may have more than its second quarter (the first one fills caches): MiB, objects.
-MAY_GROW = {"allocated": 1.0, "reserved": 256.0, "resident": 48.0, "descriptors": 4, "threads": 2, "layouts": 32}
+MAY_GROW = {
+    "allocated": 1.0, "reserved": 256.0, "device": 320.0, "resident": 48.0, "descriptors": 4, "threads": 2,
+    "layouts": 32,
+}  # fmt: skip
 FEWEST = 4  # samples that can be judged
+UNFINISHED = "ended before its time"  # what the file of a run says until it is through
 
 
 class Wrong(RuntimeError):
@@ -145,7 +149,19 @@ def _finite(results: list[torch.Tensor], step: int) -> None:
 
 
 # ---------------------------------------------------------------- memory
-def sample(device: str, seconds: float, steps: int) -> dict[str, float]:
+def on_device(meter: Meter | None) -> dict[str, float]:
+    """MiB that the driver counts for this process, kernels and graphs included; nothing where it does not tell."""
+    if meter is None or meter.absent:
+        return {}
+    try:
+        running = meter.nvml.nvmlDeviceGetComputeRunningProcesses(meter.gpu)
+    except Exception:  # a driver or a container that does not tell
+        return {}
+    mine = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
+    return {"device": round(mine[0] / 2**20, 1)} if mine and mine[0] is not None else {}
+
+
+def sample(device: str, seconds: float, steps: int, meter: Meter | None = None) -> dict[str, float]:
     """What this process holds: MiB on the device (used and kept) and of the host; what else may leak, counted."""
     gc.collect()
     gpu = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if device == "cuda" else (0, 0)
@@ -160,6 +176,7 @@ def sample(device: str, seconds: float, steps: int) -> dict[str, float]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "layouts": len(dualkv.layout._KNOWN),
+        **on_device(meter),
     }
 
 
@@ -170,6 +187,8 @@ def grown(curve: list[dict[str, float]]) -> list[str]:
         return [f"memory was looked at {len(curve)} times, too few to tell: expected at least {FEWEST}"]
     said = []
     for name, limit in MAY_GROW.items():
+        if any(name not in s for s in curve):
+            continue
         parts = curve[quarter : 2 * quarter], curve[-quarter:]
         before, after = (statistics.median(s[name] for s in part) for part in parts)
         if after - before > limit:
@@ -184,7 +203,8 @@ def run(seconds: float, seed: int, device: str, every: float, record: Any = lamb
         steps by kind, the curve of samples, and `problems`: a sentence for each thing that is wrong.
     """
     done: Counter[str] = Counter()
-    made: dict[str, Any] = {"seconds": seconds, "seed": seed, "device": device, "curve": [], "problems": []}
+    made: dict[str, Any] = {"seconds": seconds, "seed": seed, "device": device, "curve": [], "problems": [UNFINISHED]}
+    meter = Meter() if device == "cuda" else None
     begin = looked = time.monotonic()
     try:
         for kind in steps(seed, device):
@@ -193,7 +213,7 @@ def run(seconds: float, seed: int, device: str, every: float, record: Any = lamb
             if now - looked >= every or now - begin >= seconds:
                 looked = now
                 made["steps"] = dict(sorted(done.items()))
-                made["curve"].append(sample(device, now - begin, done.total()))
+                made["curve"].append(sample(device, now - begin, done.total(), meter))
                 record(made)
             if now - begin >= seconds:
                 break
@@ -205,7 +225,7 @@ def run(seconds: float, seed: int, device: str, every: float, record: Any = lamb
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="How long.")] = 1680.0,
+    seconds: Annotated[float, typer.Option(help="How long.")] = 1620.0,
     every: Annotated[float, typer.Option(help="Seconds from one look at memory to the next.")] = 15.0,
     seed: Annotated[int, typer.Option(help="Of the layouts and inputs.")] = 0,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try it.")] = "cuda",

@@ -214,7 +214,7 @@ def trust() -> str:
     for path in sorted(RESULTS.glob("soak-*.json")):
         run = _load(path.stem)
         last, steps = run["curve"][-1], sum(run["steps"].values())
-        what = f"a long run, {run['seconds'] / 60:.0f} minutes"
+        what = f"a long run, {last['seconds'] / 60:.0f} minutes"
         memory = f"at the end {last['allocated']:.1f} MiB on the device, {last['resident']:,.0f} MiB on the host"
         rows.append(_tried(run, what, f"{steps:,} steps", len(run["problems"]), "; ".join([*run["problems"], memory])))
     return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
