@@ -130,7 +130,7 @@ def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -
         registers, stack (bytes of local memory a thread), static_shared_memory and ctas_per_sm.
 
     Raises:
-        KernelError: no cuda-python, no GPU, or a cubin that it does not load or launch so.
+        KernelError: no cuda-bindings, no GPU, or a cubin that it does not load or launch so.
     """
     _call("cuInit", 0)
     gpu = _call("cuDeviceGet", device)
@@ -166,7 +166,7 @@ def _call(name: str, *arguments: Any) -> Any:
     try:
         from cuda.bindings import driver
     except ImportError:
-        raise KernelError("cuda-python is not installed") from None
+        raise KernelError("cuda-bindings is not installed") from None
     enums = {"CU_FUNC_": driver.CUfunction_attribute, "CU_DEVIC": driver.CUdevice_attribute}
     values = [getattr(enums[a[:8]], a) if isinstance(a, str) else a for a in arguments]
     error, *results = getattr(driver, name)(*values)

@@ -109,7 +109,7 @@ def emit(entry: Path, spec: KernelSpec, kinds: Iterable[str], into: Path) -> Ite
 def check(folder: Path, specs: Iterable[KernelSpec] = ()) -> Checked:
     """Whether what `manifest.json` says is so, every kernel of it loads here, and those of `specs` are among them.
 
-    Nothing in the folder is written. On a machine with a Hopper GPU and cuda-python the kernels are loaded there too,
+    Nothing in the folder is written. On a machine with a Hopper GPU and cuda-bindings the kernels are loaded there too,
     and what the driver says of them is compared.
     """
     found = Checked(not_read_back=cubin.unreadable())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -82,23 +83,25 @@ KERNEL = "the dualkv kernel"
 COMPOSITION = "a composition of PyTorch's FlashAttention calls"
 REFERENCE = "the chunked reference"
 
-REPAIR = "pip install --force-reinstall dualkv"
-# name, needed, purpose, how to install; what only compiling needs is not needed where kernels are only loaded
-COMPILING = ("nvidia-cutlass-dsl", "cuda-python")
-PACKAGES = (
-    ("torch", True, "everything", REPAIR),
-    ("numpy", True, "everything", REPAIR),
-    ("nvidia-cutlass-dsl", True, "compiling kernels", REPAIR),
-    ("apache-tvm-ffi", True, "loading and calling kernels", REPAIR),
-    ("cuda-python", True, "compiling kernels", REPAIR),
-    ("typer", True, "the command line", REPAIR),
-    ("rich", True, "the command line", REPAIR),
-    ("transformers", False, "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
-    ("verl", False, "the veRL plugin", "pip install 'dualkv[verl]'"),
-    ("matplotlib", False, "plots", "pip install 'dualkv[bench]'"),
-    ("nvidia-ml-py", False, "energy in benchmarks", "pip install 'dualkv[bench]'"),
-    ("triton", False, "torch.compile on a GPU", "pip install triton"),
-    ("flash-attn-4", False, "a peer in benchmarks", "pip install --pre flash-attn-4"),
+# What dualkv cannot do without, as its metadata asks for it, and what for.
+NEEDED = {
+    "torch>=2.11": "everything",
+    "numpy>=2.0": "everything",
+    "nvidia-cutlass-dsl[cu13]>=4.8,<4.9": "compiling kernels",
+    "apache-tvm-ffi>=0.1.15,<0.2": "loading and calling kernels",
+    "cuda-bindings>=13.0,<14": "compiling kernels",
+    "typer>=0.20": "the command line",
+    "rich>=14": "the command line",
+}
+COMPILING = ("nvidia-cutlass-dsl", "cuda-bindings")  # not needed where kernels are only loaded
+OPTIONAL = (  # name, purpose, how to install
+    ("transformers", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
+    ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
+    ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
+    ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
+    ("nvidia-ml-py", "energy in benchmarks", "pip install 'dualkv[bench]'"),
+    ("triton", "torch.compile on a GPU", "pip install triton"),
+    ("flash-attn-4", "a peer in benchmarks", "pip install --pre flash-attn-4"),
 )
 
 
@@ -106,10 +109,12 @@ def examine() -> Diagnosis:
     """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
     driver, gpus = _driver()
     loads_only = _loads_only()
-    packages = [
-        Package(name, _version(name), needed and not (loads_only and name in COMPILING), purpose, how)
-        for name, needed, purpose, how in PACKAGES
-    ]
+    packages = []
+    for requirement, purpose in NEEDED.items():
+        name = re.split(r"[\[<>=]", requirement)[0]
+        needed = not (loads_only and name in COMPILING)
+        packages.append(Package(name, _version(name), needed, purpose, f"pip install '{requirement}'"))
+    packages += [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
     kernels, lookup, unready = _kernels()
     return Diagnosis(
         python=platform.python_version(),

@@ -184,7 +184,7 @@ def test_doctor_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("rich", "transformers") else right(name))
     code, out, _ = run("doctor")
     assert code == 1
-    assert "rich is missing and dualkv needs it: pip install" in out
+    assert "rich is missing and dualkv needs it: pip install 'rich>=14'" in out
     assert "pip install 'dualkv[transformers]'" in out
 
 

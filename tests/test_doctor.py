@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,21 @@ def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, 
     assert doctor._kernels()[2] == ["kernels cannot be compiled: no linker is on PATH (gcc, cc or clang): install one"]
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "absent"))
     assert "expected an existing folder" in doctor._kernels()[2][0]
+
+
+def test_what_it_tells_to_install_is_what_the_package_asks_for():
+    """With what each extra is for: one of those it brings is among the optional packages."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert list(doctor.NEEDED) == project["dependencies"]
+    told = {
+        extra: name
+        for name, _, how in doctor.OPTIONAL
+        for extra in project["optional-dependencies"]
+        if f"[{extra}]" in how
+    }
+    assert set(told) == set(project["optional-dependencies"]) - {"dev"}
+    for extra, name in told.items():
+        assert any(requirement.startswith(name) for requirement in project["optional-dependencies"][extra])
 
 
 def test_an_environment_that_only_loads_kernels_is_healthy(monkeypatch):

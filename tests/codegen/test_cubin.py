@@ -65,14 +65,14 @@ def test_ctas_of_an_sm(registers, threads, shared_memory, ctas, because):
     assert cubin.ctas_per_sm(registers, threads, shared_memory) == ctas, because
 
 
-def test_reading_back_without_a_driver_or_cuda_python(monkeypatch):
+def test_reading_back_without_a_driver_or_cuda_bindings(monkeypatch):
     monkeypatch.setattr(cubin.toolchain, "driver_cuda", lambda: None)
     assert cubin.unreadable() == "there is no NVIDIA driver"
     with pytest.raises(KernelError, match="there is no NVIDIA driver"):
         cubin.on_device(b"", 32, 0)
     monkeypatch.setattr(cubin.toolchain, "driver_cuda", lambda: 13)
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    assert cubin.unreadable() == "cuda-python is not installed"
+    assert cubin.unreadable() == "cuda-bindings is not installed"
 
 
 def test_attributes_of_a_section():
