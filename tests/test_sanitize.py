@@ -165,6 +165,24 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     assert tools["racecheck"]["reports"] == []
 
 
+def test_a_kind_of_report_is_one_whatever_the_head_dim(monkeypatch):
+    monkeypatch.setattr(sanitize, "instruction", lambda case, place: f"@!P0 LDS.{case.head_dim % 3} R2, [R{place[1]}]")
+
+    def run(head_dim, *counts):
+        names = [case.name for case in cases.cases(head_dim)]
+        reports = [(Report(name, "Race", (("k", at),)), n) for at, (name, n) in enumerate(zip(names, counts))]  # noqa: B905
+        return {"tool": "racecheck", "cases_of": str(head_dim), "seconds": 1.0, "cases": names, "unfinished": "",
+                "reports": reports}  # fmt: skip
+
+    plan = [("racecheck", what) for what in ("controls", "64", "256", "128")]
+    tool = sanitize.summary([run(64, 5, 2), run(256, 3), run(128, 1)], plan)["racecheck"]
+    assert [(r["instructions"], r["count"], list(r["cases"].values())) for r in tool["reports"]] == [
+        (["LDS.1"], 10, [5, 2, 3]),
+        (["LDS.2"], 1, [1]),
+    ]
+    assert tool["unfinished"] == ["controls: not run"]
+
+
 def test_reports_are_judged_again(monkeypatch, tmp_path):
     run(monkeypatch, tmp_path, {*PLANTED, ("memcheck", NAMES[3])})
     app = typer.Typer()

@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,22 +109,22 @@ def instruction(case: Case | None, place: Place) -> str:
     return f"+{offset:#x}"
 
 
-def explained(run: dict[str, Any], shown: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """The reports of a run by kernel and kind of instruction, with what the controls of its tool show of them."""
-    by_name = {} if run["cases_of"] == CONTROLS else {case.name: case for case in cases(int(run["cases_of"]))}
+def explained(runs: list[dict[str, Any]], shown: dict[str, int]) -> list[dict[str, Any]]:
+    """A tool's reports by kernel and kind of instruction, with what the controls show of them."""
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for report, count in run["reports"]:
-        case = by_name.get(report.case)
-        texts = [instruction(case, place) for place in report.places]
-        kinds = list(dict.fromkeys(_kind(text) for text in texts))
-        kernel = ", ".join(dict.fromkeys(short(symbol) for symbol, _ in report.places))
-        key = report.what, kernel, tuple(kinds)
-        entry = merged.setdefault(key, {"what": report.what, "kernel": kernel, "instructions": kinds, "count": 0})
-        entry["count"] += count
-        entry.setdefault("cases", {}).setdefault(report.case, 0)
-        entry["cases"][report.case] += count
-    for entry in merged.values():
-        yield entry | {"false_positive": known.why(run["tool"], entry, shown)}
+    for run in runs:
+        by_name = {case.name: case for case in cases(int(run["cases_of"]))}
+        for report, count in run["reports"]:
+            texts = [instruction(by_name.get(report.case), place) for place in report.places]
+            kinds = list(dict.fromkeys(_kind(text) for text in texts))
+            kernel = ", ".join(dict.fromkeys(short(symbol) for symbol, _ in report.places))
+            entry = merged.setdefault(
+                (report.what, kernel, tuple(kinds)),
+                {"what": report.what, "kernel": kernel, "instructions": kinds, "count": 0, "cases": {}},
+            )
+            entry["count"] += count
+            entry["cases"][report.case] = entry["cases"].get(report.case, 0) + count
+    return [entry | {"false_positive": known.why(runs[0]["tool"], entry, shown)} for entry in merged.values()]
 
 
 def _kind(text: str) -> str:
@@ -134,11 +133,12 @@ def _kind(text: str) -> str:
 
 
 # ---------------------------------------------------------------- command line
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By tool: cases, what the controls showed, reports, and what is missing."""
+def summary(runs: list[dict[str, Any]], plan: list[tuple[str, str]]) -> dict[str, Any]:
+    """By tool of the plan: cases, what the controls showed, reports, and what is missing."""
     tools: dict[str, Any] = {}
-    for name in dict.fromkeys(run["tool"] for run in runs):
+    for name in dict.fromkeys(tool for tool, _ in plan):
         mine = [run for run in runs if run["tool"] == name]
+        missing = {what for tool, what in plan if tool == name} - {run["cases_of"] for run in mine}
         shown = dict.fromkeys([*controls.CORRECT, *controls.RACY, controls.PLANTED[name][0]], 0)
         for run in mine:
             if run["cases_of"] == CONTROLS:
@@ -149,8 +149,11 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
             "cases": sum(len(run["cases"]) for run in rest),
             "seconds": round(sum(run["seconds"] for run in mine), 1),
             CONTROLS: shown,
-            "reports": [report for run in rest for report in explained(run, shown)],
-            "unfinished": [f"{run['cases_of']}: {run['unfinished']}" for run in mine if run["unfinished"]],
+            "reports": explained(rest, shown),
+            "unfinished": [
+                *(f"{run['cases_of']}: {run['unfinished']}" for run in mine if run["unfinished"]),
+                *(f"{what}: not run" for what in sorted(missing)),
+            ],
         }
     return tools
 
@@ -222,17 +225,18 @@ def main(
     about = {**environment(Meter(), commit), "compute_sanitizer": version}
     runs: list[dict[str, Any]] = []
     with console.status("checking"), ThreadPoolExecutor(jobs) as pool:
-        for run in pool.map(lambda each: check(sanitizer, each[0], each[1], limit), plan):
+        for done in as_completed([pool.submit(check, sanitizer, *each, limit) for each in plan]):
+            run = done.result()
             state = run["unfinished"] or f"{len(run['reports'])} different reports"
             console.print(f"{run['tool']} {run['cases_of']}: {len(run['cases'])} cases, {run['seconds']} s, {state}")
-            runs.append(run)
+            runs = sorted([*runs, run], key=lambda run: plan.index((run["tool"], run["cases_of"])))
             if logs is not None:
                 logs.mkdir(parents=True, exist_ok=True)
                 (logs / f"{run['tool']}-{run['cases_of']}.log").write_text(run["text"])
             if json_to is not None:  # after each: what is done is not lost with what comes
                 json_to.parent.mkdir(parents=True, exist_ok=True)
-                json_to.write_text(json.dumps({**about, "tools": summary(runs)}, indent=1) + "\n")
-    _conclude(summary(runs), console)
+                json_to.write_text(json.dumps({**about, "tools": summary(runs, plan)}, indent=1) + "\n")
+    _conclude(summary(runs, plan), console)
 
 
 if __name__ == "__main__":
