@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The published settings of an objective.
+    """The settings of an objective; `ALGORITHMS["grpo"]` and `ALGORITHMS["dapo"]` are the published ones.
 
     Attributes:
         clip_low: the ratio is clipped below at 1 - clip_low.

@@ -20,14 +20,15 @@ MODULES = (
     "dualkv.integrations.transformers",
     "dualkv.integrations.trl",
     "dualkv.sequence_parallel",
+    "dualkv.ops",
 )
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 HEAD = """# API
 
 Made from the docstrings by `python -m tools.api`. Shapes: T packed tokens, H query heads, Hk KV heads, D head dim, G
 groups, S segments, N rollouts, M response tokens, C hidden size, V vocabulary. [veRL](verl.md) is used by its
-configuration, kernels and their store by [`dualkv precompile`](deployment.md), the ops as `torch.ops.dualkv.fwd`
-and `bwd`.
+configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are internal and
+may change with any version.
 """
 
 Definition = ast.FunctionDef | ast.ClassDef
