@@ -121,7 +121,7 @@ PLANTED = {(tool, name) for tool, (name, _) in controls.PLANTED.items()}
 ALL_CONTROLS = {tool: [*controls.CORRECT, *controls.RACY, name] for tool, (name, _) in controls.PLANTED.items()}
 
 
-def run(monkeypatch, tmp_path, bad=frozenset(), dies=None):
+def run(monkeypatch, tmp_path, bad=frozenset(), dies=None, more=()):
     program = tmp_path / "compute-sanitizer"
     form = {"python": sys.executable, "cases": NAMES, "controls": ALL_CONTROLS, "bad": set(bad), "dies": dies}
     program.write_text(PROGRAM.format(**form))
@@ -137,7 +137,7 @@ def run(monkeypatch, tmp_path, bad=frozenset(), dies=None):
     app = typer.Typer()
     app.command()(sanitize.main)
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out)])
+    done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out), *more])
     return done, json.loads(out.read_text())["tools"]
 
 
@@ -205,6 +205,23 @@ def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
     found = sanitize.check(str(program), "memcheck", "64", limit=1)
     assert time.monotonic() - begin < 20
     assert (found["cases"], found["unfinished"]) == ([], "stopped after 1 s")
+
+
+def test_what_time_leaves_out_is_said(monkeypatch, tmp_path):
+    check, clock = sanitize.check, [0.0]
+
+    def two_seconds(*arguments):
+        clock[0] += 2.0
+        return check(*arguments[:3], 60.0)
+
+    monkeypatch.setattr(sanitize, "check", two_seconds)
+    monkeypatch.setattr(sanitize, "monotonic", lambda: clock[0])
+    done, tools = run(monkeypatch, tmp_path, PLANTED, more=["-j", "1", "--seconds", "5"])
+    assert done.exit_code == 1
+    assert [tools[tool]["unfinished"] for tool in sanitize.TOOLS] == [
+        *[["64: not run"]] * 3,
+        ["64: not run", "controls: not run"],
+    ]
 
 
 def test_a_process_that_dies_fails(monkeypatch, tmp_path):

@@ -8,10 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 import torch
@@ -60,7 +60,7 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
 
     Every tensor is an allocation of its own, so that a tool knows where it ends.
     """
-    begin = time.monotonic()
+    begin = monotonic()
     command = [sanitizer, "--tool", tool, *OPTIONS, sys.executable, "-m", "tools.sanitize.target", tool, what]
     environ = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
@@ -78,7 +78,7 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
     return {
         "tool": tool,
         "cases_of": what,
-        "seconds": round(time.monotonic() - begin, 1),
+        "seconds": round(monotonic() - begin, 1),
         "cases": found.ended,
         "unfinished": "; ".join(wrong),
         "reports": list(found.reports.items()),
@@ -187,6 +187,7 @@ def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="Head dims. Default: all families.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes at a time.")] = 4,
     limit: Annotated[float, typer.Option(min=1, help="Seconds of a process.")] = 600,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of all together; what is left out is said.")] = 3600,
     logs: Annotated[Path | None, typer.Option(help="Keep what the tools print in this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="Of this code, where git cannot tell.")] = None,
     compile_only: Annotated[
@@ -224,9 +225,16 @@ def main(
     )
     about = {**environment(Meter(), commit), "compute_sanitizer": version}
     runs: list[dict[str, Any]] = []
+    deadline = monotonic() + seconds
+
+    def in_time(tool: str, what: str) -> dict[str, Any] | None:
+        left = deadline - monotonic()
+        return check(sanitizer, tool, what, min(limit, left)) if left >= 1 else None
+
     with console.status("checking"), ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(check, sanitizer, *each, limit) for each in plan]):
-            run = done.result()
+        for done in as_completed([pool.submit(in_time, *each) for each in plan]):
+            if (run := done.result()) is None:
+                continue
             state = run["unfinished"] or f"{len(run['reports'])} different reports"
             console.print(f"{run['tool']} {run['cases_of']}: {len(run['cases'])} cases, {run['seconds']} s, {state}")
             runs = sorted([*runs, run], key=lambda run: plan.index((run["tool"], run["cases_of"])))
