@@ -262,11 +262,17 @@ def test_every_side_computes_the_same(fake_peers, text, name, direction):
 def test_deterministic_is_passed_on(fake_peers, monkeypatch, direction):
     asked = []
 
-    def attention(q, k, v, layout, softmax_scale, deterministic):
+    def attention(q, k, v, layout, softmax_scale, deterministic=None, return_lse=False):
+        if not return_lse:  # else it makes what a backward reads
+            asked.append(deterministic)
+        return (q, None) if return_lse else q * k.mean() * v.mean()
+
+    def bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic):
         asked.append(deterministic)
-        return q * k.mean() * v.mean()
+        return q, k, v
 
     monkeypatch.setattr(sides, "dualkv", types.SimpleNamespace(attention=attention))
+    monkeypatch.setattr(torch.ops.dualkv, "bwd", bwd)
     made = Fp32Inputs(parse("9:3").with_shape(heads=2, kv_heads=2, head_dim=8))
     for name in ("dualkv", "dualkv-deterministic"):
         with torch.no_grad():
@@ -436,6 +442,25 @@ def test_slow_calls_are_still_sampled(no_gpu):
     assert len(calls) == timing.MIN_CALLS + 3
 
 
+def test_long_calls_are_timed_a_few_times(no_gpu, monkeypatch):
+    for took, count in ((1.0, timing.COLD_CALLS), (80.0, 4), (500.0, timing.FEW_CALLS)):
+        calls = []
+        monkeypatch.setattr(Event, "elapsed_time", lambda *_, took=took: took)
+        assert timing.cold_ms(lambda: calls.append(1)) == took  # noqa: B023
+        assert len(calls) == count
+
+
+def test_what_the_time_limit_leaves_out_is_said(fake_gpu, dualkv_bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing.Clock, "up", property(lambda self: self.limit is not None))
+    monkeypatch.setattr(timing.Clock, "check", lambda self: None)
+    words = ["-w", "20:5", "-w", "9:", "-d", "fwd,bwd", "-s", "dualkv", "--seconds", 0.1, "--rounds", 1]
+    code, _, err = dualkv_bench(*words, "--time-limit", 7, "--json", tmp_path / "b.json")
+    assert code == 0
+    assert "the time limit of 7 s left out 3 of 4 results" in err
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert (report["asked"], len(report["results"])) == (4, 1), "one is always begun"
+
+
 def test_the_time_limit_is_reported_not_silent(no_gpu, monkeypatch):
     _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.0)}, limit=-1.0)
     assert all("time limit" in side["error"] for side in result["sides"].values())
@@ -548,7 +573,8 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
     assert "own 2.000, + merge 2.000" in out
     report = json.loads(paths[0].read_text())
     assert report["schema"] == run.SCHEMA
-    assert set(report) == {*run.environment(None), "schema", "settings", "results"}
+    assert set(report) == {*run.environment(None), "schema", "settings", "asked", "results"}
+    assert report["asked"] == 4
     assert report["gpu"] == {
         "name": "H200", "multiprocessors": 132, "memory_gib": 128.0, "driver": "580.1", "nvml": "present",
         "max_sm_clock_mhz": 1980, "power_limit_w": 700.0,
@@ -559,7 +585,7 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
         (f"20:5 {shape}", "fwd"), (f"20:5 {shape}", "bwd"), (f"9: {shape}", "fwd"), (f"9: {shape}", "bwd"),
     ]  # fmt: skip
     for result in report["results"]:
-        assert set(result) == {"workload", "direction", "flops", "reference", "sides"}
+        assert set(result) == {"workload", "direction", "flops", "reference", "sides", "took_s"}
         assert set(result["workload"]) == {
             "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype", "parent", "tokens",
             "dedup_ratio",

@@ -58,6 +58,7 @@ NOT_RUN = {
     "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
     "python -m tools.bench_step": "needs a Hopper GPU",
     "python -m tools.cold_start": "needs a Hopper GPU",
+    "python -m tools.host_time": "needs a Hopper GPU",
     "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/test_ncu.py reads filed profiles",
     "python -m tools.record": "needs a Hopper GPU",
     "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",

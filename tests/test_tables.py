@@ -8,7 +8,7 @@ import pytest
 
 from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
-from tools import record, tables
+from tools import host_time, record, tables
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -44,6 +44,46 @@ def test_benchmarks_are_those_of_the_commands(name):
     assert set(made["settings"]["sides"]) <= set(command.sides(options["-s"]))
     asked = [(workload, direction) for workload in options["-w"] for direction in command.directions(*options["-d"])]
     assert [(r["workload"]["name"], r["direction"]) for r in made["results"]] == asked[: len(made["results"])]
+
+
+def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
+    clock, begun = [100.0], []
+
+    def bench(words, **_):
+        options = dict(zip(words[-6::2], words[-5::2], strict=True))
+        begun.append((options["--json"], options.get("--time-limit"), options.get("--commit")))
+        clock[0] += 30
+
+    monkeypatch.setattr(record.cli, "app", bench)
+    monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
+    names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
+    record.main(names, tmp_path, "c" * 40, 80.0)
+    assert begun == [
+        (str(tmp_path / f"{name}.json"), limit, "c" * 40)
+        for name, limit in (("both-h200", "20.0"), ("peers-h200", "50.0"), ("trees-h200", "20.0"))
+    ], "the last one has no time left"
+    begun.clear()
+    record.main(["both-h200"], tmp_path, "c" * 40)
+    assert [limit for _, limit, _ in begun] == [None]
+    for wrong in ("both", "both-h200:x"):
+        with pytest.raises(record.typer.BadParameter, match=r"none of|NAME:SECONDS"):
+            record.main([wrong], tmp_path)
+
+
+def test_a_table_says_what_there_was_no_time_for():
+    made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": [1, 2]}
+    assert tables._recorded(made).endswith("2 rounds.")
+    assert tables._recorded(made | {"asked": 2}).endswith("2 rounds.")
+    assert tables._recorded(made | {"asked": 9}).endswith("2 rounds. The time of that run ended after 2 of 9.")
+
+
+def test_host_times_are_shown_with_the_load_they_were_measured_under():
+    figures = {"median_us": 54.4, "p10_us": 50.0, "p90_us": 61.0}
+    made = {"date": "2026-01-02", "commit": "a" * 40, "cpus": 16, "load_average": 0.52}
+    made["calls"] = {layout: dict.fromkeys(host_time.NAMES, figures) for layout in host_time.LAYOUTS}
+    text = host_time.markdown(made)
+    assert "| `torch.ops.dualkv.fwd` | 54 (50 to 61) | 54 (50 to 61) |" in text
+    assert text.endswith("commit aaaaaaa, load average 0.5 on 16 CPUs.")
 
 
 def test_what_is_not_recorded_is_said(tmp_path, monkeypatch):

@@ -5,7 +5,9 @@ Tables and statements of README and docs come from these files (`python -m tools
 
 from __future__ import annotations
 
+import math
 import shlex
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -48,21 +50,38 @@ RECORDS = {
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(RECORDS)}. Default: all.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Some of {', '.join(RECORDS)}; NAME:SECONDS takes no longer. Default: all."),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
     commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds that each run may take.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds that all of them may take together.")] = None,
 ) -> None:
-    """Run some of the recorded benchmarks and write their figures."""
-    for name in names or RECORDS:
-        if name not in RECORDS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(RECORDS)}")
-    for name in names or RECORDS:  # in one process: loading the peers takes longer than some of the runs
+    """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
+    asked = [_limited(name) for name in names or RECORDS]
+    end = time.monotonic() + time_limit if time_limit else math.inf
+    for name, limit in asked:  # in one process: loading the peers takes longer than some of the runs
+        limit = min(limit, end - time.monotonic())
+        if limit < 1:
+            print(f"{name}: no time left, nothing is recorded", flush=True)
+            continue
         more = ["--json", str(folder / f"{name}.json")]
         more += ["--commit", commit] if commit else []
-        more += ["--time-limit", str(time_limit)] if time_limit else []
+        more += ["--time-limit", f"{limit:.1f}"] if limit < math.inf else []
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+
+
+def _limited(text: str) -> tuple[str, float]:
+    """(NAME, SECONDS) of NAME:SECONDS or NAME."""
+    name, _, seconds = text.partition(":")
+    if name not in RECORDS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(RECORDS)}")
+    try:
+        return name, float(seconds or "inf")
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not of the form NAME:SECONDS") from None
 
 
 if __name__ == "__main__":

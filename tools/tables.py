@@ -14,7 +14,7 @@ from typing import Any
 
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
-from tools import cold_start
+from tools import cold_start, host_time
 from tools.ncu import show as ncu
 from tools.ncu.lines import Hot
 from tools.sanitize import show as sanitize
@@ -70,9 +70,11 @@ def _speed(side: dict[str, Any]) -> str:
 
 
 def _recorded(run: dict[str, Any]) -> str:
-    """A line on when and how, for below a table."""
+    """A line on when and how, for below a table, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
-    return f"\n\nRecorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
+    said = f"\n\nRecorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
+    done, asked = len(run["results"]), run.get("asked", len(run["results"]))
+    return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
 
 
 def _measured(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -243,6 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hot-fwd": lambda: hot("fwd"),
     "hot-bwd": lambda: hot("bwd"),
     "sanitizers": sanitizers,
+    "host": lambda: host_time.markdown(_load("host-h200")),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
 

@@ -76,10 +76,16 @@ def check_gpu() -> None:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """A sentence for each side that was not measured everywhere."""
+    """A sentence for each side that was not measured everywhere, and one for what the time limit left out."""
     errors: dict[str, list[str]] = {}
     for result in report["results"]:
         for name, figures in result["sides"].items():
             if "error" in figures:
                 errors.setdefault(name, []).append(figures["error"])
-    return [f"{name} was not measured {len(whys)} times: {whys[0]}" for name, whys in errors.items()]
+    said = [f"{name} was not measured {len(whys)} times: {whys[0]}" for name, whys in errors.items()]
+    done, asked = len(report["results"]), report["asked"]
+    if done < asked:
+        said.append(
+            f"the time limit of {report['settings']['time_limit']:g} s left out {asked - done} of {asked} results"
+        )
+    return said

@@ -13,6 +13,7 @@ import itertools
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -168,16 +169,20 @@ def report(
         workloads, directions, names: what is measured: every workload in every direction by all of these sides.
         seconds: of a sustained turn.
         rounds: turns of a side.
-        time_limit: seconds after which nothing new is begun.
+        time_limit: seconds after which nothing new is begun; `asked` in the report says of how many results.
         commit: of this code, where git cannot tell.
         track: shows progress.
     """
     meter, clock = Meter(), Clock(time_limit)
     settings = {"seconds": seconds, "rounds": rounds, "time_limit": time_limit, "sides": list(names)}
-    whole = {"schema": SCHEMA, **environment(meter, commit), "settings": settings, "results": []}
-    for workload, direction in itertools.product(workloads, directions):
-        some = of_direction(names, direction)
-        whole["results"].append(bench(workload, direction, some, seconds, rounds, clock, meter, track))
+    asked = list(itertools.product(workloads, directions))
+    whole = {"schema": SCHEMA, **environment(meter, commit), "settings": settings, "asked": len(asked), "results": []}
+    for workload, direction in asked:
+        if whole["results"] and clock.up:
+            break
+        some, begin = of_direction(names, direction), time.monotonic()
+        result = bench(workload, direction, some, seconds, rounds, clock, meter, track)
+        whole["results"].append(result | {"took_s": time.monotonic() - begin})
         yield whole
         gc.collect()
         torch.cuda.empty_cache()

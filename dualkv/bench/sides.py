@@ -59,7 +59,10 @@ def _attended(
 
 
 def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
-    """`dualkv.attention`, backward and both under autograd: all launches that a user's call makes.
+    """`dualkv.attention`, both directions under autograd; the backward alone as the op that autograd calls.
+
+    So a backward's launches are all that a user's call makes, and its host time is comparable with the peers', which
+    are called without autograd too: its engine runs them on another thread.
 
     Raises:
         RuntimeError: this device has no kernel of ours.
@@ -68,7 +71,11 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
     reason = hopper.unsupported(inputs.q)
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
-    leaves = q, k, v = [x.detach().requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]
+    leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]
+    if direction == "bwd":
+        out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True)
+        call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
+        return _kept(lambda: torch.ops.dualkv.bwd(*call))
 
     def attend() -> torch.Tensor:
         return dualkv.attention(q, k, v, layout, inputs.scale, deterministic)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 5, 20, 0.2
+FEW_CALLS, LONG_MS = 3, 300  # of single calls, where more would take longer than this together
 BATCH_MS, POLL = 50, 0.002  # calls queued at a time; seconds between two samples of NVML
 
 
@@ -24,8 +25,12 @@ class Clock:
     def __init__(self, limit: float | None) -> None:
         self.begin, self.limit = time.monotonic(), limit
 
+    @property
+    def up(self) -> bool:
+        return self.limit is not None and time.monotonic() - self.begin > self.limit
+
     def check(self) -> None:
-        if self.limit is not None and time.monotonic() - self.begin > self.limit:
+        if self.up:
             raise TimeUp(f"not measured: the time limit of {self.limit:g} s was reached")
 
 
@@ -84,11 +89,11 @@ def timed(call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def cold_ms(call: Callable[[], Any], calls: int = COLD_CALLS, pause: float = PAUSE) -> float:
-    """Median of single calls, the GPU idle for `pause` seconds before the first."""
+    """Median of single calls (fewer where they are long), the GPU idle for `pause` seconds before the first."""
     torch.cuda.synchronize()
     time.sleep(pause)
-    times = []
-    for _ in range(calls):
+    times: list[float] = []
+    while len(times) < FEW_CALLS or (len(times) < calls and sum(times) < LONG_MS):
         begin, end = timed(call)
         end.synchronize()
         times.append(begin.elapsed_time(end))
