@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -73,6 +74,20 @@ def test_a_run_that_is_cut_says_so():
     with pytest.raises(KeyboardInterrupt):
         soak.run(60.0, 0, "cpu", 0.0, record)
     assert filed == [[soak.UNFINISHED]]
+
+
+def test_a_run_may_be_ended_early_and_is_judged():
+    stop, filed = threading.Event(), []
+
+    def record(made):
+        filed.append(made)
+        if len(filed) == soak.FEWEST - 1:
+            stop.set()
+
+    made = soak.run(60.0, 0, "cpu", 0.0, record, stop)
+    assert len(made["curve"]) == soak.FEWEST
+    assert made["curve"][-1]["seconds"] < 60.0
+    assert soak.UNFINISHED not in made["problems"]
 
 
 def test_the_command_files_its_curve(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Any
 
 import torch
@@ -196,8 +198,11 @@ def grown(curve: list[dict[str, float]]) -> list[str]:
     return said
 
 
-def run(seconds: float, seed: int, device: str, every: float, record: Any = lambda made: None) -> dict[str, Any]:
-    """Steps for so long; `record` is given what there is each time memory has been looked at, every so many seconds.
+def run(
+    seconds: float, seed: int, device: str, every: float, record: Any = lambda made: None, stop: Event | None = None
+) -> dict[str, Any]:
+    """Steps for so long, or until `stop` is set; `record` is given what there is each time memory has been looked at,
+    every so many seconds.
 
     Returns:
         steps by kind, the curve of samples, and `problems`: a sentence for each thing that is wrong.
@@ -210,12 +215,13 @@ def run(seconds: float, seed: int, device: str, every: float, record: Any = lamb
         for kind in steps(seed, device):
             done[kind] += 1
             now = time.monotonic()
-            if now - looked >= every or now - begin >= seconds:
+            last = now - begin >= seconds or (stop is not None and stop.is_set())
+            if now - looked >= every or last:
                 looked = now
                 made["steps"] = dict(sorted(done.items()))
                 made["curve"].append(sample(device, now - begin, done.total(), meter))
                 record(made)
-            if now - begin >= seconds:
+            if last:
                 break
         made["problems"] = grown(made["curve"])
     except Wrong as e:
@@ -243,7 +249,10 @@ def main(
         last = made["curve"][-1] if made["curve"] else {}
         print(" ".join(f"{name} {value:g}" for name, value in last.items()), flush=True)
 
-    made = run(seconds, seed, device, every, record)
+    stop = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())  # ends it early, and judges what was
+    made = run(seconds, seed, device, every, record, stop)
+    signal.signal(signal.SIGTERM, before)
     for problem in made["problems"]:
         print(problem, file=sys.stderr)
     raise typer.Exit(1 if made["problems"] else 0)
