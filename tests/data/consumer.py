@@ -8,6 +8,8 @@ import torch
 
 import dualkv
 from dualkv import grpo
+from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.sequence_parallel import Shard
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: dualkv.Layout) -> torch.Tensor:
@@ -34,10 +36,19 @@ def update(prompts: list[torch.Tensor], responses: list[list[torch.Tensor]], hid
 
 
 def trees(sequences: list[list[int]]) -> dualkv.PackedSequences:
+    assert_type(dualkv.plan_sequences(sequences, budget=64, min_count=2), list[list[int]])
     batch = dualkv.pack_sequences(sequences, min_shared=4, device="cpu")
     layout = dualkv.Layout.from_token_sequences(sequences, device=torch.device("cpu"))
     assert layout == batch.layout
     return batch
+
+
+def packed_model(model: torch.nn.Linear, shard: Shard, x: torch.Tensor) -> torch.nn.Linear:
+    assert_type(enable(model, deterministic=True), torch.nn.Linear)
+    assert_type(recompute_layers(model, keep="attention"), torch.nn.Linear)
+    assert_type(shard.attention(x, x, x), torch.Tensor)
+    assert_type(shard.layout, dualkv.Layout)
+    return disable(model)
 
 
 def papers(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
@@ -47,3 +58,4 @@ def papers(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
 def wrong(layout: dualkv.Layout) -> None:
     dualkv.attention(layout, layout, layout, layout)  # type: ignore[call-overload]
     dualkv.Layout.from_lengths("8192", [])  # type: ignore[arg-type]
+    enable(layout)  # type: ignore[type-var]
