@@ -1,24 +1,27 @@
 """What the compiled kernels look like, recorded, so that a change shows on a machine without a GPU.
 
 `python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
-with `--check` it compares instead. The CPU tests compare a part of them, see tests/codegen/test_manifest.py.
+with `--check` it compares instead. The CPU tests compile a part of them, see tests/codegen/test_manifest.py, and hold
+the sources to those that all of them were compiled from.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from codegen import cubin, store
+from codegen import cubin, store, toolchain
 from codegen.precompiled import record_of
-from codegen.spec import FORWARDS, KernelSpec, table
+from codegen.spec import FORWARDS, TILES, KernelSpec, table
 
 SUMS = ("REDG", "UBLKRED")  # of dQ, from registers or by the copy engine
 WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", *SUMS, "STL", "LDL")
@@ -47,6 +50,24 @@ def instructions(entry: Path) -> dict[str, int]:
         if kind in WATCHED:
             found[f"{name} {operands.strip()}" if kind == "USETMAXREG" else name] += 1
     return dict(sorted(found.items()))
+
+
+def sources() -> dict[str, str]:
+    """Of each operation, sha256 over the code that its kernels are made from; comments and blank lines do not count."""
+    found = {}
+    for operation in TILES:
+        modules = sorted(toolchain.sources(operation).items())
+        found[operation] = hashlib.sha256("\n".join(f"{n}\n{_code(p)}" for n, p in modules).encode()).hexdigest()
+    return found
+
+
+def _code(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
@@ -79,8 +100,8 @@ def versions(entry: Path) -> dict[str, str]:
 def _text(manifest: dict[str, Any]) -> str:
     """JSON with one line a kernel, so that a diff shows which changed."""
     kernels = [f"  {json.dumps(name)}: {json.dumps(k, sort_keys=True)}" for name, k in manifest["kernels"].items()]
-    versions = json.dumps(manifest["versions"], sort_keys=True)
-    return '{\n "versions": ' + versions + ',\n "kernels": {\n' + ",\n".join(kernels) + "\n }\n}\n"
+    head = [f' "{name}": {json.dumps(manifest[name], sort_keys=True)},' for name in ("versions", "sources")]
+    return "\n".join(["{", *head, ' "kernels": {', ",\n".join(kernels), " }", "}", ""])
 
 
 def main() -> None:
@@ -91,14 +112,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/kernels"), help="where compiled kernels are kept")
     arguments = parser.parse_args()
     recorded = json.loads(arguments.path.read_text())["kernels"] if arguments.check else {}
-    specs, kernels, wrong = table(), {}, 0
+    specs, kernels, wrong, made_from = table(), {}, 0, sources()
     for spec, described in describe(specs, arguments.folder, arguments.jobs):
         kernels[text := str(spec)] = described
         found = problems(spec, described) + (differences(recorded.get(text), described) if arguments.check else [])
         wrong += bool(found)
         print("\n    ".join([f"{len(kernels)}/{len(specs)} {text}", *found]), flush=True)
     if not arguments.check:
-        manifest = {"versions": versions(store.add(specs[0], arguments.folder)), "kernels": kernels}
+        made_by = versions(store.add(specs[0], arguments.folder))
+        manifest = {"versions": made_by, "sources": made_from, "kernels": kernels}
         arguments.path.write_text(_text(manifest))
     if wrong:
         sys.exit(f"{wrong} of {len(specs)} kernels have problems, listed above")

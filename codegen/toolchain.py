@@ -126,13 +126,13 @@ def source_digest(operation: str) -> str:
 def read_source_digest(operation: str) -> str:
     """sha256 over the sources that an operation's kernel is made from, each with its name and length."""
     digest = hashlib.sha256()
-    for name, path in sorted(_sources(operation).items()):
+    for name, path in sorted(sources(operation).items()):
         content = path.read_bytes()
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
-def _sources(operation: str) -> dict[str, Path]:
+def sources(operation: str) -> dict[str, Path]:
     """`cute_kernels/<operation>.py`, what it imports of its package, and the module that compiles it."""
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:

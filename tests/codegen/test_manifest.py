@@ -3,7 +3,8 @@
 A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other boxes
 and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left
 over, 16: the most), every number of packed heads at one head dim, both dtypes, and the forward of trees where its tile
-is of another kind. `make check-kernels` compares all of them. After a change that is meant, `make manifest` records it.
+is of another kind. That the others are as recorded follows from the sources, which are those that all of them were
+compiled from. `make check-kernels` compiles and compares all. After a change that is meant, `make manifest` records it.
 
 Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels
 around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16. Of parts
@@ -61,6 +62,26 @@ def test_record_covers_the_table_and_has_no_problem():
     assert set(RECORD["kernels"]) == set(map(str, table()))
     for spec in table():
         assert manifest.problems(spec, RECORD["kernels"][str(spec)]) == [], spec
+
+
+def test_all_were_compiled_from_these_sources():
+    """So a change of the kernels asks for all of them to be compiled again."""
+    assert RECORD["sources"] == manifest.sources(), "the kernels' sources changed since the record: make manifest"
+
+
+def test_what_counts_as_a_change_of_sources(tmp_path, monkeypatch):
+    path = tmp_path / "fwd.py"
+    monkeypatch.setattr(manifest.toolchain, "sources", lambda operation: {f"cute_kernels.{operation}": path})
+
+    def digest(text):
+        path.write_text(text)
+        return manifest.sources()["fwd"]
+
+    code = digest('def f(x):\n    return "# no comment" + x\n')
+    assert digest('# why\ndef f(x):  # so\n\n    return "# no comment" + x\n') == code
+    for other in ('def f(x):\n    return "# a comment" + x\n', 'def f(x):\n  return "# no comment" + x\n'):
+        assert digest(other) != code
+    assert len(set(manifest.sources().values())) == len(manifest.sources()), "each operation's own"
 
 
 def products(described):

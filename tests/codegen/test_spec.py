@@ -78,7 +78,7 @@ def test_parts_of_the_gradients_have_the_kernels_that_they_need():
 
 def test_each_operation_has_a_source():
     for operation in TILES:
-        assert f"cute_kernels.{operation}" in toolchain._sources(operation)
+        assert f"cute_kernels.{operation}" in toolchain.sources(operation)
 
 
 @pytest.mark.parametrize(
