@@ -91,3 +91,14 @@ def test_what_is_installed_fits_the_bounds():
         pinned = pins[name if name in files else ""].get(name)
         assert pinned, f"what make installs does not pin {name}"
         assert requirement.specifier.contains(pinned), f"{requirement} and its pin {pinned}"
+
+
+def test_the_lowest_versions_are_the_bounds():
+    """Of what the package itself needs: what tests/lowest.txt pins is no more than the lower bound asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["transformers"]]
+    text = (ROOT / "tests" / "lowest.txt").read_text().replace("[cu13]", "")
+    pins = dict(PIN.findall(text))
+    for requirement in map(Requirement, needs):
+        (lowest,) = (part.version for part in requirement.specifier if part.operator == ">=")
+        assert f"{pins[requirement.name]}.".startswith(f"{lowest}."), requirement
