@@ -450,6 +450,19 @@ def test_long_calls_are_timed_a_few_times(no_gpu, monkeypatch):
         assert len(calls) == count
 
 
+def test_what_is_ready_when_time_is_up_has_its_turns(no_gpu, monkeypatch):
+    clock = iter([None, timing.TimeUp("the time limit")])
+
+    def check(self):
+        if (late := next(clock)) is not None:
+            raise late
+
+    monkeypatch.setattr(timing.Clock, "check", check)
+    _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.0)}, limit=5.0)
+    assert result["sides"]["dualkv"]["sustained_ms"] == 2.0
+    assert result["sides"]["flex"] == {"error": "the time limit"}
+
+
 def test_what_the_time_limit_leaves_out_is_said(fake_gpu, dualkv_bench, monkeypatch, tmp_path):
     monkeypatch.setattr(timing.Clock, "up", property(lambda self: self.limit is not None))
     monkeypatch.setattr(timing.Clock, "check", lambda self: None)

@@ -79,7 +79,8 @@ def bench(
     workload: Workload, direction: str, names: Sequence[str], seconds: float, rounds: int, clock: Clock, meter: Meter,
     track: Track = untracked,
 ) -> dict[str, Any]:  # fmt: skip
-    """All sides in turns. A side that fails is reported with its error; so is what the time limit leaves out."""
+    """All sides in turns. A side that fails is reported with its error; so is one that the time limit leaves out. Sides
+    that are ready by then have their turns all the same."""
     ready: dict[str, Side] = {}
     figures: dict[str, dict[str, Any]] = {name: {} for name in names}
     cold: dict[str, float] = {}
@@ -92,7 +93,6 @@ def bench(
         if "error" in figures[name]:
             return
         try:
-            clock.check()
             step()
         except Exception as e:
             figures[name]["error"] = _why(e)
@@ -103,6 +103,7 @@ def bench(
 
         def prepare(name: str = name) -> None:
             nonlocal reference
+            clock.check()
             side = sides.SIDES[name](made, direction)
             apart = run_checked(side, reference)
             if reference is None:
