@@ -101,6 +101,25 @@ def test_one_exported_program_serves_other_layouts():
     assert torch.equal(program.module()(*arguments), module(*arguments))
 
 
+class Gradients(torch.nn.Module):
+    def forward(self, dout, q, k, v, out, lse, offsets, parent):
+        return torch.ops.dualkv.bwd(dout, q, k, v, out, lse, offsets, parent, 0.3, True, "qv")
+
+
+def test_the_backward_is_exported_too():
+    def arguments(layout):
+        q, k, v = qkv(layout)
+        out, lse = torch.ops.dualkv.fwd(q, k, v, layout.offsets, layout.parent, 0.3)
+        return torch.ones_like(out), q, k, v, out, lse, layout.offsets, layout.parent
+
+    auto, rows = torch.export.Dim.AUTO, torch.export.Dim("T", min=2)
+    shapes = [{0: rows}] * 5 + [{1: rows}] + [{0: auto}] * 2
+    program = torch.export.export(Gradients(), arguments(LAYOUT), dynamic_shapes=tuple(shapes))
+    other = arguments(Layout.from_lengths([7, 3], [[3, 2, 4], [1]]))
+    for got, want in zip(program.module()(*other), Gradients()(*other), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_fake_tensors():
     with FakeTensorMode():
         layout = Layout.from_lengths([5], [[3, 2]])
