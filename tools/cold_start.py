@@ -118,7 +118,8 @@ def main(
 
     if not torch.cuda.is_available():
         sys.exit("a cold start is measured on a GPU, and PyTorch finds none here")
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    about = environment(Meter(), commit)
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         heads = SHAPE["heads"] // SHAPE["kv_heads"]
@@ -128,10 +129,10 @@ def main(
         for turn in range(max(repeat, compiling)):
             for way in WAYS:
                 if turn < (compiling if way == "compiling" else repeat):
-                    runs[way].append(once(way, kernels, kernels))
+                    runs.setdefault(way, []).append(once(way, kernels, kernels))
                     print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
-    recorded = {"schema": SCHEMA, **environment(Meter(), commit), "shape": SHAPE, "runs": runs}
-    json_path.write_text(json.dumps(recorded, indent=1) + "\n")
+                    recorded = {"schema": SCHEMA, **about, "shape": SHAPE, "runs": runs}
+                    json_path.write_text(json.dumps(recorded, indent=1) + "\n")  # what is done stays if this is cut
 
 
 if __name__ == "__main__":
