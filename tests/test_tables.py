@@ -53,14 +53,17 @@ def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
         options = dict(zip(words[-6::2], words[-5::2], strict=True))
         begun.append((options["--json"], options.get("--time-limit"), options.get("--commit")))
         clock[0] += 30
+        if "trees" in options["--json"]:
+            raise RuntimeError("no more")
 
     monkeypatch.setattr(record.cli, "app", bench)
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
-    record.main(names, tmp_path, "c" * 40, 80.0)
+    with pytest.raises(SystemExit, match="trees-h200: RuntimeError: no more"):
+        record.main([names[2], *names[:2], names[3]], tmp_path, "c" * 40, 80.0)
     assert begun == [
         (str(tmp_path / f"{name}.json"), limit, "c" * 40)
-        for name, limit in (("both-h200", "20.0"), ("peers-h200", "50.0"), ("trees-h200", "20.0"))
+        for name, limit in (("trees-h200", "25.0"), ("both-h200", "20.0"), ("peers-h200", "20.0"))
     ], "the last one has no time left"
     begun.clear()
     record.main(["both-h200"], tmp_path, "c" * 40)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +63,7 @@ def main(
     """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
     asked = [_limited(name) for name in names or RECORDS]
     end = time.monotonic() + time_limit if time_limit else math.inf
+    failed: list[str] = []
     for name, limit in asked:  # in one process: loading the peers takes longer than some of the runs
         limit = min(limit, end - time.monotonic())
         if limit < 1:
@@ -71,7 +73,13 @@ def main(
         more += ["--commit", commit] if commit else []
         more += ["--time-limit", f"{limit:.1f}"] if limit < math.inf else []
         print(f"dualkv bench {RECORDS[name]}", flush=True)
-        cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+        try:
+            cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+        except Exception as e:  # the others are still worth recording
+            failed.append(f"{name}: {type(e).__name__}: {e}")
+            print(failed[-1], flush=True)
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def _limited(text: str) -> tuple[str, float]:
