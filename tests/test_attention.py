@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualkv
 from dualkv import Layout, reference
 from tests import oracle, strategies
+from tests.dispatched import Dispatched
 
 # What the chunked reference may differ from float64 by, for inputs of unit variance.
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -98,27 +98,14 @@ def test_no_rows():
     check(layout)
 
 
-class LargestTensor(TorchDispatchMode):
-    """The largest number of elements that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
-
-
 def test_memory_is_a_chunk_of_scores():
     layout = Layout.from_lengths([1500], [[250] * 6])
     total, heads = layout.num_tokens, 2
     q, k, v = (x.detach() for x in qkv(layout, heads=heads, kv_heads=1, head_dim=8, dtype=torch.float32))
-    with LargestTensor() as largest:
+    with Dispatched() as seen:
         out, lse = reference.forward(q, k, v, layout._segments, 0.3)
         reference.backward(torch.ones_like(out), q, k, v, out, lse, layout._segments, 0.3)
-    assert largest.numel <= heads * reference.CHUNK * total < total * total / 8
+    assert seen.largest <= heads * reference.CHUNK * total < total * total / 8
 
 
 # ---------------------------------------------------------------- views, autograd, compile, autocast

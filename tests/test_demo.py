@@ -14,7 +14,7 @@ from dualkv.demo import DRIFT, TOLERANCE, Differences, differences, judge, run_d
 from dualkv.grpo import ALGORITHMS
 from dualkv.layout import Layout
 from dualkv.measure import PeakMemory, Stopwatch
-from dualkv.models import CONFIGS, load_model
+from dualkv.models import load_model
 from dualkv.packing import PackedBatch
 from dualkv.rollouts import Rollouts
 from dualkv.settings import DemoSettings
@@ -373,20 +373,6 @@ def test_models_by_name() -> None:
     a, b, c = (load_model("tiny", torch.float32, CPU, seed).get_output_embeddings().weight for seed in (0, 0, 1))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen2.5-7b", 7.62),
-     ("llama-3-8b", 8.03), ("mistral-7b", 7.25)],
-)  # fmt: skip
-def test_named_configurations_have_the_published_sizes(name: str, billions: float) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(CONFIGS[name])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
-    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_a_head_with_bias_is_refused(tmp_path: Path) -> None:

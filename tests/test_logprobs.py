@@ -4,12 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dualkv.logprobs import response_logprobs
 from dualkv.packing import PackedBatch, pack
+from tests.dispatched import Dispatched
 
 WIDTH, VOCABULARY = 6, 11
 STYLES = ["gather", "roll"]
@@ -93,30 +92,18 @@ def test_dtypes(dtype, tolerance):
         torch.testing.assert_close(g.double(), w, rtol=tolerance, atol=tolerance * w.abs().max().item())
 
 
-class LargestTensor(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.numel, self.products = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
-        self.products += func is torch.ops.aten.mm.default
-        return out
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_logits_never_exist_whole(style):
     vocabulary, chunk_size = 500, 8
     batch = pack([[1] * 20], [[[2] * 40] * 10], labels=style)
     hidden = torch.randn(batch.layout.num_tokens, WIDTH, requires_grad=True)
     weight = torch.randn(vocabulary, WIDTH, requires_grad=True)
-    with LargestTensor() as forward:
+    with Dispatched() as forward:
         logp, entropy = response_logprobs(hidden, weight, batch, chunk_size=chunk_size)
-    with LargestTensor() as backward:
+    with Dispatched() as backward:
         (logp.sum() + entropy.sum()).backward()
     # The head's gradient and packed hidden states are smaller than a chunk here.
-    assert forward.numel == backward.numel == chunk_size * vocabulary
+    assert forward.largest == backward.largest == chunk_size * vocabulary
     # The gather style computes a prompt's last row once: 40 + 9 * 39 rows, not 10 * 40.
     rows = 400 if style == "roll" else 391
     assert forward.products == -(-rows // chunk_size)
@@ -163,7 +150,7 @@ def test_only_gradients_that_are_required_are_made(needs):
     assert logp.requires_grad == (needs != "neither")
     if needs == "neither":
         return
-    with LargestTensor() as backward:
+    with Dispatched() as backward:
         logp.sum().backward()
     assert backward.products == (2 if needs == "hidden" else 1)  # logits again, and one gradient (addmm for the head)
     assert (hidden.grad is not None) == (needs == "hidden")

@@ -1,0 +1,192 @@
+"""The sides of the benchmark compute the same, their peers as plain PyTorch."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.utils.flop_counter  # before aten ops are replaced below: it looks them up
+from torch.nn.attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import dualkv
+from dualkv.bench import fa4, inputs, run, sides
+from dualkv.bench.workloads import DIRECTIONS, Workload, parse
+from tests.bench.fake import Fp32Inputs
+
+
+def test_sides_know_the_sequences_of_a_tree():
+    made = inputs.Inputs(Workload("t", (3,), ((2, 1, 4, 1),), 2, 1, 8, parent=(-1, 0, 1, 1, 0)), "cpu")
+    assert [rows.tolist() for rows in made.replicated()] == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 4, 6, 7, 8, 9],
+        [0, 1, 2, 10],
+    ]
+    with pytest.raises(ValueError, match="computes prompts and responses, t has 3 levels"):
+        made.groups  # noqa: B018
+
+
+def _dense(q, k, v, scale, causal):
+    """Attention of one sequence, the last query on the last key if causal; out [n, H, D], lse [H, n]."""
+    ratio = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(ratio, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    if causal:
+        n, m = q.shape[0], k.shape[0]
+        hidden = torch.arange(m) > torch.arange(n)[:, None] + m - n
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def _spans(cu_q, cu_k):
+    spans = [zip(c[:-1].tolist(), c[1:].tolist(), strict=True) for c in (cu_q, cu_k)]
+    return [(slice(*a), slice(*b)) for a, b in zip(*spans, strict=True)]
+
+
+def _varlen(q, k, v, cu_q, cu_k, scale, causal):
+    parts = [_dense(q[a], k[b], v[b], scale, causal) for a, b in _spans(cu_q, cu_k)]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+
+def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal):
+    """As FlashAttention does it: p from the given lse, and rowsum(dout * out) from the given out."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    ratio, (rows, heads, _) = q.shape[1] // k.shape[1], q.shape
+    assert dout.shape == out.shape == q.shape
+    assert lse.shape == (heads, rows)
+    for a, b in _spans(cu_q, cu_k):
+        ks, vs = (x[b].repeat_interleave(ratio, 1) for x in (k, v))
+        n, m = len(q[a]), len(ks)
+        scores = torch.einsum("qhd,khd->hqk", q[a], ks) * scale
+        if causal:
+            scores = scores.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + m - n, float("-inf"))
+        p = (scores - lse[:, a, None]).exp()
+        ds = p * (torch.einsum("qhd,khd->hqk", dout[a], vs) - (dout[a] * out[a]).sum(-1).T[:, :, None]) * scale
+        dq[a] = torch.einsum("hqk,khd->qhd", ds, ks)
+        for grad, full in (
+            (dk, torch.einsum("hqk,qhd->khd", ds, q[a])),
+            (dv, torch.einsum("hqk,qhd->khd", p, dout[a])),
+        ):
+            grad[b] = full.unflatten(1, (-1, ratio)).sum(2)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def fake_peers(monkeypatch):
+    """FlashAttention-4 and PyTorch's FlashAttention as plain PyTorch; nothing is compiled."""
+
+    def check(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        assert max_seqlen_q == cu_seqlens_q.diff().max()
+        assert max_seqlen_k == cu_seqlens_k.diff().max()
+        return cu_seqlens_q, cu_seqlens_k
+
+    def fwd(q, k, v, *, softmax_scale, causal, return_lse, **lengths):
+        assert return_lse
+        return (*_varlen(q, k, v, *check(**lengths), softmax_scale, causal), None, None, None)
+
+    def bwd(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic, **lengths):
+        calls.append(deterministic)
+        return _varlen_backward(dout, q, k, v, out, lse, *check(**lengths), softmax_scale, causal)
+
+    calls: list[bool] = []
+    interface = types.ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = fwd, bwd
+    cute = types.ModuleType("flash_attn.cute")
+    cute.interface = interface
+    for name, module in (("flash_attn", types.ModuleType("flash_attn")), ("flash_attn.cute", cute)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    random = torch.zeros(1), torch.ones(1)
+
+    def aten(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+        return (*_varlen(q, k, v, cu_q, cu_k, scale, causal), *random, None)
+
+    def aten_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale):
+        assert (seed, offset) == random
+        return _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
+
+    def flex(q, k, v, *, block_mask, scale, enable_gqa):
+        i = torch.arange(q.shape[2])
+        seen = block_mask.mask_mod(0, 0, i[:, None], i)
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    monkeypatch.setattr(sides.hopper, "unsupported", lambda q: None)
+    return calls
+
+
+SIDE_WORKLOADS = ["40:7,1,33", "30:5,0,9;0:11,4;21:;1:6", "16:", "0:12"]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", sides.SIDES)
+@pytest.mark.parametrize("text", SIDE_WORKLOADS)
+def test_every_side_computes_the_same(fake_peers, text, name, direction):
+    if not sides.of_direction([name], direction):
+        return
+    made = Fp32Inputs(parse(text).with_shape(heads=4, kv_heads=2, head_dim=16))
+    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(*leaves, made.layout)
+    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    with torch.no_grad():
+        side = sides.SIDES[name](made, direction)
+        assert run.run_checked(side, expected) < 1e-5
+        first = [x.clone() for x in side.results()]
+        for part in side.parts.values():
+            part()
+        side.call()  # again, over what the first call left
+        assert run.difference(side.results(), tuple(first)) == 0
+    assert set(side.extra) <= set(side.parts)
+    if name.startswith("fa4") and direction != "fwd":
+        assert set(fake_peers) == {name.endswith("deterministic")}
+
+
+@pytest.mark.parametrize("direction", ["bwd", "both"])
+def test_deterministic_is_passed_on(fake_peers, monkeypatch, direction):
+    asked = []
+
+    def attention(q, k, v, layout, softmax_scale, deterministic=None, return_lse=False):
+        if not return_lse:  # else it makes what a backward reads
+            asked.append(deterministic)
+        return (q, None) if return_lse else q * k.mean() * v.mean()
+
+    def bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic):
+        asked.append(deterministic)
+        return q, k, v
+
+    monkeypatch.setattr(sides, "dualkv", types.SimpleNamespace(attention=attention))
+    monkeypatch.setattr(torch.ops.dualkv, "bwd", bwd)
+    made = Fp32Inputs(parse("9:3").with_shape(heads=2, kv_heads=2, head_dim=8))
+    for name in ("dualkv", "dualkv-deterministic"):
+        with torch.no_grad():
+            sides.SIDES[name](made, direction).call()
+    assert asked == [False, True]
+
+
+def test_parts_of_the_three_calls(fake_peers):
+    made = Fp32Inputs(parse("40:7,1,33").with_shape(heads=4, kv_heads=2, head_dim=16))
+    with torch.no_grad():
+        found = {direction: fa4.three_calls(made, direction) for direction in DIRECTIONS}
+    assert {direction: (list(side.parts), side.extra) for direction, side in found.items()} == {
+        "fwd": (["prompt", "context", "own", "merge"], ("merge",)),
+        "bwd": (["prompt", "context", "own", "sum"], ("sum",)),
+        "both": (["merge", "sum"], ("merge", "sum")),
+    }
+
+
+def of(*results):
+    return inputs.Side(lambda: None, lambda: tuple(torch.tensor(x) for x in results))
+
+
+def test_results_are_checked():
+    with pytest.raises(RuntimeError, match="not written"):
+        run.run_checked(of([1.0], [1.0, float("nan")]), None)
+    assert run.run_checked(of([3.0, 4.0], [1.0]), (torch.tensor([3.0, 4.05]), torch.tensor([1.0]))) < 0.011
+    with pytest.raises(RuntimeError, match=r"computes something else: its results are 0\.5 from"):
+        run.run_checked(of([3.0, 4.0], [1.0]), (torch.tensor([3.0, 4.0]), torch.tensor([2.0])))

@@ -1,0 +1,108 @@
+"""Workloads of the benchmark: work counted against brute force, names, lengths, files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualkv.bench.workloads import NAMED, Workload, of_rollouts, parse, random_workload
+from tests.bench.fake import ROLLOUTS
+
+LENS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(LENS)
+def test_flops_against_brute_force(groups):
+    workload = Workload("x", tuple(p for p, _ in groups), tuple(tuple(r) for _, r in groups), 6, 2, 40)
+    pairs, row = 0, 0
+    for prompt, responses in groups:
+        prompt_rows = range(row, row + prompt)
+        row += prompt
+        pairs += sum(1 for q in prompt_rows for k in prompt_rows if k <= q)
+        for length in responses:
+            own = range(row, row + length)
+            row += length
+            pairs += sum(1 for q in own for k in (*prompt_rows, *own) if k <= q)
+    assert workload.visible_pairs() == pairs
+    assert workload.flops("fwd") == pairs * 6 * 40 * 4
+    assert workload.flops("bwd") == pairs * 6 * 40 * 10  # five products instead of two
+    assert workload.flops("both") == pairs * 6 * 40 * 14
+
+
+def test_the_main_workload_has_the_known_work():
+    assert NAMED["n32-p8192-r2048"].flops("fwd") == pytest.approx(10.45e12, rel=1e-3)
+
+
+def test_trees_have_the_known_shape():
+    binary, agent = NAMED["binary-p4096-r1024"].layout(), NAMED["agent-t10-r512"].layout()
+    assert (binary.depth, binary.num_tokens, binary.nominal_tokens) == (5, 4096 + 30 * 1024, 16 * 8 * 1024)
+    assert (agent.depth, agent.nominal_tokens) == (10, 32 * 10 * 512), "32 rollouts of 10 turns"
+    assert agent.num_segments < 200, "which share turns"
+    assert set(NAMED["agent-t10-r512"].response_lens[0]) == {512}
+
+
+def test_drawn_workloads_are_the_same_every_time_and_of_all_kinds():
+    drawn = [parse(f"random-1-{i}") for i in range(40)]
+    assert drawn == [random_workload(1, i) for i in range(40)]
+    assert drawn[0] != replace(parse("random-2-0"), name=drawn[0].name)
+    kinds = {(w.head_dim, w.heads // w.kv_heads) for w in drawn}
+    assert kinds == set(itertools.product((64, 96, 128, 192, 256), (1, 4, 8, 16)))
+    for w in drawn:
+        [prompt], [responses] = w.prompt_lens, w.response_lens
+        assert 256 <= prompt <= 65536
+        assert 1 <= len(responses) <= 64
+        assert 8 <= min(responses) <= max(responses) <= 4096
+        assert w.flops("fwd") <= 2e13  # some ms
+        assert prompt + sum(responses) <= 2**17  # some GB of tensors
+    assert max(w.prompt_lens[0] for w in drawn) > 32768
+    assert any(len(set(w.response_lens[0])) > 1 for w in drawn)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts", "responses"),
+    [
+        ("8192:32x2048", (8192,), ((2048,) * 32,)),
+        ("700:130,911;40:", (700, 40), ((130, 911), ())),
+        (" 5 : 2 x 3 , 4", (5,), ((3, 3, 4),)),
+        ("0:7", (0,), ((7,),)),
+    ],
+)
+def test_workloads_by_lengths(text, prompts, responses):
+    workload = parse(text)
+    assert (workload.prompt_lens, workload.response_lens) == (prompts, responses)
+
+
+@pytest.mark.parametrize("text", ["n32", "5", "a:1", "5:1,,2", "5:x3", "5:2x", ";", "5:-1", "5:1.5"])
+def test_bad_workloads(text):
+    with pytest.raises(ValueError, match=re.escape(f"workload {text!r} is neither a name such as")):
+        parse(text)
+
+
+def test_bad_shapes():
+    with pytest.raises(ValueError, match="no tokens"):
+        parse("0:")
+    for change in ({"heads": 9}, {"head_dim": 84}, {"dtype": "fp32"}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} is"):
+            NAMED["n32-p8192-r2048"].with_shape(**change)
+    assert NAMED["n32-p8192-r2048"].with_shape(heads=64, dtype=None).name == "n32-p8192-r2048 heads=64"
+
+
+def test_workloads_of_a_rollouts_file(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(json.dumps(group) for group in ROLLOUTS))
+    (whole,) = of_rollouts(path)
+    assert (whole.name, whole.prompt_lens, whole.response_lens) == ("rollouts.jsonl", (5, 9), ((3, 2), (0, 2, 1)))
+    batches = of_rollouts(path, budget=13)
+    assert [b.name for b in batches] == ["rollouts.jsonl 1/2", "rollouts.jsonl 2/2"]
+    assert sorted(zip([b.prompt_lens for b in batches], [b.response_lens for b in batches], strict=True)) == [
+        ((5,), ((3, 2),)), ((9,), ((0, 2, 1),)),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="budget"):
+        of_rollouts(path, budget=5)
