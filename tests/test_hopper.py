@@ -58,6 +58,23 @@ def launches(monkeypatch):
         loader.cache_clear()
 
 
+def test_each_device_has_its_own_plan_of_a_layout(launches, monkeypatch):
+    """Two GPUs in one process, of which the meta device stands for the second."""
+    monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array).to(device))
+    layout = Layout.from_lengths([300], [[77, 128]])
+    dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
+    for _ in range(2):
+        for device in ("cpu", "meta"):
+            launches.clear()
+            there = [x.to(device) for x in (dout, q, k, v, out, lse)]
+            made = hopper.forward(*there[1:4], segments(layout), 0.125)
+            made += hopper.backward(*there, segments(layout), 0.125, False)
+            assert {x.device.type for x in made} == {device}
+            handed = [x for _, arguments in launches for x in arguments if isinstance(x, torch.Tensor)]
+            assert len(handed) > 15
+            assert {x.device.type for x in handed} == {device}
+
+
 groups = st.lists(st.tuples(st.integers(0, 200), st.lists(st.integers(0, 200), max_size=5)), min_size=1, max_size=6)
 SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose queries are split
 
