@@ -1,8 +1,7 @@
 """`python -m tools.drawings`: draw the pictures of README and docs anew; a test holds the files to that.
 
 Rows, visibility and the walk over key blocks are those of a small layout and its plan; what is saved is recorded under
-docs/results/. Each picture has its own ground,
-light or dark as the reader's browser is.
+docs/results/. Each picture has its own ground, light or dark as the reader's browser is.
 """
 
 from __future__ import annotations
