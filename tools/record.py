@@ -1,6 +1,7 @@
 """`python -m tools.record [NAME ...]`: the recorded runs of `dualkv bench`, into docs/results/NAME.json.
 
-Tables and statements of README and docs come from these files (`python -m tools.tables` writes them).
+Tables and statements of README and docs come from these files (`python -m tools.tables` writes them). That of trees is
+printed too: `python -m tools.record trees-h200-two-levels trees-h200`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +19,11 @@ import typer
 from dualkv import cli
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import NAMED
+from tools import tables
+from tools.tables import MAIN, RESULTS, TWO_LEVELS
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
-MAIN = "n32-p8192-r2048"
 
-
-def _options(option: str, values: list[str]) -> str:
+def _options(option: str, values: Iterable[str]) -> str:
     return " ".join(f"{option} {value}" for value in values)
 
 
@@ -45,7 +46,8 @@ RECORDS = {
     "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
     "random-h200": f"-d fwd,bwd {_TWO} --seconds 0.2 --rounds 2 {_options('-w', _RANDOM)}",
-    "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated {_SHORT_TURNS} {_options('-w', _TREES)}",
+    "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
+    "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }
@@ -75,6 +77,8 @@ def main(
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         try:
             cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+            if name == "trees-h200":
+                print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording
             failed.append(f"{name}: {type(e).__name__}: {e}")
             print(failed[-1], flush=True)

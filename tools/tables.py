@@ -33,10 +33,14 @@ UPDATES = {
 }
 OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
 MAIN = "n32-p8192-r2048"
+TWO_LEVELS = {  # the rollouts of trees with their prompts shared alone, as lengths for `dualkv bench -w`
+    "binary-p4096-r1024": "4096:16x4096",
+    "agent-t10-r512": "512:32x4608",
+}
 
 
-def _load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def _load(name: str, folder: Path | None = None) -> Any:
+    return json.loads(((folder or RESULTS) / f"{name}.json").read_text())
 
 
 def updates() -> str:
@@ -158,6 +162,33 @@ def tensor_parallel() -> str:
     return markdown_table(head, rows) + _recorded(run)
 
 
+def trees(folder: Path | None = None) -> str:
+    """Trees against FlexAttention, sequences replicated, and the rates of our own kernels on layouts of two levels."""
+    run, others = _load("trees-h200", folder), _load("trees-h200-two-levels", folder)
+    rates = {(r["workload"]["name"], r["direction"]): r["sides"][OURS] for r in others["results"]}
+    rows = []
+    for result in run["results"]:
+        name, direction, sides = result["workload"]["name"], result["direction"], result["sides"]
+        ours = sides[OURS]
+        row = [f"{name}, {DIRECTIONS[direction]}", _speed(ours)]
+        for peer in ("flex", "fa4-replicated"):
+            theirs = sides.get(peer, {})
+            ratio = theirs["sustained_ms"] / ours["sustained_ms"] if "sustained_ms" in theirs else None
+            row.append(f"{_speed(theirs)}: {ratio:.2f}" if ratio else "")
+        for other in (TWO_LEVELS[name], MAIN):
+            rate = rates.get((other, direction), {}).get("sustained_tflops")
+            row.append(f"{rate:.0f}: {ours['sustained_tflops'] / rate:.2f}" if rate else "")
+        rows.append(row)
+    head = [
+        "tree",
+        "DualKV, ms (TFLOP/s)",
+        "FlexAttention: times as fast",
+        "replicated, FlashAttention-4: times as fast",
+    ]
+    head += ["TFLOP/s of two levels, same rollouts: part of it", f"{MAIN}: part of it"]
+    return markdown_table(head, rows) + _recorded(run)
+
+
 def peers(name: str, row: Callable[[dict[str, Any]], str]) -> str:
     """Every side, a row for each, with what its total leaves out; a column for each result, named by `row`."""
     run = _load(name)
@@ -237,7 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward-head-dims": lambda: head_dims("backward"),
     "random": drawn,
     "tensor-parallel": tensor_parallel,
-    "trees": lambda: peers("trees-h200", lambda r: f"{r['workload']['name']}, {DIRECTIONS[r['direction']]}"),
+    "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "profile-fwd": lambda: profile("fwd"),
