@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dualkv import Layout, attention, composition
+from tests import oracle
 from tests.test_composition import dense_backward, dense_forward
 
 DEPTH, SEGMENTS = 64, 10_000
@@ -34,11 +35,8 @@ def of_paths(layout: Layout, q, k, v, dout, scale):
 
     A row's out and its gradient count in one of the sequences that it is part of; keys and values in all of them.
     """
-    offsets, parent = layout.offsets.tolist(), layout.parent.tolist()
-    rows: list[list[int]] = []
-    for s, up in enumerate(parent):
-        rows.append((rows[up] if up >= 0 else []) + list(range(offsets[s], offsets[s + 1])))
-    inner = set(parent)
+    parent = layout.parent.tolist()
+    rows, inner = oracle.paths(layout.offsets.tolist(), parent), set(parent)
     paths = [r for s, r in enumerate(rows) if s not in inner and r]
     width = max(map(len, paths))
     table = torch.tensor([r + [-1] * (width - len(r)) for r in paths])
