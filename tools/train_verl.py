@@ -125,7 +125,7 @@ def settings_for(task: Task, updates: int, learning_rate: float, dtype: str = "f
         algorithm=Algorithm.GRPO,
         strategy="fsdp2",
         sequence_parallel=1,
-        attention="sdpa",
+        attention="fa2" if get_device_name() == "cuda" else "sdpa",
         head="unfused",
         liger=False,
         checkpointing=False,

@@ -11,6 +11,12 @@ STOCK: dict[str, Any] = {"packed": False}
 PACKED: dict[str, Any] = {"packed": True}
 MOE = {"model": "moe"}
 SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
+ONE_KV_HEAD = {"model": "one_kv_head"}
+# In each update one of two ranks has one group, the other has four.
+ONE_GROUP_AND_FOUR = {
+    "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
+               (6, [3]), (15, [2]), (3, [9]), (8, [1]), (11, [4, 2, 5, 1])]
+}  # fmt: skip
 TURNS = {"turns": True}  # rollouts of at most 52 tokens
 TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
@@ -44,6 +50,8 @@ ONE: dict[str, dict[str, Any]] = {
     "sequence-loss": PACKED | SEQUENCE_LOSS | {"budget": TIGHT},
     "sum-pi-squared": PACKED | SUM_PI_SQUARED | {"budget": TIGHT},
     "interleaved": PACKED | {"interleaved": True, "budget": TIGHT},
+    "stock-one-kv-head": STOCK | ONE_KV_HEAD,
+    "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
     "stock-turns": STOCK | TURNS,
     "stock-turns-temperature": STOCK | TURNS | {"temperature": "ragged"},
     "turns-by-prompts": PACKED | TURNS | {"budget": LONG},
@@ -72,7 +80,14 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-moe": PACKED | MOE | {"sp": 2},
     "dp2-trees": TREES | {"budget": LONG},
     "sp2-trees": TREES | {"sp": 2},
+    "dp2-one-group-and-four": PACKED | ONE_GROUP_AND_FOUR | {"budget": 30},
+    "sp2-one-kv-head": PACKED | ONE_KV_HEAD | {"sp": 2},
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
+}
+
+FOUR: dict[str, dict[str, Any]] = {
+    "dp2-sp2": PACKED | {"sp": 2, "budget": TIGHT // 2},
+    "sp4": PACKED | {"sp": 4},  # of two KV heads
 }
 
 TRUNCATED = [(5, [0, 0, 0, 0]), (9, [0, 0, 0]), (1, [0]), (3, [0] * 8)]
@@ -128,4 +143,4 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "dp2-one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
 }
 
-SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE}
+SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE, 4: FOUR}

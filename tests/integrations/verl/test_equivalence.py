@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.verl.scenarios import ONE, SCENARIOS, STOCK, TWO
+from tests.integrations.verl.scenarios import FOUR, ONE, SCENARIOS, STOCK, TWO
 
 pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
 
+from verl.utils.flops_counter import FlopsCounter
+
+from dualkv.integrations.verl import work
+from dualkv.integrations.verl.balance import rollouts_by_tag
+from tests.integrations.verl.rollouts import GROUPS, MODELS
+
 Results = Callable[[str], list[dict[str, Any]]]
 SCORES = ("log_probs", "entropy", "sum_pi_squared")
-EXACT = [name for s in (ONE, TWO) for name, settings in s.items() if settings["packed"] and name != "bf16"]
+EXACT = [name for s in (ONE, TWO, FOUR) for name, settings in s.items() if settings["packed"] and name != "bf16"]
 
 
 def reference(name: str) -> str:
     """The scenario of veRL's own engine on one rank that computes the same."""
     settings = next(s[name] for s in SCENARIOS.values() if name in s)
-    matters = ("model", "temperature", "interleaved", "lora", "loss", "mean", "settings", "turns")
+    matters = ("model", "temperature", "interleaved", "lora", "loss", "mean", "settings", "turns", "groups")
     same = STOCK | {key: settings[key] for key in matters if key in settings}
     return next(known for known, s in ONE.items() if s == same)
 
@@ -74,6 +80,20 @@ def test_no_prompt_is_replicated(results: Results) -> None:
     assert metrics["dualkv/tokens_packed"] == (100 + 104) / 2
     assert metrics["dualkv/micro_batches"] == 1
     assert results("dynamic-roomy")[0]["infer_metrics"]["dualkv/tokens_packed"] == 175
+
+
+def test_model_flops_utilization(results: Results) -> None:
+    """Two figures of one time: for the rows that ran, and for the sequences that veRL would have run."""
+    found = results("dynamic-roomy")[0]
+    counter = FlopsCounter(MODELS["dense"][1])
+    group, prompts, responses = zip(*((g, p, r) for g, (p, rs) in enumerate(GROUPS) for r in rs), strict=True)
+    rollouts = rollouts_by_tag(group, prompts, responses)
+    mfu = {name: found["infer_metrics"][f"dualkv/mfu_{name}"] for name in ("hardware", "effective")}
+    nominal, done = (of(rollouts).flops(counter) for of in (work.replicated, work.packed))
+    assert mfu["effective"] / mfu["hardware"] == pytest.approx(nominal / done, rel=1e-4)
+    # veRL's own figure is of the same work; its clock starts a little earlier.
+    metrics = found["metrics"]
+    assert 1 <= metrics["dualkv/mfu_effective"] / metrics["mfu"] < 2
 
 
 def rows_of_tree(sequences: list[list[int]]) -> int:

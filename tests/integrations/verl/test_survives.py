@@ -38,6 +38,14 @@ def test_error_of_one_rank_is_raised_on_all(results: Results) -> None:
     ]
 
 
+def test_a_rank_with_fewer_groups(results: Results) -> None:
+    """Of either rank's rollouts one micro-batch would hold all where the other needs two: both run two."""
+    found, stock = results("dp2-one-group-and-four"), results("stock-one-group-and-four")
+    assert found[0]["metrics"]["dualkv/micro_batches"] == 2
+    assert (of_all_ranks(found, "log_probs") - of_all_ranks(stock, "log_probs")).abs().max() < 1e-5
+    assert all(distance(f["weights"], stock[0]["weights"]) < 1e-4 for f in found)
+
+
 def test_one_token_differs_in_a_declared_group(results: Results) -> None:
     found, stock = results("one-token-differs")[0], results("stock-one-token-differs")[0]
     assert found["said"] == [
