@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,12 @@ def trust() -> str:
         rows.append(
             _tried(run, f"random calls, seed {run['seed']}", f"{run['tried']['cases']:,}", run["failed"], worst)
         )
+    for path in sorted(RESULTS.glob("suite-*.json")):
+        run = _load(path.stem)
+        outcomes: Counter[str] = sum(map(Counter, run["modules"].values()), Counter())
+        failed = outcomes["failed"] + outcomes["error"]
+        many = f"{outcomes.total() - outcomes['skipped']:,} tests"
+        rows.append(_tried(run, "the GPU tests", many, failed, "; ".join(run["notes"])))
     for path in sorted(RESULTS.glob("sanitizer-*.json")):
         run = _load(path.stem)
         for name, tool in run["tools"].items():
