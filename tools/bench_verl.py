@@ -329,7 +329,6 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
     nominal, median = work.replicated(rollouts), statistics.median(seconds)
     peak = get_device_flops() * dist.get_world_size()
     return {
-        "ranks": dist.get_world_size(),
         "seconds": {"warm_up": warm_up, "each": seconds, "median": median},
         "replicated_tokens": nominal.tokens,
         "replicated_tokens_per_second": nominal.tokens / median,
@@ -363,7 +362,7 @@ def measure_all(rows: list[Settings]) -> Iterator[dict[str, Any]]:
         except Exception as error:  # out of memory, say, which comes to all ranks alike
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
             worker = of = None
-        yield {"settings": asdict(s), **found}
+        yield {"settings": asdict(s), "ranks": dist.get_world_size(), **found}
 
 
 def settings_of(options: dict[str, Any]) -> Settings:
