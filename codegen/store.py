@@ -365,8 +365,10 @@ def open_entry(path: Path, spec: KernelSpec) -> Kernel:
     """The kernel in an entry that :func:`mismatch` has nothing against.
 
     Raises:
-        KernelError: the DSL's runtime library, tvm-ffi or the entry cannot be loaded.
+        KernelError: the DSL's runtime library, tvm-ffi or the entry cannot be loaded; others may write to the entry.
     """
+    for place in (path, path / "kernel.so"):  # the folder around them has been looked at
+        _check_private(place, "the compiled kernel", (os.geteuid(), 0))
     try:
         import tvm_ffi
 

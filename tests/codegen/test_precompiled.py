@@ -173,6 +173,7 @@ def test_the_gpu_has_the_last_word(made, monkeypatch):
 
 def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, monkeypatch):
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(folder))
+    monkeypatch.setenv("DUALKV_CACHE_DIR", str(folder / "none"))
     monkeypatch.setenv("DUALKV_JIT", "0")
     (folder / "manifest.json").write_text("lies")
     assert {store.where(spec) for spec in SPECS} == {"kernel_dir"}

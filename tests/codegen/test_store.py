@@ -267,6 +267,14 @@ def test_kernel_dir_of_a_stranger_or_open_to_others_is_refused(compiles, monkeyp
         store.entry(SPEC)
 
 
+@pytest.mark.parametrize("part", ["", "kernel.so"])
+def test_an_entry_open_to_others_is_refused_wherever_it_lies(compiles, part):
+    path = store.entry(SPEC) / part
+    path.chmod(0o775)
+    with pytest.raises(KernelError, match=r"the compiled kernel .* can be written by others \(mode 775\)"):
+        store.load(SPEC)
+
+
 def test_a_folder_that_is_filled_can_be_loaded_from_whatever_the_umask(compiles, monkeypatch, tmp_path):
     before = os.umask(0o002)
     try:
