@@ -17,10 +17,7 @@ print(seconds, *sorted({m.split(".")[0] for m in set(sys.modules) - had}))
 """
 
 USES = """
-import sys
 import dualkv
-if len(sys.argv) > 1:
-    sys.modules["transformers"] = None  # as if it were not installed
 dualkv.grpo.ALGORITHMS
 print(dualkv.integrations.transformers.enable.__name__)
 """
@@ -29,10 +26,6 @@ print(dualkv.integrations.transformers.enable.__name__)
 def test_submodules_come_when_they_are_used():
     run = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["enable"]
-    run = subprocess.run([sys.executable, "-c", USES, "missing"], capture_output=True, text=True)
-    assert run.stderr.splitlines()[-1] == (
-        "ImportError: dualkv.integrations.transformers needs transformers: pip install 'dualkv[transformers]'"
-    )
 
 
 def test_import_is_light():

@@ -1,6 +1,7 @@
 """What carries packed groups into other libraries; each is imported when it is used."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["transformers", "trl", "verl"]
@@ -9,9 +10,15 @@ __all__ = ["transformers", "trl", "verl"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'dualkv.integrations' has no attribute {name!r}")
-    try:
-        return import_module(f"dualkv.integrations.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ImportError(f"dualkv.integrations.{name} needs {name}: pip install 'dualkv[{name}]'") from None
+    return import_module(f"dualkv.integrations.{name}")
+
+
+def require(name: str) -> None:
+    """Asked by an integration before it imports its library.
+
+    Raises:
+        ModuleNotFoundError: the library is not installed; names the extra that brings it.
+    """
+    if find_spec(name) is None:
+        says = f"dualkv.integrations.{name} needs {name}: pip install 'dualkv[{name}]'"
+        raise ModuleNotFoundError(says, name=name)

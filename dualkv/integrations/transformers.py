@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
+from dualkv.integrations import require
+
+require("transformers")
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from dualkv.integrations import require
+
+require("trl")
+
 import numpy as np
 import torch
 import trl

@@ -12,14 +12,17 @@ from __future__ import annotations
 import warnings
 from importlib.util import find_spec
 
+from dualkv.integrations import require
+
+require("verl")
+
 try:
-    import verl  # noqa: F401  (says what is missing, and loads its plugins before this one uses it)
+    import verl  # noqa: F401  (loads its plugins before this one uses it)
 
     from dualkv.integrations.verl.engine import MODEL_TYPE, DualKVEngine
 except Exception as error:
     # veRL drops what its plugins raise, and would later not know the engine's name.
-    if getattr(error, "name", None) != "verl":
-        warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
+    warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
     raise
 
 if find_spec("transfer_queue"):  # veRL's trainers need it, its workers do not
