@@ -27,8 +27,8 @@ HEAD = """# API
 
 Made from the docstrings by `python -m tools.api`. Shapes: T packed tokens, H query heads, Hk KV heads, D head dim, G
 groups, S segments, N rollouts, M response tokens, C hidden size, V vocabulary. [veRL](verl.md) is used by its
-configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are internal and
-may change with any version.
+configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are internal
+and may change with any version.
 """
 
 Definition = ast.FunctionDef | ast.ClassDef
