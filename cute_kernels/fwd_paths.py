@@ -24,17 +24,19 @@ class PathTile:
     row_end: Any
     masked: Any  # masked blocks, at least 1
     blocks: Any
-    region: Any  # its first row in the table
+    key: Any  # first key of the first block
+    limit: Any  # and its limit
+    region: Any  # the tile's first row in the table
     regions: cute.Tensor
     run: cute.Tensor  # (3) where key_row is: next row of the table, blocks left of this run, key of the next
     tile_n: int
 
     @classmethod
     def load(cls, g: Global, index: Int32, tile_n: int) -> "PathTile":
-        row, row_end, region, masked, blocks = [g.work[index, f] for f in range(items.NUM_FIELDS)]
+        row, row_end, region, masked, blocks, key, limit = [g.work[index, f] for f in range(items.NUM_FIELDS)]
         run = cute.make_rmem_tensor(3, Int32)
-        run[0], run[1], run[2] = region, Int32(0), Int32(0)
-        return cls(row, row_end, masked, blocks, region, g.regions, run, tile_n)
+        run[0], run[1], run[2] = region, Int32(1), key
+        return cls(row, row_end, masked, blocks, key, limit, region, g.regions, run, tile_n)
 
     @property
     def straddles(self) -> cutlass.Boolean:
@@ -61,8 +63,10 @@ class PathTile:
         Of a whole block, wherever it is, what keeps all of it.
         """
         row, limit = self.row - self.tile_n, self.row
-        if i < self.masked:
-            row, limit = self.regions[self.region + i, 0], self.regions[self.region + i, 1]
+        if i == 0:
+            row, limit = self.key, self.limit
+        elif i < self.masked:
+            row, limit = self.regions[self.region + i - 1, 0], self.regions[self.region + i - 1, 1]
         return row, cutlass.select_(limit < 0, -limit, limit), limit < 0, self.row
 
 
@@ -89,7 +93,7 @@ def mask_path(
 class PathForwardKernel(ForwardKernel):
     """The forward over trees: arguments as of :class:`ForwardFrame`, but for these after lse:
 
-        work: [n, 5] int32, the tiles of `dualkv.plan_paths` for this kernel's tile, longest first.
+        work: [n, 7] int32, the tiles of `dualkv.plan_paths` for this kernel's tile, longest first.
         regions: [m, 2] int32, of the same plan (both: path_items.py).
         visible_end: [T + tile_n] int32, zeros past T.
 
@@ -115,7 +119,7 @@ class PathForwardKernel(ForwardKernel):
         v: cute.Tensor,  # (T, Hk, D)
         out: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
-        work: cute.Tensor,  # (n, 5)
+        work: cute.Tensor,  # (n, 7)
         regions: cute.Tensor,  # (m, 2)
         visible_end: cute.Tensor,  # (T + N)
         softmax_scale: Float32,
@@ -130,6 +134,7 @@ class PathForwardKernel(ForwardKernel):
     def first_unseen(self, key_row: Int32, limit: Int32, by_key: cutlass.Boolean, tile_row: Int32) -> Int32:
         return cutlass.select_(by_key, Int32(0), limit - key_row)
 
+    @cute.jit
     def unseen(
         self,
         key: Int32,
@@ -139,7 +144,10 @@ class PathForwardKernel(ForwardKernel):
         by_key: cutlass.Boolean,
         tile_row: Int32,
     ) -> cutlass.Boolean:
-        return (key >= limit) | (bounds[key] <= tile_row)
+        unseen = key >= limit
+        if not unseen:  # nothing is loaded for the keys past a limit
+            unseen = bounds[key] <= tile_row
+        return unseen
 
     def sees(
         self,

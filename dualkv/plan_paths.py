@@ -24,7 +24,7 @@ class PathWork:
     """
     Attributes:
         items: [n, path_items.NUM_FIELDS] int32, longest first; the same tiles serve every KV head.
-        regions: [m, 2] int32.
+        regions: [m, 2] int32, at least one row.
     """
 
     items: Table
@@ -77,7 +77,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     blocks = _blocks(from_key, end, tile_n)
     whole = np.clip((np.minimum(whole_end[tile], end) - from_key) // tile_n, 0, blocks)
 
-    # Masked blocks, the last one first.
+    # Masked blocks, the last one first. The first of these is in the work item: it waits for no table.
     masked = blocks - whole
     which = np.repeat(np.arange(len(tile)), masked)
     key = (from_key[which] + (whole[which] + positions(masked)) * tile_n)[::-1]
@@ -88,14 +88,18 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     to_all = alone & (visible_end_over(np.minimum, segments, key, key_end) >= row_end[owner])
     limit = np.where(to_all, key_end, -row_end[owner])
 
-    runs = np.flatnonzero(whole)
-    owner = np.concatenate([owner, tile[runs]])
-    regions = np.stack([np.append(key, from_key[runs]), np.append(limit, whole[runs])], 1)
-    regions = regions[np.argsort(owner, kind="stable")].astype(np.int32)
-
     work = np.empty((len(row), items.NUM_FIELDS), np.int32)
     work[:, items.ROW], work[:, items.ROW_END] = row, row_end
-    rows_of = np.bincount(owner, minlength=len(row))
+    first_of = np.append(-1, owner)[:-1] != owner
+    work[owner[first_of], items.KEY], work[owner[first_of], items.LIMIT] = key[first_of], limit[first_of]
+    key, limit, owner = key[~first_of], limit[~first_of], owner[~first_of]
+
+    runs = np.flatnonzero(whole)
+    owner = np.concatenate([owner, tile[runs], [len(row)]])  # a row that nobody reads: kernels take no empty table
+    regions = np.stack([np.concatenate([key, from_key[runs], [0]]), np.concatenate([limit, whole[runs], [0]])], 1)
+    regions = regions[np.argsort(owner, kind="stable")].astype(np.int32)
+
+    rows_of = np.bincount(owner)[: len(row)]
     work[:, items.REGION] = np.cumsum(rows_of) - rows_of
     work[:, items.MASKED] = np.bincount(tile, masked, len(row))
     work[:, items.BLOCKS] = np.bincount(tile, blocks, len(row))

@@ -23,9 +23,10 @@ def of(layout):
 
 def key_blocks(item, regions, tile_n):
     """(first key, limit; None of a whole block) of each block in the kernel's order; see cute_kernels/fwd_paths.py."""
-    at, masked = item[items.REGION], item[items.MASKED]
-    blocks = [(first, limit) for first, limit in regions[at : at + masked]]
-    at += masked
+    at, more = item[items.REGION], item[items.MASKED] - 1
+    blocks = [(item[items.KEY], item[items.LIMIT])]
+    blocks += [(first, limit) for first, limit in regions[at : at + more]]
+    at += more
     while len(blocks) < item[items.BLOCKS]:
         first, count = regions[at]
         blocks += [(first + j * tile_n, None) for j in range(count)]
@@ -115,14 +116,15 @@ def test_trees_pay_for_what_they_see():
     parts, blocks = work.items[:, items.ROW] // NEAR_ROWS, work.items[:, items.BLOCKS]
     assert (np.diff(parts) >= 0).all()
     assert (np.diff(blocks)[np.diff(parts) == 0] <= 0).all(), "longest first"
-    assert (work.regions[:, 1] >= 0).all(), "no row asks for the end of a key"
+    assert (work.items[:, items.LIMIT] >= 0).all(), "no row asks for the end of a key"
 
 
 def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
     seg = of(Layout.from_segments(*binary_tree(3, 200, 150)))
     check(seg, 64, 128)
     made = path_work(seg, 64, 128)
-    made.regions[made.regions[:, 1] < -1, 1] *= -1  # rows no longer ask
+    for limit in (made.regions[:, 1], made.items[:, items.LIMIT]):
+        np.abs(limit, out=limit)  # rows no longer ask
     monkeypatch.setitem(globals(), "path_work", lambda *args: made)
     with pytest.raises(AssertionError):
         check(seg, 64, 128)
@@ -132,7 +134,7 @@ def test_empty_layouts():
     for tree in (([0], []), ([0, 0, 0, 0], [-1, 0, -1])):
         work = path_work(of(Layout.from_segments(*tree)), 64, 128)
         assert work.items.shape == (0, items.NUM_FIELDS)
-        assert work.regions.shape == (0, 2)
+        assert work.regions.shape == (1, 2), "not empty"
 
 
 def test_a_plan_is_quick():
