@@ -5,10 +5,10 @@ segments on the path of its first row, and its own rows. Its blocks of `tile_n` 
 key once; a block may begin at any row, and reach over rows that no row of the tile sees. Plain integers, no CuTe.
 
 A masked block has two numbers, its first key and its limit: no row of the tile sees keys from there on. Of those
-before, a row sees all keys k <= row; where the limit is written with a minus, only the ones whose `visible_end` is above
-the row. A work item has those of the first masked block, with which a tile begins; the table of *regions* has a row for
-each other one. Then it has a row for each run of whole blocks, which every row of the tile sees: the first key, and how
-many blocks follow one another.
+before, a row sees all keys k <= row; where the limit is written with a minus, only the ones whose `visible_end` is
+above the row. A work item has those of the first masked block, with which a tile begins; the table of *regions* has a
+row for each other one. Then it has a row for each run of whole blocks, which every row of the tile sees: the first key,
+and how many blocks follow one another.
 """
 
 ROW = 0  # first packed row of the tile
