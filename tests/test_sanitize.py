@@ -23,18 +23,26 @@ NUM_SMS = 132
 
 
 # ---------------------------------------------------------------- cases
-def test_every_family_is_there():
-    assert set(HEAD_DIMS) < set(cases.HEAD_DIMS), "and a padded one"
-    for head_dim in cases.HEAD_DIMS:
-        some = list(cases.cases(head_dim))
-        assert len({case.name for case in some}) == len(some)
-        assert {(case.layout, case.deterministic) for case in some if case.dtype == "bf16"} == {
-            (layout, fixed) for layout in cases.LAYOUTS for fixed in (False, True)
-        }
-        assert {case.gradients for case in some} == {"qkv", "q", "kv"}
-        assert {spec.operation for case in some for spec in case.specs()} == {
-            "fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
-        }  # fmt: skip
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+@pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
+def test_every_family_is_there(head_dim, tool):
+    some = list(cases.cases(head_dim, tool))
+    assert len({case.name for case in some}) == len(some)
+    both = {layout for layout in cases.LAYOUTS if {(layout, fixed) for fixed in (False, True)} <= {
+        (case.layout, case.deterministic) for case in some if case.dtype == "bf16"
+    }}  # fmt: skip
+    short = tool == "racecheck" and head_dim > 128
+    prompts = {"short edges", "short prompt"} if short else {"edges", "long prompt"}
+    assert both == {"one token", "few tokens", "tree", *prompts}
+    assert {case.dtype for case in some} == {"bf16", "fp16"}
+    assert {case.gradients for case in some} == {"qkv", "q", "kv"}
+    assert {spec.operation for case in some for spec in case.specs()} == {
+        "fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
+    }  # fmt: skip
+
+
+def test_every_native_head_dim_is_there_and_a_padded_one():
+    assert set(HEAD_DIMS) < set(cases.HEAD_DIMS)
 
 
 def test_edges_are_those_of_the_tiles():
@@ -47,9 +55,12 @@ def test_edges_are_those_of_the_tiles():
     assert wanted <= {length for group in layout.response_lens for length in group}
 
 
-@pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
-def test_key_blocks_are_split_on_an_h200(head_dim):
-    case = cases.Case("long prompt", head_dim)
+@pytest.mark.parametrize(
+    ("layout", "head_dim"),
+    [*(("long prompt", d) for d in cases.HEAD_DIMS), ("short prompt", 192), ("short prompt", 256)],
+)
+def test_key_blocks_are_split_on_an_h200(layout, head_dim):
+    case = cases.Case(layout, head_dim)
     work = backward_work(cases.LAYOUTS[case.layout]._segments, backward_tile(head_dim), *case.heads, NUM_SMS)
     assert work.num_slabs > 0
 
@@ -116,7 +127,7 @@ for name in {cases!r} if what != "controls" else {controls!r}[tool]:
     print("@@ end")
 print("========= ERROR SUMMARY: 0 errors")
 """
-NAMES = [case.name for case in cases.cases(64)]
+NAMES = [case.name for case in cases.cases(64, "memcheck")]
 PLANTED = {(tool, name) for tool, (name, _) in controls.PLANTED.items()}
 ALL_CONTROLS = {tool: [*controls.CORRECT, *controls.RACY, name] for tool, (name, _) in controls.PLANTED.items()}
 
@@ -169,7 +180,7 @@ def test_a_kind_of_report_is_one_whatever_the_head_dim(monkeypatch):
     monkeypatch.setattr(sanitize, "instruction", lambda case, place: f"@!P0 LDS.{case.head_dim % 3} R2, [R{place[1]}]")
 
     def run(head_dim, *counts):
-        names = [case.name for case in cases.cases(head_dim)]
+        names = [case.name for case in cases.cases(head_dim, "racecheck")]
         reports = [(Report(name, "Race", (("k", at),)), n) for at, (name, n) in enumerate(zip(names, counts))]  # noqa: B905
         return {"tool": "racecheck", "cases_of": str(head_dim), "seconds": 1.0, "cases": names, "unfinished": "",
                 "reports": reports}  # fmt: skip

@@ -57,7 +57,7 @@ def main(tool: str, what: str) -> None:
             announced(name, run)
         announced(*controls.PLANTED[tool])  # last: a fault may end the process
         return
-    for case in cases(int(what)):
+    for case in cases(int(what), tool):
         # initcheck does not see what the copy engine stores. Outputs of the forward that were filled before count as
         # initialized, so that what is reported of the backward is about what its own kernels leave to each other.
         announced(case.name, lambda case=case: run_case(case, tool == "initcheck"))  # type: ignore[misc]
