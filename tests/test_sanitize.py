@@ -256,7 +256,6 @@ def test_no_gpu(monkeypatch):
         sanitize.find_sanitizer()
 
 
-HOST_READS = "Host API memory access error at host access to 0x7f00 of size 8 bytes"
 HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
 RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "instructions": ["UBLKCP.S.G", "LDS.128"]}
 
@@ -273,8 +272,6 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("racecheck", HANDED, {"exchange": 0, "bulk_ring": 3}, None),
         ("racecheck", HANDED | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),
-        ("initcheck", RACE | {"what": HOST_READS}, {"bulk_store": 1}, "copy engine"),
-        ("initcheck", RACE | {"what": HOST_READS}, {"bulk_store": 0}, None),
         ("initcheck", RACE | {"what": "Uninitialized __global__ memory read"}, {"bulk_store": 1}, None),
     ],
 )  # fmt: skip
