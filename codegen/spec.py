@@ -11,6 +11,7 @@ from codegen.tiles import (
     HEAD_DIMS,
     MAX_PACKED_HEADS,
     BackwardTile,
+    DqTile,
     ForwardTile,
     RowTile,
     SlabTile,
@@ -23,7 +24,7 @@ from codegen.tiles import (
 DTYPES = ("bf16", "fp16")
 ARCHS = ("sm_90a",)
 GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # what a backward may be asked for
-Tile = ForwardTile | BackwardTile | RowTile | SlabTile
+Tile = ForwardTile | BackwardTile | RowTile | SlabTile | DqTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
     "fwd": ForwardTile,
@@ -31,7 +32,7 @@ TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its ker
     "bwd_preprocess": RowTile,
     "bwd": BackwardTile,
     "bwd_sum": SlabTile,
-    "bwd_postprocess": RowTile,
+    "bwd_postprocess": DqTile,
 }
 
 
@@ -134,7 +135,7 @@ class BackwardSpecs(NamedTuple):
     preprocess: KernelSpec[RowTile]
     main: KernelSpec[BackwardTile]
     slab_sum: KernelSpec[SlabTile] | None  # for dK and dV, and launched only where items are split
-    postprocess: KernelSpec[RowTile] | None  # for dQ
+    postprocess: KernelSpec[DqTile] | None  # for dQ
 
     @property
     def present(self) -> list[KernelSpec]:
@@ -154,12 +155,12 @@ def backward_specs(
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
         return KernelSpec(operation, dtype, native, 1, tile, asked)
 
-    rows = RowTile(tile.tile_m)
+    by_warp = tile.deterministic and native <= 128
     return BackwardSpecs(
-        spec("bwd_preprocess", rows),
+        spec("bwd_preprocess", RowTile(tile.tile_m)),
         spec("bwd", tile),
         None if gradients == "q" else spec("bwd_sum", SlabTile(tile.tile_n, tile.cluster)),
-        spec("bwd_postprocess", rows) if "q" in gradients else None,
+        spec("bwd_postprocess", DqTile(tile.tile_m, by_warp)) if "q" in gradients else None,
     )
 
 

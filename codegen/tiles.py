@@ -117,9 +117,18 @@ def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Tile of the kernels before and after the backward's main one: `tile_m` packed rows, as there."""
+    """Tile of the kernel before the backward's main one: `tile_m` packed rows, as there."""
 
     tile_m: int
+
+
+@dataclass(frozen=True)
+class DqTile:
+    """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as of the :class:`BackwardTile`, and
+    whether its warps leave their dQ each in one piece, as sums in a fixed order up to head dim 128 do."""
+
+    tile_m: int
+    by_warp: bool = False
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def dq_warp_floats(self) -> int:
-        """Floats of dQ a warp, for one query block: [warp][chunk of 8 rows][lane][4]."""
+        """Floats of dQ a warp, for one query block, where staged: [warp][chunk of 8 rows][lane][4]."""
         return 16 * self.dq_rows
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
@@ -241,7 +241,8 @@ class NarrowBackward(BackwardFrame):
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
             num_blocks,
-            (sdQ if const_expr(self.staged) else dq_acc).iterator + (warp_id * self.dq_warp_floats + tid % 32 * 4),
+            sdQ.iterator + (warp_id * self.dq_warp_floats + tid % 32 * 4) if const_expr(self.staged)
+            else dq_acc.iterator + (wg * 128 + tid) * 4,
             warp_id < sum(self.dq_warps), scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
             sQ, sdO, sStat,
         )  # fmt: skip
@@ -462,9 +463,10 @@ class NarrowBackward(BackwardFrame):
             cute.arch.mbarrier_arrive(state.bars + self.STAGED + warp_id // 4)
 
     def add_dq(self, state: State, acc_dQ: cute.Tensor, block: Any, begin: int, end: int) -> None:
-        """Add chunks [begin, end) of dQ^T to block (head, query block) in global memory."""
+        """Add chunks [begin, end) of dQ^T to block (head, query block) in global memory: [chunk][thread][4]."""
+        stride = 128 * sum(self.dq_warps)
         dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1])
         if self.head_dim == 96:
-            self.add_some(acc_dQ, dst, 128, state.dq_wanted, begin, end)
+            self.add_some(acc_dQ, dst, stride, state.dq_wanted, begin, end)
         else:
-            self.add_all(acc_dQ, dst, 128, begin, end)
+            self.add_all(acc_dQ, dst, stride, begin, end)
