@@ -15,7 +15,7 @@ from typing import Any
 
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
-from tools import cold_start, host_time
+from tools import cold_start, host_time, verl_rows
 from tools.ncu import show as ncu
 from tools.ncu.lines import Hot
 from tools.sanitize import show as sanitize
@@ -24,7 +24,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "deployment", "profiling", "sanitizers", "trust")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("performance", "deployment", "profiling", "sanitizers", "trust", "verl")
+    ),
 )
 UPDATES = {
     "update-cpu": "tiny Qwen3, fp32, 2 CPU cores",
@@ -266,6 +269,10 @@ def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) ->
     return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, commit {run['commit'][:7]}"]
 
 
+def _verl(*names: str) -> list[verl_rows.Row]:
+    return [row for name in names for row in _load(f"verl-h200-{name}")["rows"]]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
     "updates": updates,
@@ -284,6 +291,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hot-bwd": lambda: hot("bwd"),
     "sanitizers": sanitizers,
     "host": lambda: host_time.markdown(_load("host-h200")),
+    "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "moe")),
+    "verl-scaling": lambda: verl_rows.scaling(_verl("1gpu", "2gpu", "4gpu")),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
 
