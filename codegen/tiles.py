@@ -76,7 +76,6 @@ class BackwardTile:
     Attributes:
         tile_m: packed rows a query block.
         tile_n: keys a CTA.
-        warp_groups: MMA warp groups a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
         late: head dims up to 128, sums in any order: reductions of dQ (of some 10 a thread) that wait until the next
@@ -87,7 +86,6 @@ class BackwardTile:
 
     tile_m: int
     tile_n: int = 128
-    warp_groups: int = 2
     stages: int = 2
     cluster: int = 2
     late: int = 4

@@ -65,7 +65,7 @@ class BackwardFrame(Loads, Containment, Results):
         head_dim: native head dim.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
             left out.
-        tile_m, tile_n, warp_groups, stages, cluster, heads_inside: see codegen.tiles.BackwardTile.
+        tile_m, tile_n, stages, cluster, heads_inside: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
             it: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are bitwise equal
             in any case.
@@ -75,6 +75,8 @@ class BackwardFrame(Loads, Containment, Results):
     """
 
     HEAD_DIMS: tuple[int, ...]
+    warp_groups = 2  # of MMA warps
+    regs_load, regs_mma = 24, 240  # registers a thread of the first warp group, and of those
 
     def __init__(
         self,
@@ -84,7 +86,6 @@ class BackwardFrame(Loads, Containment, Results):
         gradients: str = "qkv",
         tile_m: int,
         tile_n: int = 128,
-        warp_groups: int = 2,
         stages: int = 2,
         cluster: int = 2,
         late: int = 4,
@@ -95,16 +96,15 @@ class BackwardFrame(Loads, Containment, Results):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
         if head_dim not in self.HEAD_DIMS:
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
-        if cluster not in (1, 2) or warp_groups not in (2, 3):
-            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3 and 1 or 2")
+        if cluster not in (1, 2):
+            raise ValueError(f"got clusters of {cluster}, expected 1 or 2")
         if heads_inside and head_dim > 128:
             raise ValueError(f"got heads_inside and head_dim {head_dim}, expected up to 128")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
         self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
-        self.warp_groups, self.heads_inside = warp_groups, heads_inside
+        self.heads_inside = heads_inside
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.want_dp = self.want_dq or self.want_dk
-        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]
         self.check_tile()
         self.num_bars = 0
         for name, count, _ in self.barriers():  # the number of each kind's first mbarrier

@@ -62,8 +62,8 @@ class WideBackward(BackwardFrame):
     PEER: int
 
     def check_tile(self) -> None:
-        if self.tile_n != 64 or self.warp_groups != 2 or self.cluster != 2 or self.stages != 2:
-            raise ValueError("expected tile_n 64, 2 warp groups, clusters of 2 and 2 stages")
+        if self.tile_n != 64 or self.cluster != 2 or self.stages != 2:
+            raise ValueError("expected tile_n 64, clusters of 2 and 2 stages")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 96:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 96")
 
