@@ -141,8 +141,7 @@ def run(monkeypatch, tmp_path, bad=frozenset(), dies=None, more=()):
     monkeypatch.setattr(sanitize.store, "fill", lambda *_: [])
     monkeypatch.setattr(sanitize.store, "where", lambda spec: None)
     monkeypatch.setattr(sanitize.store, "cache_dir", lambda: tmp_path / "cache")
-    monkeypatch.setattr(sanitize, "_sass", lambda folder: ("other", {}))
-    monkeypatch.setattr(sanitize.store, "entry", lambda spec: tmp_path)
+    monkeypatch.setattr(sanitize, "_sass", lambda spec: ("other", {}))
     monkeypatch.setattr(sanitize, "environment", lambda *_: {"commit": "abc"})
     monkeypatch.setattr(sanitize, "Meter", lambda: None)
     app = typer.Typer()
@@ -256,6 +255,11 @@ def test_no_gpu(monkeypatch):
         sanitize.find_sanitizer()
 
 
+MET = {
+    "what": "Barrier error detected. Divergent thread(s) in block.", "kernel": "fwd_paths.PathForwardKernel",
+    "instructions": ["BAR.SYNC.DEFER_BLOCKING"],
+}  # fmt: skip
+FULL = {"what": "418048 errors were skipped (error buffer overflow).", "kernel": "", "instructions": []}
 HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
 RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "instructions": ["UBLKCP.S.G", "LDS.128"]}
 
@@ -272,6 +276,13 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("racecheck", HANDED, {"exchange": 0, "bulk_ring": 3}, None),
         ("racecheck", HANDED | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),
+        ("synccheck", MET, {"meeting": 32}, "control meeting, in which two warps"),
+        ("synccheck", MET, {"meeting": 0}, None),
+        ("synccheck", MET | {"kernel": "bwd_narrow.NarrowBackward"}, {"meeting": 32}, None),
+        ("synccheck", MET | {"what": "Barrier error detected. Invalid arguments."}, {"meeting": 32}, None),
+        ("synccheck", FULL, {"meeting": 32}, "256 reports of a launch"),
+        ("synccheck", FULL, {"meeting": 0}, None),
+        ("memcheck", MET, {"meeting": 32}, None),
         ("initcheck", RACE | {"what": "Uninitialized __global__ memory read"}, {"bulk_store": 1}, None),
     ],
 )  # fmt: skip

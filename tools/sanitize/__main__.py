@@ -88,8 +88,9 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- what the reports mean
 @cache
-def _sass(folder: Path) -> tuple[str, dict[int, str]]:
+def _sass(spec: KernelSpec) -> tuple[str, dict[int, str]]:
     """The kernel's symbol, and its instructions by offset where a disassembler is at hand."""
+    folder = store.entry(spec)
     symbol = cubin.resources((folder / "kernel.cubin").read_bytes()).function
     try:
         text = cubin.sass(folder / "kernel.cubin")
@@ -103,7 +104,7 @@ def instruction(case: Case | None, place: Place) -> str:
     """What stands at a place of one of a case's kernels, its offset where that cannot be told."""
     symbol, offset = place
     for spec in case.specs() if case else ():
-        name, code = _sass(store.entry(spec))
+        name, code = _sass(spec)
         if name == symbol:
             return " ".join(code.get(offset, f"+{offset:#x}").split())
     return f"+{offset:#x}"

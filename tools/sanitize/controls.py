@@ -110,6 +110,21 @@ extern "C" __global__ void exchange(const float* in, float* out, int blocks) {
 }
 """
 )
+# Two warps meet at one barrier, each at a place of its own in the program: warps with different parts of the forward.
+_MEETING = r"""
+extern "C" __global__ void meeting(const float* in, float* out) {
+    __shared__ float data[64];
+    if (threadIdx.x < 32) {
+        data[threadIdx.x] = in[threadIdx.x];
+        asm volatile("bar.sync 0;" ::: "memory");
+        out[threadIdx.x] = data[63 - threadIdx.x];
+    } else {
+        data[threadIdx.x] = 2.0f * in[threadIdx.x];
+        asm volatile("bar.sync 0;" ::: "memory");
+        out[threadIdx.x] = 3.0f * data[63 - threadIdx.x];
+    }
+}
+"""
 _STORE = r"""
 extern "C" __global__ void bulk_store(float* out) {
     __shared__ alignas(128) float data[64];
@@ -147,6 +162,13 @@ def _exchange() -> None:
     torch.testing.assert_close(out, blocks.sum(0))
 
 
+def _meeting() -> None:
+    values, out = torch.randn(64, device="cuda"), torch.zeros(64, device="cuda")
+    _run(_MEETING, "meeting", 64, values, out)
+    low, high = values.flip(0).chunk(2)
+    torch.testing.assert_close(out, torch.cat([2 * low, 3 * high]))
+
+
 def _store() -> None:
     made, copy = torch.empty(64, device="cuda"), torch.zeros(64, device="cuda")
     _run(_STORE, "bulk_store", 64, made)
@@ -168,5 +190,6 @@ CORRECT: dict[str, Callable[[], None]] = {
     "bulk_ring_no_syncwarp": lambda: _ring("bulk_ring_no_syncwarp"),
     "bulk_store": _store,
     "exchange": _exchange,
+    "meeting": _meeting,
 }
 RACY: dict[str, Callable[[], None]] = {"bulk_ring_no_wait": lambda: _ring("bulk_ring_no_wait")}

@@ -23,6 +23,27 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
             "racecheck does not follow mbarriers between warps: the control exchange, which hands values over as one "
             "warp group hands P to the other (store, __syncwarp, one lane arrives; wait, load), is reported too"
         )
+    if tool == "synccheck" and shown.get("meeting"):
+        return _meeting(report)
+    return None
+
+
+def _meeting(report: dict[str, Any]) -> str | None:
+    """The end of a turn of head dim 64's forward, whose CTAs are no clusters: all warps meet at a barrier there."""
+    if (
+        report["what"].startswith("Barrier error detected. Divergent thread(s) in block")
+        and report["kernel"][:3] == "fwd"
+    ):
+        return (
+            "synccheck wants all threads of a CTA at one instruction, a barrier of the PTX ISA counts who comes, from "
+            "wherever: the control meeting, in which two warps come from two places and get the right results, is "
+            "reported too"
+        )
+    if "buffer overflow" in report["what"]:
+        return (
+            "synccheck keeps 256 reports of a launch, and those of the control meeting's kind fill them: they come at "
+            "the end of a turn, so that what a CTA does before would have been reported first"
+        )
     return None
 
 
