@@ -1,5 +1,6 @@
 """The backward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
 
+import bisect
 import time
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels import bwd_items as items
 from dualkv import Layout
+from dualkv.bench.workloads import NAMED
 from dualkv.layout import Segments, segments_of
 from dualkv.plan_backward import backward_work
-from tests.strategies import trees
+from tests.strategies import random_tree, trees
 
 TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=80, cluster=1)}, key=repr)
 
@@ -170,6 +172,27 @@ def test_deterministic_sums_of_tiny_segments_have_one_order(tree, tile, ratio, n
     check_turns(seg, tile, plan, 1)
 
 
+def test_deep_trees_of_many_segments():
+    for tree in (random_tree(0, 700, 64, 4), (range(801), range(-1, 799))):
+        seg = of(Layout.from_segments(*tree))
+        for deterministic in (False, True):
+            plan = backward_work(seg, backward_tile(128), 4, 1, 132, deterministic)
+            check(seg, backward_tile(128), plan, 4, 1)
+        check_turns(seg, backward_tile(128), plan, 1)
+
+
+def test_items_of_trees_that_read_the_same_queries_start_together():
+    plan = backward_work(of(NAMED["binary-p4096-r1024"].layout()), backward_tile(128), 32, 8, 132).items
+    assert (plan[:, items.SLAB] < 0).all()
+    begins, steps = plan[:, items.BLOCK_END], plan[:, items.BLOCK_END] - plan[:, items.BLOCK_BEGIN]
+    last = int(np.flatnonzero(np.diff(begins) > 0)[0])  # from about here on longest first
+    assert 0 < steps[last:].sum() < 0.1 * steps.sum()
+    assert (np.diff(begins[:last]) <= 0).all()
+    assert (np.diff(steps[last + 1 :]) <= 0).all()
+    head = plan[begins == begins.max(), items.KV_HEAD]
+    assert (np.diff(head[: 8 * 16]) != 0).sum() == 7, "wave by wave, a KV head after the other"
+
+
 def test_an_unmasked_block_with_an_invisible_key_is_noticed():
     seg, tile = segments([300], [[130, 200]]), TILES[0]
     plan = backward_work(seg, tile, 4, 1, 132)
@@ -210,6 +233,43 @@ def test_responses_that_fill_an_item_begin_with_one_of_their_own():
     ]
 
 
+def test_branches_fill_the_last_item_up_or_begin_one_of_their_own():
+    layout = Layout.from_segments(np.cumsum([0, 300, 90, 500, 40, 300, 900, 100, 100]), [-1, 0, 1, 1, 0, 4, 4, 0])
+    plan = backward_work(of(layout), backward_tile(128), 4, 1, 2)
+    assert sorted(set(plan.items[:, items.KEY])) == [
+        *(0, 256, 512, 768),  # what continues a segment fills its last item up; so do 40 keys behind
+        *(930, 1186, 1442, 1698, 1954),  # but not the next branch, whose first rows many others see
+        2130,  # nor the last two, which fit into one
+    ]
+
+
+def fewest_rows(seg, step, more):
+    """Query rows, and `more` an item, of the best of all ways to cut one group's keys into items of up to `step`."""
+    begin, visible_end = seg.offsets[:-1].tolist(), seg.subtree_end.tolist()
+    best = [0] * (seg.total + 1)
+    for key in reversed(range(seg.total)):
+        own, found = bisect.bisect_right(begin, key) - 1, []
+        sees = visible_end[own]
+        for s in range(own + 1, bisect.bisect_left(begin, min(key + step, seg.total))):
+            found.append(sees + best[begin[s]])
+            sees = max(sees, visible_end[s])
+        best[key] = min([*found, sees + best[min(key + step, seg.total)]]) - key + more
+    return best[0]
+
+
+def test_trees_of_any_lengths_take_about_as_few_steps_as_they_can():
+    tile, more = backward_tile(128), 160
+    for seed, segments, depth, longest in ((0, 60, 10, 900), (1, 60, 10, 900), (2, 100, 6, 300), (3, 300, 30, 60)):
+        lengths = np.random.default_rng(seed).integers(longest // 8, longest, segments)
+        _, parent = random_tree(seed, segments, depth, 0)
+        seg = of(Layout.from_segments([0, *np.cumsum(lengths).tolist()], parent))
+        plan = backward_work(seg, tile, 1, 1, 2).items
+        assert (plan[:, items.SLAB] < 0).all()
+        begin, end = plan[:, items.KEY], plan[:, items.KEY_END]
+        rows = sum(seg.visible_end[a:b].max() - a + more for a, b in zip(begin, end, strict=True))
+        assert rows <= 1.01 * fewest_rows(seg, 256, more)
+
+
 def test_items_of_a_head_stay_together_and_long_ones_come_first():
     plan = backward_work(segments([4096, 600], [[512] * 8, [100] * 4]), backward_tile(128), 8, 2, 132)
     steps = plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]
@@ -233,7 +293,8 @@ def test_long_prompts_go_in_waves_of_key_blocks():
 
 
 def test_empty_layouts():
-    for seg in (segments([], []), segments([0], [[]]), segments([0, 0], [[0, 0], []])):
+    deep = of(Layout.from_segments([0] * 4, [-1, 0, 1]))
+    for seg in (segments([], []), segments([0], [[]]), segments([0, 0], [[0, 0], []]), deep):
         plan = backward_work(seg, TILES[0], 4, 2, 132)
         assert plan.items.shape == (0, items.NUM_FIELDS)
         assert plan.sums.shape == (0, items.NUM_SUM_FIELDS)

@@ -36,6 +36,7 @@ LAYOUTS = {
     "tiny segments": Layout.from_segments(*random_tree(1, 120, 64, 9)),
     "one token each": tree([1] * 90, [-1, *(s - 1 - s % 5 if s % 5 else s - 1 for s in range(1, 90))]),
     "random": Layout.from_segments(*random_tree(2, 40, 12, 90)),
+    "turns": tree([300, 90, 500, 40, 300, 900, 100, 100], [-1, 0, 1, 1, 0, 4, 4, 0]),
     "groups too": tree(
         [0, 5, 70, 1, 33, 129, 0, 300, 17, 9, 64, 64, 1, 200], [-1, 0, 1, 1, -1, 4, 5, 5, 7, 4, -1, 10, 11, 11]
     ),
