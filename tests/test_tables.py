@@ -97,8 +97,11 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
         "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
     ]
     monkeypatch.setattr(record.cli, "app", lambda *_, **__: None)
+    shown = tables.trees(tmp_path)
     record.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
-    assert capsys.readouterr().out.rstrip().endswith(tables.trees(tmp_path)), "one command shows them"
+    assert capsys.readouterr().out.rstrip().endswith(shown), "one command shows them"
+    (tmp_path / "trees-h200-two-levels.json").unlink()
+    assert tables.trees(tmp_path).splitlines()[2].endswith(": 4.00 |  |  |"), "of what is recorded"
     assert set(tables.TWO_LEVELS) == {name for name, workload in NAMED.items() if workload.parent}
     for tree, lengths in tables.TWO_LEVELS.items():  # the same rollouts
         two, deep = parse(lengths).layout(), NAMED[tree].layout()
