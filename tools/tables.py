@@ -232,6 +232,7 @@ def sanitizers() -> str:
     """What was checked, on what, and what was found."""
     filed = _load("sanitizer-h200")
     where = f"compute-sanitizer {filed['compute_sanitizer']}, {filed['gpu']['name']}, {filed['date'][:10]}"
+    where += f", commit {filed['commit'][:7]}"
     found = [f"- {line}" for line in sanitize.findings(filed["tools"])] or ["No reports."]
     return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *found])
 
@@ -239,8 +240,7 @@ def sanitizers() -> str:
 def trust() -> str:
     """What was tried to break it: how many, how many failed, on what."""
     rows = []
-    for path in sorted(RESULTS.glob("fuzz-*.json")):
-        run = _load(path.stem)
+    for run in sorted((_load(path.stem) for path in RESULTS.glob("fuzz-*.json")), key=lambda run: run["date"]):
         worst = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
         rows.append(
             _tried(run, f"random calls, seed {run['seed']}", f"{run['tried']['cases']:,}", run["failed"], worst)

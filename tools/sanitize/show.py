@@ -18,7 +18,7 @@ def table(tools: dict[str, Any]) -> Table:
         shown.add_column(column, justify="left" if column == "tool" else "right")
     for name, tool in tools.items():
         errors, fine = ([r for r in tool["reports"] if (r["false_positive"] is None) == bad] for bad in (True, False))
-        counts = [str(sum(report["count"] for report in some)) for some in (errors, fine)]
+        counts = [f"{sum(report['count'] for report in some):,}" for some in (errors, fine)]
         seen = "found" if tool[CONTROLS].get(controls.PLANTED[name][0]) else "NOT FOUND"
         shown.add_row(name, str(tool["cases"]), *counts, seen)
     return shown
@@ -29,9 +29,9 @@ def findings(tools: dict[str, Any]) -> list[str]:
     lines = []
     for name, tool in tools.items():
         for report in tool["reports"]:
-            what = f"{report['count']} x {report['what']}"
-            where = f"{report['kernel']} ({', '.join(report['instructions'])})"
+            what = f"{report['count']:,} x {report['what'].removesuffix('.')}"
+            where = f" in {report['kernel']} ({', '.join(report['instructions'])})" if report["kernel"] else ""
             verdict = report["false_positive"] or "AN ERROR"
-            lines.append(f"{name}: {what} in {where}, {len(report['cases'])} cases: {verdict}")
+            lines.append(f"{name}: {what}{where}, {len(report['cases'])} cases: {verdict}")
         lines += [f"{name}: not finished: {why}" for why in tool["unfinished"]]
     return lines
