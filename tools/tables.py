@@ -240,7 +240,8 @@ def sanitizers() -> str:
 def trust() -> str:
     """What was tried to break it: how many, how many failed, on what."""
     rows = []
-    for run in sorted((_load(path.stem) for path in RESULTS.glob("fuzz-*.json")), key=lambda run: (run["date"], run["seed"])):
+    fuzzed = [_load(path.stem) for path in RESULTS.glob("fuzz-*.json")]
+    for run in sorted(fuzzed, key=lambda run: (run["date"], run["seed"])):
         worst = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
         rows.append(
             _tried(run, f"random calls, seed {run['seed']}", f"{run['tried']['cases']:,}", run["failed"], worst)
