@@ -9,7 +9,7 @@ import pytest
 from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import NAMED, parse
-from tools import host_time, record, tables
+from tools import filed, host_time, record, tables
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -24,6 +24,16 @@ def test_figures_say_where_they_come_from(path):
     record = json.loads(path.read_text())
     assert {"date", "commit", "changed_files", "gpu", "versions"} <= set(record)
     assert len(record["commit"]) == 40
+    assert path.read_text() == filed.text(record), "run `python -m tools.tables`"
+
+
+def test_a_record_is_laid_out_without_losing_anything():
+    record = {"a": [{"ms": 1.0 + i, "none": None} for i in range(40)], "b": "x" * 300, "c": {}, "d": 1.23456789012}
+    text = filed.text(record)
+    assert json.loads(text) == record | {"d": 1.23456789}
+    assert filed.text(json.loads(text)) == text
+    assert max(len(line) for line in text.splitlines() if "x" not in line) <= filed.WIDTH + 10
+    assert len(text.splitlines()) == 2 + 4 + 41
 
 
 def options_of(text):

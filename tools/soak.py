@@ -1,4 +1,4 @@
-"""`python -m tools.soak --seconds 1620 --json FILE`: a day of training steps in half an hour, with memory flat.
+"""`python -m tools.soak --json FILE`: a day of training steps in half an hour, with memory flat.
 
 Every step has a layout of its own, made and dropped: packed groups or a call of the paper's function, in kernels of
 several head dims, deterministic or not, forward and backward. Now and then a CUDA graph is captured, replayed and
@@ -231,7 +231,7 @@ def run(
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="How long.")] = 1620.0,
+    seconds: Annotated[float, typer.Option(help="How long.")] = 1800.0,
     every: Annotated[float, typer.Option(help="Seconds from one look at memory to the next.")] = 15.0,
     seed: Annotated[int, typer.Option(help="Of the layouts and inputs.")] = 0,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try it.")] = "cuda",

@@ -1,4 +1,4 @@
-"""`python -m tools.tables`: write the tables of README and docs anew from the figures in docs/results/.
+"""`python -m tools.tables`: lay out the figures in docs/results/, and write the tables of README and docs from them.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test holds the documents to what this writes.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
-from tools import cold_start, host_time, verl_rows
+from tools import cold_start, filed, host_time, verl_rows
 from tools.ncu import show as ncu
 from tools.ncu.lines import Hot
 from tools.sanitize import show as sanitize
@@ -319,5 +319,7 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
+    for path in RESULTS.glob("*.json"):
+        path.write_text(filed.text(json.loads(path.read_text())))
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))

@@ -164,6 +164,7 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[f
 
 def plot(rewards: dict[str, list[float]], task: Task, path: Path) -> None:
     """The rewards of both engines over one another."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
@@ -175,7 +176,8 @@ def plot(rewards: dict[str, list[float]], task: Task, path: Path) -> None:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"GRPO by veRL: {task.groups} prompts of {task.prompt_len} tokens, {task.responses} responses each")
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dualkv"}):  # letters as text, and the same file each time
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main(

@@ -52,12 +52,22 @@ def grads(q, k, v, dout, layout, deterministic=False):
 
 
 def check_grads(got, q, k, v, dout, layout):
-    """Every element is as near to float64 as its roundings allow."""
+    """Each element is as near to float64 as its roundings allow, all together at most twice as far as plain PyTorch.
+
+    The largest of few elements is a matter of luck in both, too much so for a factor of two on one draw of inputs:
+    test_backward.py compares those over several draws.
+    """
     mask = torch.from_numpy(segment_mask(layout.offsets.diff().tolist(), layout.parent.tolist())).to(q.device)
     want = dense.attention(q, k, v, mask, q.shape[2] ** -0.5, dout)
-    for name, x in zip(("dq", "dk", "dv"), got, strict=True):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    computed = oracle.attention(*leaves, layout.offsets, layout.parent, q.shape[2] ** -0.5)[0]
+    plain = torch.autograd.grad(computed, leaves, dout)
+    for name, x, p in zip(("dq", "dk", "dv"), got, plain, strict=True):
         assert x.dtype == q.dtype
         assert want[name].ratio(x) <= 1.0, name
+        value = want[name].value
+        floor = 1e-5 * (value.norm() + 1)
+        assert (x.double() - value).norm() <= 2 * (p.double() - value).norm() + floor, name
 
 
 def random_layout(generator):
