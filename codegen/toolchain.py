@@ -6,7 +6,6 @@ first, and this package does without the second.
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import hashlib
 import importlib.metadata
@@ -19,6 +18,12 @@ from pathlib import Path
 from codegen import KernelError
 
 _COMPILER = re.compile(r"_cutlass_ir\.cu(\d+)\..*\.so")
+# Not by `ast`: where two threads parse at once, as those that load kernels do, CPython 3.11 and 3.12 may raise
+# SystemError.
+_IMPORT = re.compile(
+    r"^\s*(?:from (cute_kernels[\w.]*) import (\([^)]*\)|.*)|import (cute_kernels\.[\w.]+))", re.MULTILINE
+)
+_NAME = re.compile(r"(?<! as )\b\w+")
 
 
 @cache
@@ -146,9 +151,6 @@ def sources(operation: str) -> dict[str, Path]:
         if name in sources or not path.is_file():  # a name inside a module rather than a module
             continue
         sources[name] = path
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                wanted += [alias.name for alias in node.names if alias.name.startswith("cute_kernels.")]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cute_kernels":
-                wanted += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for module, names, plain in _IMPORT.findall(path.read_text(encoding="utf-8")):
+            wanted += [plain] if plain else [module, *(f"{module}.{name}" for name in _NAME.findall(names))]
     return sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import json
@@ -81,6 +82,22 @@ def test_parts_of_the_gradients_have_the_kernels_that_they_need():
 def test_each_operation_has_a_source():
     for operation in TILES:
         assert f"cute_kernels.{operation}" in toolchain.sources(operation)
+
+
+@pytest.mark.parametrize("operation", TILES)
+def test_sources_are_what_python_imports(operation):
+    """Found without `ast` there: it may raise where two threads parse at once."""
+    sources = toolchain.sources(operation)
+    needed = {"cute_kernels", f"cute_kernels.{operation}"}
+    for path in (path for name, path in sources.items() if name != "codegen.compile"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module, names = node.module or "", [alias.name for alias in node.names]
+                assert not node.level, f"{path} has a relative import, which is not followed"
+                needed |= {module, *(f"{module}.{name}" for name in names if module == "cute_kernels")}
+            elif isinstance(node, ast.Import):
+                needed |= {alias.name for alias in node.names}
+    assert set(sources) - {"codegen.compile"} == {name for name in needed if name.startswith("cute_kernels")}
 
 
 @pytest.mark.parametrize(
