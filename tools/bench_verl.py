@@ -36,11 +36,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.utils.ulysses import (
+    gather_heads_scatter_seq,
+    gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_world_size,
+)
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
@@ -103,6 +109,7 @@ class Settings:
     liger: bool
     checkpointing: bool
     keep: str
+    hold_gradients: bool
     offload: bool
     dtype: str
     updates: int
@@ -207,10 +214,35 @@ def set_loss(worker: Any, s: Settings) -> None:
     worker.set_loss_fn(partial(ppo_loss, config=actor))
 
 
+def exchange_heads(name: str) -> str:
+    """Ulysses around an attention function, with veRL's exchange; the name that transformers knows it by.
+
+    veRL itself has the exchange in transformers' call of the flash-attn package alone.
+    """
+    call = AttentionInterface()[name]
+
+    def forward(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, H, rows of this rank, D] -> [1, rows of this rank, H, D]."""
+        repeats = max(get_ulysses_sequence_parallel_world_size() // key.shape[1], 1)
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        q, k, v = (gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) for x in (query, key, value))
+        out, _ = call(module, q, k, v, mask, **options)
+        return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None
+
+    known = f"ulysses-{name}"
+    AttentionInterface.register(known, forward)
+    return known
+
+
 def make_worker(s: Settings, folder: Path) -> Any:
     """veRL's worker of this rank for the model in `folder`, with veRL's loss."""
-    length = s.prompt_len + s.response_len
-    attention = stock_attention.register(s.attention, length) if s.attention in stock_attention.CALLS else s.attention
+    attention = s.attention
+    if attention in stock_attention.CALLS:
+        attention = stock_attention.register(attention, s.prompt_len + s.response_len)
+        if s.sequence_parallel > 1:
+            attention = exchange_heads(attention)
     batching = {"max_token_len_per_gpu": s.max_tokens, "micro_batch_size_per_gpu": s.micro_batch}
     fsdp = FSDPEngineConfig(
         strategy=s.strategy,
@@ -218,6 +250,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
         mixed_precision={"param_dtype": s.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         use_dynamic_bsz=s.max_tokens is not None,
         ulysses_sequence_parallel_size=s.sequence_parallel,
+        use_no_sync_for_gradient_accumulation=s.hold_gradients,
         param_offload=s.offload,
         optimizer_offload=s.offload,
         **batching,
@@ -375,6 +408,8 @@ def settings_of(options: dict[str, Any]) -> Settings:
         raise typer.BadParameter(f"{options['model']!r} is none of {', '.join(CONFIGS)}")
     if (options["micro_batch"] is None) == (options["max_tokens"] is None):
         raise typer.BadParameter("expected one of --micro-batch and --max-tokens")
+    if options["sequence_parallel"] > 1 and options["attention"] not in (*stock_attention.CALLS, "flash_attention_2"):
+        raise typer.BadParameter(f"veRL has no sequence parallelism with attention {options['attention']!r}")
     if unknown := options.keys() - Settings.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
     return Settings(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
@@ -383,6 +418,8 @@ def settings_of(options: dict[str, Any]) -> Settings:
 def summary(figures: dict[str, Any]) -> str:
     s = figures["settings"]
     size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
+    if s["sequence_parallel"] > 1:
+        size += f", sequence parallelism {s['sequence_parallel']}"
     what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
     if "error" in figures:
         return f"{what}: {figures['error']}"
@@ -415,6 +452,9 @@ def main(
     liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
     keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
+    hold_gradients: Annotated[
+        bool, typer.Option(help="Whole, until an update's last micro-batch, as veRL does; or reduced after each.")
+    ] = True,
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,

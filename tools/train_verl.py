@@ -130,6 +130,7 @@ def settings_for(task: Task, updates: int, learning_rate: float, dtype: str = "f
         liger=False,
         checkpointing=False,
         keep="nothing",
+        hold_gradients=True,
         offload=False,
         dtype=dtype,
         updates=updates,

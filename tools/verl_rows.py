@@ -8,11 +8,12 @@ from dualkv.bench.show import markdown_table
 
 Row = dict[str, Any]
 # Of both engines' rows that compute the same.
-WORK = ("model", "layers", "groups", "responses", "prompt_len", "response_len", "algorithm")
+WORK = ("model", "layers", "responses", "prompt_len", "response_len", "algorithm")
 
 
 def _work(row: Row) -> tuple[Any, ...]:
-    return row["ranks"], *(row["settings"][name] for name in WORK)
+    s = row["settings"]
+    return row["ranks"], s["groups"] / s["sequence_parallel"], *(s[name] for name in WORK)  # groups a GPU
 
 
 def _packed(row: Row) -> bool:
@@ -35,6 +36,10 @@ def _name(row: Row) -> str:
 def _size(row: Row) -> str:
     s = row["settings"]
     size = f"{s['micro_batch']} responses" if s["micro_batch"] else "whole groups" if _packed(row) else "by tokens"
+    if s["sequence_parallel"] > 1:
+        size += f" on {s['sequence_parallel']} GPUs"
+    if not s.get("hold_gradients", True):
+        size += ", gradients reduced after each"
     return f"{'packed' if _packed(row) else 'veRL'}, {size}"
 
 

@@ -109,7 +109,7 @@ BENCH = {
     "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
     "micro_batch": None, "max_tokens": 110, "strategy": "fsdp2", "sequence_parallel": 1,
     "attention": "sdpa", "head": "torch", "liger": False, "checkpointing": True, "keep": "attention", "offload": False,
-    "dtype": "bf16", "updates": 1, "learning_rate": 1e-6, "algorithm": "dapo",
+    "hold_gradients": True, "dtype": "bf16", "updates": 1, "learning_rate": 1e-6, "algorithm": "dapo",
 }  # fmt: skip
 
 STOCK_BENCH = BENCH | {"engine": "verl", "max_tokens": None, "attention": "math"}
@@ -140,7 +140,14 @@ ONE_MORE: dict[str, dict[str, Any]] = {
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
+    "sp2-bench": {
+        "run": "bench",
+        "rows": [STOCK_BENCH | {"micro_batch": 2, "sequence_parallel": 2, "hold_gradients": False}],
+    },
+    "exchange": {"run": "exchange"},
     "dp2-one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
 }
 
-SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE, 4: FOUR}
+FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
+
+SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE, 4: FOUR | FOUR_MORE}

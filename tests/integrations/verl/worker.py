@@ -23,8 +23,10 @@ import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch.distributed.fsdp import OffloadPolicy
+from transformers.modeling_utils import AttentionInterface
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
@@ -39,7 +41,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from dualkv import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools import bench_verl, train_verl
+from tools import bench_verl, stock_attention, train_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared")
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
@@ -216,6 +218,25 @@ def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
     return {"rows": list(bench_verl.measure_all([bench_verl.settings_of(row) for row in s["rows"]]))}
+
+
+def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
+    """How far Ulysses around the benchmark's attention is from that of whole sequences: output and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, h, 16, 8, generator=generator, dtype=torch.float64) for h in (8, 2, 2, 8))
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    def run(name: str, dout: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        leaves = tuple(x.clone().requires_grad_() for x in leaves)
+        out, _ = AttentionInterface()[name](None, *leaves, None, scaling=0.3)
+        return [out.transpose(1, 2), *torch.autograd.grad(out, leaves, dout.transpose(1, 2))]
+
+    whole = stock_attention.register("math", 8)
+    wanted = run(whole, dout, q, k, v)
+    set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    found = run(bench_verl.exchange_heads(whole), *(x.chunk(ranks, 2)[rank] for x in (dout, q, k, v)))
+    set_ulysses_sequence_parallel_group(None)
+    return {"errors": [float((a - b.chunk(ranks, 2)[rank]).abs().max()) for a, b in zip(found, wanted, strict=True)]}
 
 
 def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
