@@ -220,7 +220,7 @@ def forward(
     planned = forward_plan(segments, device, spec)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
+    lse = q.new_empty((heads, rows), dtype=torch.float32)
     if not segments.prompts_ask:  # rows that no tile has
         out.zero_()
         lse.fill_(math.inf)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bad_input import BAD, BAD_ON_CPU, nothing_runs
+from tests.bad_input import BAD, BAD_ON_CPU, base, nothing_runs
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("attention", "compat", "grpo", "logprobs", "ops")  # whose refusals are all of tensors
@@ -35,6 +35,14 @@ def test_one_sentence_before_anything_runs(bad, monkeypatch):
     with nothing_runs(monkeypatch), Computes() as computes:
         bad.check(call, "cpu")
     assert bad.values or computes.names <= LOOKS
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.function in ("attention", "fwd", "bwd")], ids=str)
+def test_refused_behind_a_good_call_too(bad):
+    """Forms of tensors that a layout has seen are not checked again."""
+    function, arguments = base(bad.function)
+    function(**arguments)
+    bad.check(bad.prepare("cpu"), "cpu")
 
 
 # ---------------------------------------------------------------- none is missing

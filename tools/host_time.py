@@ -2,7 +2,8 @@
 
 Calls one after another on batches so small that the GPU waits for the host, not the host for room in the GPU's queue.
 What a call does on the host does not depend on how long its sequences are. Beside them stand PyTorch's own attention
-and one allocation: on a host that other work loads, those are slow too.
+and one allocation: on a host that other work loads, those are slow too. A core that it shares with others may run at
+half its pace for seconds, so the rounds go on for a while.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from dualkv.bench.show import markdown_table
 SCHEMA = 1
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYOUTS = {"1 group of 4": ([100], [[30] * 4]), "64 groups of 32": ([4] * 64, [[1] * 32] * 64)}
-CALLS, ROUNDS = 100, 5  # 100 backwards are 400 launches: the queue has room for a thousand
+CALLS = 100  # of one kind in a row; 100 backwards are 400 launches: the queue has room for a thousand
+SECONDS = 20.0
 NAMES = {
     "fwd": "`torch.ops.dualkv.fwd`",
     "attention": "`dualkv.attention`, no gradients",
@@ -62,7 +64,7 @@ def calls(layout: Layout) -> dict[str, Callable[[], Any]]:
 
 
 def microseconds(call: Callable[[], Any]) -> list[float]:
-    """Of CALLS calls, after as many that count for nothing where they are the first; the queue is empty before."""
+    """Of each of CALLS calls; the queue is empty before."""
     torch.cuda.synchronize()
     times = []
     for _ in range(CALLS):
@@ -74,17 +76,21 @@ def microseconds(call: Callable[[], Any]) -> list[float]:
 
 
 def measure() -> dict[str, dict[str, dict[str, float]]]:
-    """By layout and call: the median, and the tenth and ninetieth of a hundred, of ROUNDS rounds in turns."""
+    """By layout and call: the median, and the tenth and ninetieth of a hundred, of all rounds in turns."""
+    timed = {name: calls(Layout.from_lengths(*lengths, device="cuda")) for name, lengths in LAYOUTS.items()}
+    times: dict[str, dict[str, list[float]]] = {name: {what: [] for what in of} for name, of in timed.items()}
+    for of in timed.values():
+        for call in of.values():
+            microseconds(call)  # warms up
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        for name, of in timed.items():
+            for what, call in of.items():
+                times[name][what] += microseconds(call)
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, lengths in LAYOUTS.items():
-        timed = calls(Layout.from_lengths(*lengths, device="cuda"))
-        times: dict[str, list[float]] = {what: [] for what in timed}
-        for turn in range(ROUNDS + 1):
-            for what, call in timed.items():
-                took = microseconds(call)
-                times[what] += took if turn else []  # the first round warms up
+    for name, of_layout in times.items():
         found[name] = {}
-        for what, took in times.items():
+        for what, took in of_layout.items():
             tenths = statistics.quantiles(took, n=10)
             found[name][what] = {"median_us": statistics.median(took), "p10_us": tenths[0], "p90_us": tenths[-1]}
     return found
@@ -113,7 +119,7 @@ def main(
     if not torch.cuda.is_available():
         sys.exit("host times are measured on a GPU, and PyTorch finds none here")
     about = {**environment(Meter(), commit), "cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
-    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "calls": CALLS, "rounds": ROUNDS}
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "calls": CALLS, "seconds": SECONDS}
     recorded = {"schema": SCHEMA, **about, "shape": shape, "calls": measure()}
     json_path.write_text(json.dumps(recorded, indent=1) + "\n")
     print(markdown(recorded))
