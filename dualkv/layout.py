@@ -183,9 +183,6 @@ class Segments:
         return found
 
 
-# Host state by the storages of (offsets, parent). An entry lives as long as somebody holds the storages: the Layout, or
-# an autograd graph that saved the tensors after the Layout was dropped. A StorageWeakRef keeps the address from being
-# reused, so an entry never answers for another tensor.
 class _Known(NamedTuple):
     """An entry: the two storages, copies of the tensors as they were, and what was made of them."""
 
@@ -195,6 +192,9 @@ class _Known(NamedTuple):
     segments: Segments
 
 
+# Host state by the storages of (offsets, parent). An entry lives as long as somebody holds the storages: the Layout, or
+# an autograd graph that saved the tensors after the Layout was dropped. A StorageWeakRef keeps the address from being
+# reused, so an entry never answers for another tensor.
 _KNOWN: dict[tuple[int, int], _Known] = {}
 
 
