@@ -227,9 +227,10 @@ def exchange_heads(name: str) -> str:
         """query [1, H, rows of this rank, D] -> [1, rows of this rank, H, D]."""
         repeats = max(get_ulysses_sequence_parallel_world_size() // key.shape[1], 1)
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-        q, k, v = (gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) for x in (query, key, value))
-        out, _ = call(module, q, k, v, mask, **options)
-        return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None
+        # Rows before heads in memory, as where nothing is exchanged.
+        rows = (gather_seq_scatter_heads(x.transpose(1, 2), seq_dim=1, head_dim=2) for x in (query, key, value))
+        out, _ = call(module, *(x.transpose(1, 2) for x in rows), mask, **options)
+        return gather_heads_scatter_seq(out, seq_dim=1, head_dim=2), None
 
     known = f"ulysses-{name}"
     AttentionInterface.register(known, forward)
