@@ -86,12 +86,13 @@ def _tiles(
     straddles = has_own & ((row < prompt_end) | (first != segment_at(offsets, row_end - 1)))
     own_begin = np.where(has_own, offsets[first], row_end)
 
-    # A whole block holds only keys that the first row sees too, and none of another segment than all rows'. The block
-    # that a tile begins with is masked in any case: an own one if there is one, so no row starts on an empty block.
+    # A whole block holds only keys before the first row, and none of another segment than all rows': every row sees a
+    # key of a masked block, its own, and has the reference of its softmax from there; a row without one would make the
+    # tile be done again. The block that a tile begins with is masked in any case: an own one if there is one.
     context_blocks = _blocks(context_begin, context_end, tile_n)
-    context_masked = context_blocks - (np.minimum(row + 1, context_end) - context_begin) // tile_n
+    context_masked = context_blocks - (np.minimum(row, context_end) - context_begin) // tile_n
     own_blocks = _blocks(own_begin, row_end, tile_n)
-    own_masked = own_blocks - np.where(straddles | ~has_own, 0, row + 1 - own_begin) // tile_n
+    own_masked = own_blocks - np.where(straddles | ~has_own, 0, row - own_begin) // tile_n
     context_masked = np.maximum(context_masked, ~has_own)
     own_masked = np.maximum(own_masked, has_own)
 

@@ -67,11 +67,14 @@ def walk(seg, tile, heads):
         q = np.arange(item[items.ROW], item[items.ROW_END])[:, None]
         blocks = list(key_blocks(item, tile.tile_n))
         assert blocks[0][2], "a tile begins with a masked block"
+        referenced = np.zeros(len(q), bool)
         for row, own, masked in blocks:
             keys = np.arange(row, row + tile.tile_n)[None]
             seen = visible(item, q, begin[q], keys, own)
             assert masked or seen.all(), "a block without a mask needs none"
             pairs[q, keys] += seen
+            referenced |= masked & seen.any(1)
+        assert referenced.all(), "every row sees a key of a masked block"
     return stores, pairs
 
 
@@ -93,6 +96,7 @@ groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
 @example([(129, [])], TILES[0], 1)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4)
 @example([(1, [1] * 300)], TILES[0], 4)
+@example([(128, [1, 300])], TILES[0], 4)
 def test_items_cover_each_visible_pair_once(groups, tile, heads):
     groups = [(p, rs) for p, rs in groups]
     while sum(p + sum(rs) for p, rs in groups) > 1200:
