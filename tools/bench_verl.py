@@ -454,7 +454,8 @@ def main(
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
     keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
     hold_gradients: Annotated[
-        bool, typer.Option(help="Whole, until an update's last micro-batch, as veRL does; or reduced after each.")
+        bool,
+        typer.Option(help="Whole, until an update's last micro-batch; or reduced after each, as veRL's trainer does."),
     ] = True,
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",

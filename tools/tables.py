@@ -295,7 +295,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hot-bwd": lambda: hot("bwd"),
     "sanitizers": sanitizers,
     "host": lambda: host_time.markdown(_load("host-h200")),
-    "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "moe")),
+    "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-3", "moe")),
     "verl-scaling": lambda: verl_rows.scaling(_verl("1gpu", "2gpu", "4gpu")),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
