@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,8 @@ SHARES = 3  # no item longer than a cluster's share of all work divided by this 
 SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
 WAVE = 16  # neighbouring items of a KV head that start together, before those of the next: all add to the same dQ
 TAIL = 0.04  # of all steps of a tree: the last ones to start
+FEW = 8  # items a cluster: fewer start longest first, whichever queries they read; their ends are what counts then
+PIECE = 1  # query blocks that beginning and ending an item take, about
 SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
 
 
@@ -86,8 +90,11 @@ def backward_work(
     # Items whose first keys lie in one segment read the same queries.
     run = np.searchsorted(begin, key, side="right") - 1
     slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
-    limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * max(num_sms // tile.cluster, 1))
-    length = _piece_length(blocks, run, per_kv, limit, slab_budget)
+    clusters = max(num_sms // tile.cluster, 1)
+    limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * clusters)
+    lengths = _piece_length(blocks, run, per_kv, limit, slab_budget)
+    few = len(blocks) * kv_heads < FEW * clusters
+    length = min(lengths, key=lambda x: _span(blocks, x, kv_heads, clusters)) if few else next(lengths)
     pieces = -(-blocks // length)
     item, piece = np.repeat(np.arange(len(key)), pieces), positions(pieces)
     piece_end = block_end[item] - piece * length[item]
@@ -119,6 +126,8 @@ def backward_work(
         within = positions(np.diff(np.append(np.flatnonzero(starts), len(order))))
         starts |= (within % WAVE == 0) & ~split[item[order]]
     work = _by_kv_head(base[order], np.flatnonzero(starts), kv_heads, num_slabs)
+    if few and not deterministic:
+        work = work[np.argsort(work[:, items.BLOCK_BEGIN] - work[:, items.BLOCK_END], kind="stable")]
 
     sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
     sums[:, :, items.SUM_KV_HEAD] = np.arange(kv_heads)[:, None]
@@ -210,21 +219,37 @@ def _in_turns(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, Int
     return np.array(end, np.int64), np.array(previous, np.int64)
 
 
-def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budget: int) -> IntArray:
-    """Query blocks of each item's pieces, cut from its end: at most `limit` steps, as far as `budget` slabs allow.
+def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budget: int) -> Iterator[IntArray]:
+    """Query blocks of each item's pieces, cut from its end: at most `limit` steps, as far as `budget` slabs allow; then
+    longer ones, up to whole items.
 
-    One length for the items of a run, whose ends coincide: pieces that start together read the same queries.
+    One length for the items of a run, whose ends coincide: pieces that start together read the same queries. Those of
+    its longest item are equal; where the budget does not pay for that, its first one is shorter.
     """
     longest = np.zeros(run.max(initial=-1) + 1, np.int64)
     np.maximum.at(longest, run, blocks)
     limit = max(limit, SHORTEST_PIECE)
     while True:
         count = np.maximum(-(-longest * per_kv // limit), 1)
-        length = np.maximum(-(-longest // count), 1)[run]
-        pieces = -(-blocks // length)
-        if pieces[pieces > 1].sum() <= budget:
-            return length
+        for lengths in (-(-longest // count), np.minimum(longest, -(-limit // per_kv))):
+            length = np.maximum(lengths, 1)[run]
+            pieces = -(-blocks // length)
+            if pieces[pieces > 1].sum() <= budget:
+                yield length
+        if (count == 1).all():
+            return
         limit += limit // 4
+
+
+def _span(blocks: IntArray, length: IntArray, kv_heads: int, clusters: int) -> int:
+    """Query blocks of the cluster that takes most, when each in turn takes the longest piece that is left."""
+    pieces = -(-blocks // length)
+    first = blocks - (pieces - 1) * length
+    taken = np.sort(np.concatenate([first, np.repeat(length, pieces - 1)]).repeat(kv_heads))[::-1] + PIECE
+    loads = [0] * clusters
+    for piece in taken.tolist():
+        heapq.heapreplace(loads, loads[0] + piece)
+    return max(loads)
 
 
 def _by_kv_head(base: Table, starts: IntArray, kv_heads: int, num_slabs: int) -> Table:

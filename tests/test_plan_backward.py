@@ -1,6 +1,7 @@
 """The backward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
 
 import bisect
+import heapq
 import time
 from dataclasses import replace
 
@@ -271,12 +272,37 @@ def test_trees_of_any_lengths_take_about_as_few_steps_as_they_can():
 
 
 def test_items_of_a_head_stay_together_and_long_ones_come_first():
-    plan = backward_work(segments([4096, 600], [[512] * 8, [100] * 4]), backward_tile(128), 8, 2, 132)
+    plan = backward_work(segments([4096, 600], [[512] * 8, [100] * 4]), backward_tile(128), 8, 2, 8)
     steps = plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]
     head = plan.items[:, items.KV_HEAD]
     assert (plan.items[: 2 * 16, items.KEY] < 4096).all()
     assert (np.diff(head[: 2 * 16]) != 0).sum() == 1
     assert steps[-1] <= 7
+
+
+def balance(plan, clusters):
+    """Mean over longest time of clusters that take items in order, each when it is done with the last."""
+    loads = [0] * clusters
+    for item in plan.items:
+        heapq.heapreplace(loads, loads[0] + int(item[items.BLOCK_END] - item[items.BLOCK_BEGIN]))
+    return sum(loads) / clusters / max(loads)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "head_dim", "kv_heads", "least"),
+    [
+        (11245, [270, 400, 500, 648], 128, 2, 0.96),
+        (4110, [1309] * 2, 64, 2, 0.95),
+        (10622, [38] * 8, 128, 4, 0.95),
+        (3706, [148] * 7, 64, 8, 0.95),
+        (2578, [151, 313, 156, 255], 96, 4, 0.75),  # 66 clusters for 56 items, 5 of which it may split
+    ],
+)
+def test_few_items_end_together(prompt, responses, head_dim, kv_heads, least):
+    seg, tile = segments([prompt], [responses]), backward_tile(head_dim)
+    plan = backward_work(seg, tile, 32, kv_heads, 132)
+    check(seg, tile, plan, 32, kv_heads)
+    assert balance(plan, 66) > least
 
 
 def test_long_prompts_go_in_waves_of_key_blocks():
