@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import sys
 import types
 
 import pytest
@@ -54,6 +56,14 @@ def constant(value, parts=()):
     return make
 
 
+def parses_arguments(inputs, direction):
+    """As the DSL of FlashAttention-4 does when it compiles."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-diagnostic", choices=["all", "fail"])
+    parser.parse_known_args()
+    return constant(1.0)(inputs, direction)
+
+
 def broken(inputs, direction):
     raise NotImplementedError("head_dim 16 is not\n supported")
 
@@ -92,6 +102,14 @@ def measured(monkeypatch, makers, limit=None, meter=None, direction="fwd"):
     result = run.bench(workload, direction, list(makers), 0.01, 3, clock, meter, track)
     assert len(done) == len(makers) * 4
     return workload, result
+
+
+def test_sides_do_not_see_the_options_of_the_program(no_gpu, monkeypatch):
+    given = ["dualkv", "bench", "-d", "bwd"]
+    monkeypatch.setattr(sys, "argv", given)
+    _, result = measured(monkeypatch, {"dualkv": constant(1.0), "fa4-3-calls": parses_arguments})
+    assert not any("error" in figures for figures in result["sides"].values())
+    assert sys.argv is given
 
 
 def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
