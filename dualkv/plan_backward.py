@@ -57,7 +57,8 @@ def backward_work(
         tile: tile configuration of the kernel.
         heads, kv_heads: H, a multiple of Hk.
         num_sms: multiprocessors of the device.
-        deterministic: items start in the order of their keys, in which they add to dQ.
+        deterministic: items add to dQ in the order of their keys, and start in an order in which none waits for a later
+            one: that of their keys, but for responses (see `_late`).
     """
     begin = segments.offsets[:-1][segments.lengths > 0]
     step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
@@ -95,6 +96,19 @@ def backward_work(
     lengths = _piece_length(blocks, run, per_kv, limit, slab_budget)
     few = len(blocks) * kv_heads < FEW * clusters
     length = min(lengths, key=lambda x: _span(blocks, x, kv_heads, clusters)) if few else next(lengths)
+    turn, apart = np.zeros_like(group), np.zeros(len(group), bool)
+    if deterministic and segments.max_depth == 2 and (length >= blocks).all():
+        response = segments.parent[segments.lengths > 0][run] != -1
+        late = _late(group, response, clusters // kv_heads)
+        # A group's first block of queries may hold rows of the group before, whose late items add to it first: what the
+        # group's first item does there starts behind them, as a piece of its own.
+        shares = np.append(False, group[1:] != group[:-1]) & (block_begin * tile.tile_m < key)
+        apart = shares & np.append(False, late[:-1])
+        if 2 * (apart & (blocks > 1)).sum() <= slab_budget:
+            length = np.where(apart & (blocks > 1), blocks - 1, length)
+            turn = 4 * group + np.where(response, np.where(late, 5, 3), 0)
+        else:
+            apart[:] = False
     pieces = -(-blocks // length)
     item, piece = np.repeat(np.arange(len(key)), pieces), positions(pieces)
     piece_end = block_end[item] - piece * length[item]
@@ -112,7 +126,7 @@ def backward_work(
     base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
     part = run[item]
     if deterministic:
-        order = np.lexsort((piece, item))
+        order = np.lexsort((piece, item, turn[item] + 2 * (apart[item] & (piece == pieces[item] - 1))))
     elif segments.max_depth > 2:
         ends, then = _tree_order(block_end[item], piece_begin, piece_end)
         order = np.lexsort((item, then, ends))
@@ -189,6 +203,16 @@ def _tree_order(end: IntArray, piece_begin: IntArray, piece_end: IntArray) -> tu
     steps = np.cumsum((piece_end - piece_begin)[by_end])
     tail = np.append(end[by_end], 0)[np.searchsorted(steps, steps[-1:] * TAIL)]
     return -np.maximum(end, tail), np.where(end <= tail, piece_begin - piece_end, -piece_end)
+
+
+def _late(group: IntArray, response: npt.NDArray[np.bool_], room: int) -> npt.NDArray[np.bool_]:
+    """Items of groups whose responses start behind the next group's prompt, where that fits (`room`: items at once).
+
+    Right behind its own group's prompt, a response's item would wait until the prompt's items, which began at the
+    group's last rows, have come to its own: 1.19 times the time of sums in any order on 64 groups of 8, 1.06 like this.
+    """
+    prompts = np.bincount(group[~response], minlength=group.max(initial=-1) + 2)[1:]
+    return ((prompts > 0) & (prompts <= room))[group]
 
 
 def _in_turns(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, IntArray]:
