@@ -155,7 +155,7 @@ def backward_specs(
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
         return KernelSpec(operation, dtype, native, 1, tile, asked)
 
-    by_warp = tile.deterministic and native <= 128
+    by_warp = native == 128 or (tile.deterministic and native < 128)
     return BackwardSpecs(
         spec("bwd_preprocess", RowTile(tile.tile_m)),
         spec("bwd", tile),

@@ -78,7 +78,7 @@ class BackwardTile:
         tile_n: keys a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
-        late: head dims up to 128, sums in any order: reductions of dQ (of some 10 a thread) that wait until the next
+        late: head dims below 128, sums in any order: reductions of dQ (of some 10 a thread) that wait until the next
             scores are computed.
         heads_inside: a CTA walks all query heads of a block of rows before the next rows, else one head after another.
         deterministic: dQ is summed in the order of the keys.
@@ -100,7 +100,7 @@ class BackwardTile:
 BACKWARD_TILES = {
     64: BackwardTile(tile_m=128),
     96: BackwardTile(tile_m=80),
-    128: BackwardTile(tile_m=80, late=2, heads_inside=True),
+    128: BackwardTile(tile_m=80, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
 }
@@ -123,7 +123,7 @@ class RowTile:
 @dataclass(frozen=True)
 class DqTile:
     """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as of the :class:`BackwardTile`, and
-    whether its warps leave their dQ each in one piece, as sums in a fixed order up to head dim 128 do."""
+    whether its warps leave their dQ each in one piece: at head dim 128, and below it for sums in a fixed order."""
 
     tile_m: int
     by_warp: bool = False

@@ -1,4 +1,6 @@
-"""Attention backward for head dims up to 128: two MMA warp groups, and P and dS feed dV and dK from registers.
+"""Attention backward for head dims up to 96, and what 128 shares with them.
+
+Two MMA warp groups; P and dS feed dV and dK from registers.
 
 Transposed products, so that rows are keys (S^T = K Q^T) or columns of the head dim (dQ^T = K^T dS^T). For S, dP, dV and
 dK each warp group has 64 of the 128 keys. dQ needs all keys: dS passes through shared memory, and each warp group has
@@ -57,7 +59,7 @@ class State:
 class NarrowBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
-    HEAD_DIMS = (64, 96, 128)
+    HEAD_DIMS: tuple[int, ...] = (64, 96)
     DS: int  # numbers of mbarriers
     USED: int
     STAGED: int
@@ -83,7 +85,7 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def staged(self) -> bool:
-        """Whether dQ passes through shared memory."""
+        """Whether dQ passes through shared memory: below head dim 128 for sums in a fixed order."""
         return self.want_dq and self.deterministic
 
     @property
@@ -140,30 +142,32 @@ class NarrowBackward(BackwardFrame):
         self, wg: cutlass.Constexpr, sdQ: cute.Tensor, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
         bars: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
-        """Add a warp group's part of dQ to global memory, block by block, each when its turn has come.
+        """Add a warp group's part of dQ to global memory, block by block; in a fixed order when its turn has come.
 
-        The CTAs of a cluster add to the same rows, one after the other. The second one's products go on meanwhile: dQ
-        in shared memory is a block behind them, so stages that the first one waits for are released.
+        In a fixed order, the CTAs of a cluster add to the same rows one after the other. The second one's products go
+        on until its next dQ is ready, so stages that the first one waits for are released.
         """
         kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
         mb, h = mb1 - 1, kv_head * heads_per_kv
         first, floats = 4 * wg * self.dq_warp_floats, self.dq_warps[wg] * self.dq_warp_floats
         for it in cutlass.range(0, (mb1 - mb0) * heads_per_kv, 1, unroll=1):
             lock = self.lock_of(locks, h, num_blocks, mb, wg)
-            turn = cutlass.select_(mb < end, place, before) * self.cluster
-            if const_expr(self.cluster == 2):
-                turn = cutlass.select_(self.rank() == 0, turn, place * 2 + 1)
-            while load_acquire(lock) != turn:
-                pass
-            cute.arch.sync_warp()
+            if const_expr(self.deterministic):
+                turn = cutlass.select_(mb < end, place, before) * self.cluster
+                if const_expr(self.cluster == 2):
+                    turn = cutlass.select_(self.rank() == 0, turn, place * 2 + 1)
+                while load_acquire(lock) != turn:
+                    pass
+                cute.arch.sync_warp()
             cute.arch.mbarrier_wait(bars + self.STAGED + wg, it & 1)
             with cute.arch.elect_one():
                 bulk_add(self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + first, sdQ.iterator + first, 4 * floats)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(bars + self.FREE + wg)
-                cute.arch.cp_async_bulk_wait_group(0)
-                store_release(lock, place * self.cluster + self.rank() + 1)
+                if const_expr(self.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    store_release(lock, place * self.cluster + self.rank() + 1)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
 
     # ---------------------------------------------------------------- MMA warp groups
@@ -246,30 +250,7 @@ class NarrowBackward(BackwardFrame):
             warp_id < sum(self.dq_warps), scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
             sQ, sdO, sStat,
         )  # fmt: skip
-        total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
-        acc_S, acc_new = self.scores(state, Int32(0))
-        self.probabilities(state, acc_S, acc_new, Int32(0), mb)
-        step = self.ordered_step if self.staged else self.step
-        if total == 1:
-            step(state, Int32(0), (h, mb), mb, True, True)
-        else:
-            next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-            step(state, Int32(0), (h, mb), next_mb, True, False)
-            for it in cutlass.range(1, total - 1, 1, unroll=1):
-                previous = (h, mb)
-                mb, h = next_mb, next_h
-                next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-                step(state, it, previous, next_mb, False, False)
-            step(state, total - 1, (h, mb), next_mb, False, True)
-            mb, h = next_mb, next_h
-        if const_expr(self.want_dq):
-            cute.arch.mbarrier_wait(bars + self.DS, (total - 1) & 1)  # dQ of the last block
-            acc_dQ = self.issue_dq(state, total - 1)
-            warpgroup.wait_group(0)
-            if const_expr(self.staged):
-                self.stage_dq(state, acc_dQ, total - 1)
-            else:
-                self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
+        self.walk(state, (kv_head, mb0, mb1), heads_per_kv)
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[e] = acc_dK[e] * scale
@@ -288,6 +269,35 @@ class NarrowBackward(BackwardFrame):
                 self.store_slab(acc_dK, slabs.iterator + first, row)
             if const_expr(self.want_dv):
                 self.store_slab(acc_dV, slabs.iterator + (first + N * D), row)
+
+    @cute.jit
+    def walk(self, state: Any, blocks: Any, heads_per_kv: Int32) -> None:
+        """The loop over query blocks [mb0, mb1) of a KV head's query heads."""
+        kv_head, mb0, mb1 = blocks
+        total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
+        acc_S, acc_new = self.scores(state, Int32(0))
+        self.probabilities(state, acc_S, acc_new, Int32(0), mb)
+        step = self.ordered_step if self.staged else self.step
+        if total == 1:
+            step(state, Int32(0), (h, mb), mb, True, True)
+        else:
+            next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+            step(state, Int32(0), (h, mb), next_mb, True, False)
+            for it in cutlass.range(1, total - 1, 1, unroll=1):
+                previous = (h, mb)
+                mb, h = next_mb, next_h
+                next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+                step(state, it, previous, next_mb, False, False)
+            step(state, total - 1, (h, mb), next_mb, False, True)
+            mb, h = next_mb, next_h
+        if const_expr(self.want_dq):
+            cute.arch.mbarrier_wait(state.bars + self.DS, (total - 1) & 1)  # dQ of the last block
+            acc_dQ = self.issue_dq(state, total - 1)
+            warpgroup.wait_group(0)
+            if const_expr(self.staged):
+                self.stage_dq(state, acc_dQ, total - 1)
+            else:
+                self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
 
     def scores(self, state: State, it: Int32, between: Callable[[], None] | None = None) -> tuple[Any, Any]:
         """Issue S^T and dP^T (not for dV alone) of block `it`; `between` is work to do before the second."""
@@ -323,8 +333,11 @@ class NarrowBackward(BackwardFrame):
         self.contain(state, it % self.stages, mb * self.tile_m)
 
     @cute.jit
-    def contain(self, state: Any, stage: Int32, m0: Int32) -> None:
-        """What is not finite in rows of Q and dO stays with the keys that see them. All MMA warps agree on it."""
+    def contain(self, state: Any, stage: Int32, m0: Int32, again: cutlass.Constexpr = None) -> None:
+        """What is not finite in rows of Q and dO stays with the keys that see them. All MMA warps agree on it.
+
+        again: called where statistics have changed.
+        """
         s, (key, key_visible, clean_begin, clean_end) = state, state.masks
         dpsum, threads = self.dpsums(s.sStat, stage), 128 * self.warp_groups
         if self.any_broken(dpsum, m0, clean_begin, clean_end):
@@ -340,6 +353,8 @@ class NarrowBackward(BackwardFrame):
                 dpsum[tid] = cutlass.select_(dpsum[tid] == dpsum[tid], dpsum[tid], Float32(0.0))
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+            if const_expr(again is not None):
+                again()
 
     def score_gradients(self, state: State, stage: Int32) -> cute.Tensor:
         """dS^T = P^T * (dP^T - dpsum) as the operand of dK. P^T rounded serves: no register holds it in fp32."""
@@ -403,6 +418,8 @@ class NarrowBackward(BackwardFrame):
         self.release(s.bars + self.EMPTY_Q + stage)
         if not first:
             warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(s.bars + self.USED + (it - 1) % 2)
             self.stage_dq(s, acc_dQ, it - 1)
         if not last:
             acc_S, acc_new = self.scores(s, it + 1)
@@ -449,8 +466,6 @@ class NarrowBackward(BackwardFrame):
     def stage_dq(self, state: Any, acc_dQ: cute.Tensor, it: Int32) -> None:
         """dQ^T of block `it`, which is ready, to shared memory for `add_up`."""
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(state.bars + self.USED + it % 2)
         cute.arch.mbarrier_wait(state.bars + self.FREE + warp_id // 4, it & 1 ^ 1)
         if warp_id < sum(self.dq_warps):
             place = state.dq_dst
