@@ -155,12 +155,11 @@ def backward_specs(
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
         return KernelSpec(operation, dtype, native, 1, tile, asked)
 
-    by_warp = native == 128 or (tile.deterministic and native < 128)
     return BackwardSpecs(
         spec("bwd_preprocess", RowTile(tile.tile_m)),
         spec("bwd", tile),
         None if gradients == "q" else spec("bwd_sum", SlabTile(tile.tile_n, tile.cluster)),
-        spec("bwd_postprocess", DqTile(tile.tile_m, by_warp)) if "q" in gradients else None,
+        spec("bwd_postprocess", DqTile(tile.tile_m)) if "q" in gradients else None,
     )
 
 

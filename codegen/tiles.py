@@ -78,9 +78,8 @@ class BackwardTile:
         tile_n: keys a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
-        late: head dims below 128, sums in any order: reductions of dQ (of some 10 a thread) that wait until the next
-            scores are computed.
-        heads_inside: a CTA walks all query heads of a block of rows before the next rows, else one head after another.
+        heads_inside: a CTA walks all query heads of a block of rows before the next rows (up to head dim 128), else one
+            head after another (beyond).
         deterministic: dQ is summed in the order of the keys.
     """
 
@@ -88,7 +87,6 @@ class BackwardTile:
     tile_n: int = 128
     stages: int = 2
     cluster: int = 2
-    late: int = 4
     heads_inside: bool = False
     deterministic: bool = False
 
@@ -98,8 +96,8 @@ class BackwardTile:
 
 
 BACKWARD_TILES = {
-    64: BackwardTile(tile_m=128),
-    96: BackwardTile(tile_m=80),
+    64: BackwardTile(tile_m=128, heads_inside=True),
+    96: BackwardTile(tile_m=96, heads_inside=True),
     128: BackwardTile(tile_m=80, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
@@ -109,8 +107,7 @@ BACKWARD_TILES = {
 def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
     """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
     tile = BACKWARD_TILES[kernel_head_dim(head_dim)]
-    # Sums in a fixed order: a CTA waits where it goes on to its next query head; with heads inside once an item.
-    return replace(tile, deterministic=True, heads_inside=head_dim <= 128) if deterministic else tile
+    return replace(tile, deterministic=True) if deterministic else tile
 
 
 @dataclass(frozen=True)
@@ -122,11 +119,9 @@ class RowTile:
 
 @dataclass(frozen=True)
 class DqTile:
-    """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as of the :class:`BackwardTile`, and
-    whether its warps leave their dQ each in one piece: at head dim 128, and below it for sums in a fixed order."""
+    """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as of the :class:`BackwardTile`."""
 
     tile_m: int
-    by_warp: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import cutlass
 
-from cute_kernels.bwd_128 import Backward128
 from cute_kernels.bwd_frame import BackwardFrame
 from cute_kernels.bwd_narrow import NarrowBackward
 from cute_kernels.bwd_wide import WideBackward
@@ -18,5 +17,5 @@ from cute_kernels.bwd_wide import WideBackward
 
 def backward_kernel(dtype: type[cutlass.Numeric], head_dim: int, **tile: Any) -> BackwardFrame:
     """The main kernel of a native head dim; arguments and errors as of :class:`BackwardFrame`."""
-    frame = Backward128 if head_dim == 128 else NarrowBackward if head_dim < 128 else WideBackward
+    frame = NarrowBackward if head_dim <= 128 else WideBackward
     return frame(dtype, head_dim, **tile)

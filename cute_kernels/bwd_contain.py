@@ -120,15 +120,15 @@ class Containment:
     def settle(
         self,
         acc_dP: cute.Tensor,
-        dpsum: cutlass.Constexpr,
+        dpsum: cute.Tensor,  # (4, M/16): this thread's
         m0: Int32,
         key: cute.Tensor,
         key_visible: cute.Tensor,
         clean_begin: Int32,
     ) -> None:
-        """dP^T: 0 of hidden pairs, else NaN in broken rows. dpsum(c): this thread's 4 of 16 rows."""
+        """dP^T: 0 of hidden pairs, else NaN in broken rows."""
         for c in cutlass.range_constexpr(self.tile_m // 16):
-            own = dpsum(c)
+            own = dpsum[None, c]
             total = own[0] + own[1] + own[2] + own[3]
             if total != total or clean_begin == ALL_MASKED:
                 for e in cutlass.range_constexpr(8 * c, 8 * c + 8):

@@ -88,7 +88,6 @@ class BackwardFrame(Loads, Containment, Results):
         tile_n: int = 128,
         stages: int = 2,
         cluster: int = 2,
-        late: int = 4,
         heads_inside: bool = False,
         deterministic: bool = False,
     ) -> None:
@@ -98,10 +97,8 @@ class BackwardFrame(Loads, Containment, Results):
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
         if cluster not in (1, 2):
             raise ValueError(f"got clusters of {cluster}, expected 1 or 2")
-        if heads_inside and head_dim > 128:
-            raise ValueError(f"got heads_inside and head_dim {head_dim}, expected up to 128")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
-        self.stages, self.cluster, self.late, self.deterministic = stages, cluster, late, deterministic
+        self.stages, self.cluster, self.deterministic = stages, cluster, deterministic
         self.heads_inside = heads_inside
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.want_dp = self.want_dq or self.want_dk

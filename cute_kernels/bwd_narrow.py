@@ -1,17 +1,18 @@
-"""Attention backward for head dims up to 96, and what 128 shares with them.
-
-Two MMA warp groups; P and dS feed dV and dK from registers.
+"""Attention backward for head dims up to 128: two MMA warp groups; P and dS feed dV and dK from registers.
 
 Transposed products, so that rows are keys (S^T = K Q^T) or columns of the head dim (dQ^T = K^T dS^T). For S, dP, dV and
 dK each warp group has 64 of the 128 keys. dQ needs all keys: dS passes through shared memory, and each warp group has
 64 columns of the head dim, or (head dim 64) half of the query rows.
 
-Sums of dQ in any order go to global memory from registers. Sums in a fixed order must wait for their turn: a warp group
-leaves its dQ in shared memory, and a warp beside the loader waits and has the copy engine add it.
+dQ leaves through shared memory too, from where a warp beside the loader has the copy engine add it to global memory, in
+a fixed order when its turn has come: from registers, additions hold the products up.
+
+The tensor cores and what lies between products take about as long as each other, so warp groups must not wait for one
+another. dQ is that of the block before: by then the other warp group's dS has long been there. One mbarrier a block
+says both that it is and that the buffer of the one before may be written again.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,6 @@ from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
 from cute_kernels.ptx import bulk_add, load_acquire, store_release
 
-AHEAD = 3  # quads of lse2 asked for before S runs: as many as there are registers for
-
 
 @dataclass
 class State:
@@ -38,19 +37,17 @@ class State:
     mma_dQ: cute.TiledMma
     frags: dict[str, cute.Tensor]  # operands in shared memory
     acc_dP: cute.Tensor  # dP^T of the current block
-    tP: cute.Tensor  # P^T of the current block, operand of dV
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     stat: cute.Tensor  # (4, M/16, lse2 or dpsum, stage)
     copy_dS: cute.TiledCopy
     dS_dst: cute.Tensor
     tid: Int32
-    num_blocks: Int32  # query blocks a head
-    dq_dst: cute.Pointer  # this thread's place in block 0 of dQ, or in shared memory where dQ is staged
-    dq_wanted: cutlass.Boolean  # this thread holds columns of the head dim
+    dq_dst: cute.Pointer | None  # this thread's place in the dQ that leaves
     scale_log2: Float32
     bars: cute.Pointer
     masks: tuple[Any, ...]
+    seen: tuple[Int32, Int32]  # all rows that see keys of this warp group lie from the one to below the other
     sQ: cute.Tensor
     sdO: cute.Tensor
     sStat: cute.Tensor
@@ -59,21 +56,16 @@ class State:
 class NarrowBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
-    HEAD_DIMS: tuple[int, ...] = (64, 96)
-    DS: int  # numbers of mbarriers
-    USED: int
+    HEAD_DIMS = (64, 96, 128)
+    MET: int  # numbers of mbarriers
     STAGED: int
     FREE: int
 
     def check_tile(self) -> None:
-        if self.tile_n != 128:
-            raise ValueError(f"tile_n is {self.tile_n}, expected 128")
+        if self.tile_n != 128 or self.stages != 2 or not self.heads_inside:
+            raise ValueError("expected tile_n 128, 2 stages and heads_inside")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 256:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 256")
-        if not 0 <= self.late <= self.dq_chunks:
-            raise ValueError(f"late is {self.late}, expected 0 to {self.dq_chunks}")
-        if self.stages < 2:
-            raise ValueError(f"got {self.stages} stages, expected 2 or more: the next block is asked for early")
 
     @property
     def k_columns(self) -> int:
@@ -81,12 +73,12 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def buffers(self) -> int:
-        return 2 if self.staged else 3  # of dS alone
+        return 2  # of dS
 
     @property
-    def staged(self) -> bool:
-        """Whether dQ passes through shared memory: below head dim 128 for sums in a fixed order."""
-        return self.want_dq and self.deterministic
+    def early(self) -> int:
+        """Sixteens of rows whose dpsum is loaded while dP runs: all, or as many as there are registers for."""
+        return self.tile_m // 16 - (int(self.head_dim == 128) if self.want_dq else 3)
 
     @property
     def dq_warps(self) -> list[int]:
@@ -95,11 +87,11 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def staged_floats(self) -> int:
-        return self.tile_m * self.head_dim if self.staged else 0
+        return self.tile_m * self.head_dim if self.want_dq else 0
 
     def own_barriers(self) -> list[tuple[str, int, int]]:
-        """dS written; where dQ is staged: a buffer of dS read, a warp group's dQ in shared memory, gone from there."""
-        return [("DS", 1, 8), *([("USED", 2, 8), ("STAGED", 2, 4), ("FREE", 2, 1)] if self.staged else [])]
+        """A block's dS written and the one before used; a warp group's dQ in shared memory; gone from there."""
+        return [("MET", 1, 8), ("STAGED", 2, 4), ("FREE", 2, 1)] if self.want_dq else []
 
     @property
     def dq_rows(self) -> int:
@@ -113,7 +105,7 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def dq_warp_floats(self) -> int:
-        """Floats of dQ a warp, for one query block, where staged: [warp][chunk of 8 rows][lane][4]."""
+        """Floats of dQ a warp, for one query block: [warp][chunk of 8 rows][lane][4]."""
         return 16 * self.dq_rows
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
@@ -132,7 +124,7 @@ class NarrowBackward(BackwardFrame):
         self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
         bars: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
-        if const_expr(self.staged):
+        if const_expr(self.want_dq):
             for wg in cutlass.range_constexpr(2):
                 if warp_idx == 1 + wg:
                     self.add_up(wg, own, dq_acc, locks, num_blocks, bars, item, heads_per_kv)
@@ -234,21 +226,23 @@ class NarrowBackward(BackwardFrame):
             key[r] = n - lane % 4 * 2
             key_visible[r] = (visible_end[n] if n < key_end else 0) - lane % 4 * 2
 
+        seen_to = Int32(0)
+        for n in (n0 + wg * 64 + lane, n0 + wg * 64 + 32 + lane):
+            seen_to = cutlass.max(seen_to, visible_end[n] if n < key_end else 0)
+        seen = n0 + wg * 64, cute.arch.warp_redux_sync(seen_to, "max")
+
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         if const_expr(self.want_dp):
             cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
             clean_begin = self.clean_keys(sK, sV, clean_begin)
 
-        # Carried from block to block: dP^T in fp32, P^T as the operand of dV.
-        acc_dP = cute.make_rmem_tensor(mma_S.partition_shape_C((64, M)), Float32)  # M/2 registers
-        tP = cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, M)), self.dtype)  # M/4 registers
+        acc_dP = cute.make_rmem_tensor(mma_S.partition_shape_C((64, M)), Float32)
+        dq_dst = None
+        if const_expr(self.want_dq):
+            dq_dst = sdQ.iterator + (warp_id * self.dq_warp_floats + lane * 4)
         state = State(
-            mma_S, mma_dKV, mma_dQ, frags, acc_dP, tP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid,
-            num_blocks,
-            sdQ.iterator + (warp_id * self.dq_warp_floats + tid % 32 * 4) if const_expr(self.staged)
-            else dq_acc.iterator + (wg * 128 + tid) * 4,
-            warp_id < sum(self.dq_warps), scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end),
-            sQ, sdO, sStat,
+            mma_S, mma_dKV, mma_dQ, frags, acc_dP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid, dq_dst,
+            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), seen, sQ, sdO, sStat,
         )  # fmt: skip
         self.walk(state, (kv_head, mb0, mb1), heads_per_kv)
         if const_expr(self.want_dk):
@@ -272,195 +266,172 @@ class NarrowBackward(BackwardFrame):
 
     @cute.jit
     def walk(self, state: Any, blocks: Any, heads_per_kv: Int32) -> None:
-        """The loop over query blocks [mb0, mb1) of a KV head's query heads."""
+        """The loop over query blocks [mb0, mb1) of a KV head's query heads, from the last one down: three loops, as
+        rows behind all and before all that see this warp group's keys may be in the first blocks and the last."""
         kv_head, mb0, mb1 = blocks
-        total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
-        acc_S, acc_new = self.scores(state, Int32(0))
-        self.probabilities(state, acc_S, acc_new, Int32(0), mb)
-        step = self.ordered_step if self.staged else self.step
-        if total == 1:
-            step(state, Int32(0), (h, mb), mb, True, True)
-        else:
-            next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-            step(state, Int32(0), (h, mb), next_mb, True, False)
-            for it in cutlass.range(1, total - 1, 1, unroll=1):
-                previous = (h, mb)
-                mb, h = next_mb, next_h
-                next_mb, next_h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-                step(state, it, previous, next_mb, False, False)
-            step(state, total - 1, (h, mb), next_mb, False, True)
-            mb, h = next_mb, next_h
+        mb, h = mb1 - 1, kv_head * heads_per_kv
+        first, last = state.seen
+        begin = cutlass.max(mb0, cutlass.min(mb1, first // self.tile_m))
+        end = cutlass.max(begin, cutlass.min(mb1, (last + self.tile_m - 1) // self.tile_m))
+        seen, unseen, total = (mb1 - end) * heads_per_kv, (mb1 - begin) * heads_per_kv, (mb1 - mb0) * heads_per_kv
+        for it in cutlass.range(0, seen, 1, unroll=1):
+            self.pass_over(state, it, mb)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+        for it in cutlass.range(seen, unseen, 1, unroll=1):
+            self.block(state, it, mb)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+        for it in cutlass.range(unseen, total, 1, unroll=1):
+            self.pass_over(state, it, mb)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
         if const_expr(self.want_dq):
-            cute.arch.mbarrier_wait(state.bars + self.DS, (total - 1) & 1)  # dQ of the last block
+            cute.arch.mbarrier_wait(state.bars + self.MET, total - 1 & 1)
             acc_dQ = self.issue_dq(state, total - 1)
             warpgroup.wait_group(0)
-            if const_expr(self.staged):
-                self.stage_dq(state, acc_dQ, total - 1)
-            else:
-                self.add_dq(state, acc_dQ, (h, mb), 0, self.dq_chunks)
+            self.stage_dq(state, acc_dQ, total - 1)
 
-    def scores(self, state: State, it: Int32, between: Callable[[], None] | None = None) -> tuple[Any, Any]:
-        """Issue S^T and dP^T (not for dV alone) of block `it`; `between` is work to do before the second."""
-        stage, phase = self.ring(it)
-        acc_S, acc_new = [cute.make_rmem_tensor(state.acc_dP.shape, Float32) for _ in range(2)]
-        cute.arch.mbarrier_wait(state.bars + self.FULL_Q + stage, phase)
-        gemm(state.mma_S, acc_S, state.frags["K"], state.frags["Q"][None, None, None, stage], True)
-        if between is not None:
-            between()
-        cute.arch.mbarrier_wait(state.bars + self.FULL_DO + stage, phase)
+    def block(self, state: State, it: Int32, mb: Int32) -> None:
+        """S, dP, dV and dK of block `it`, whose query rows are block `mb`, and dQ of the one before. Nothing is in
+        flight at either end, and few accumulators are at a time: else the compiler makes every product wait."""
+        s, (stage, phase), chunks = state, self.ring(it), self.tile_m // 16
+        acc_S, acc_dP = [cute.make_rmem_tensor(s.acc_dP.shape, Float32) for _ in range(2)]
+        cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
+        gemm(s.mma_S, acc_S, s.frags["K"], s.frags["Q"][None, None, None, stage], True)
+        lse2, dpsum = [cute.make_rmem_tensor(self.tile_m // 4, Float32) for _ in range(2)]
+        self.load_stats(s, lse2, 0, stage, 0, chunks)  # while S runs: a load later waits behind products
+        cute.arch.mbarrier_wait(s.bars + self.FULL_DO + stage, phase)
         if self.want_dp:
-            gemm(state.mma_S, acc_new, state.frags["V"], state.frags["dO"][None, None, None, stage], True)
-        return acc_S, acc_new
-
-    def probabilities(
-        self, state: State, acc_S: cute.Tensor, acc_new: cute.Tensor, it: Int32, mb: Int32, ahead: Any = ()
-    ) -> None:
-        """S^T and dP^T of block `it` are in flight: P^T while dP^T runs. Leaves nothing in flight. `ahead`: lse2 of the
-        first rows."""
+            gemm(s.mma_S, acc_dP, s.frags["V"], s.frags["dO"][None, None, None, stage], True)
         warpgroup.wait_group(1 if self.want_dp else 0)
-        self.mask(acc_S, mb * self.tile_m, *state.masks)
-        for c in range(self.tile_m // 16):  # 16 query rows at a time
-            lse2 = ahead[c] if c < len(ahead) else self.quad(state, c, 0, it % self.stages)
-            for e in range(8 * c, 8 * c + 8):
-                acc_S[e] = cute.math.exp2(acc_S[e] * state.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2], fastmath=True)
-            round_to(part(acc_S, 8 * c, 8), part(state.tP, 8 * c, 8))
+        self.mask_scores(s, acc_S, lse2, stage, mb * self.tile_m)
+        for e in range(self.tile_m // 2):
+            acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2 - lse2[self.stat_of(e)], fastmath=True)
+        self.load_stats(s, dpsum, 1, stage, 0, self.early)
         # The compiler moves arithmetic that should run beside dP^T behind the wait for it, but not past a branch.
-        cute.arch.mbarrier_wait(state.bars + self.FULL_K, 0)  # open since the start
+        cute.arch.mbarrier_wait(s.bars + self.FULL_K, 0)  # open since the start
         warpgroup.wait_group(0)
         if self.want_dp:
             for e in range(self.tile_m // 2):
-                state.acc_dP[e] = acc_new[e]
-        self.contain(state, it % self.stages, mb * self.tile_m)
+                s.acc_dP[e] = acc_dP[e]
+        self.contain(s, dpsum, stage, mb * self.tile_m)
+        self.load_stats(s, dpsum, 1, stage, self.early, chunks)
+        tP, tdS = [cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype) for _ in range(2)]
+        round_to(acc_S, tP)
+        if self.want_dp:
+            for e in range(self.tile_m // 2):
+                acc_dP[e] = acc_S[e] * (s.acc_dP[e] - dpsum[self.stat_of(e)])
+            round_to(acc_dP, tdS)
+        if self.want_dq:
+            self.publish(s, tdS, it)
+        if self.want_dv:
+            gemm(s.mma_dKV, s.acc_dV, tP, s.frags["dOt"][None, None, None, stage], False)
+        if self.want_dq:
+            acc_dQ = self.issue_dq(s, it + 1)  # of the block before; of the first block whatever is in the buffer
+            warpgroup.wait_group(1)  # dV
+            self.release(s.bars + self.EMPTY_DO + stage)
+        if self.want_dk:
+            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
+        warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
+        if self.want_dq:
+            self.leave(s, acc_dQ, it)
+        else:
+            self.release(s.bars + self.EMPTY_DO + stage)
+        warpgroup.wait_group(0)
+        self.release(s.bars + self.EMPTY_Q + stage)
+
+    def pass_over(self, state: State, it: Int32, mb: Int32) -> None:
+        """A block whose rows see none of this warp group's keys: only dQ of the one before is to be made."""
+        s, (stage, phase) = state, self.ring(it)
+        cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)  # a stage may be released once it is full
+        cute.arch.mbarrier_wait(s.bars + self.FULL_DO + stage, phase)
+        self.contain_unseen(s, stage, mb * self.tile_m)
+        if self.want_dq:
+            zeros = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
+            zeros.fill(0.0)
+            self.publish(s, zeros, it)
+            acc_dQ = self.issue_dq(s, it + 1)
+            warpgroup.wait_group(0)
+            self.leave(s, acc_dQ, it)
+        self.release(s.bars + self.EMPTY_DO + stage)
+        self.release(s.bars + self.EMPTY_Q + stage)
+
+    # ---------------------------------------------------------------- what a block is made of
+    def load_stats(self, state: State, values: cute.Tensor, which: int, stage: Int32, begin: int, end: int) -> None:
+        """lse2 (0) or dpsum (1) of this thread's columns among rows [16 begin, 16 end): four of each 16 rows."""
+        for c in range(begin, end):
+            cute.autovec_copy(state.stat[None, c, which, stage], part(values, 4 * c, 4))
+
+    def stat_of(self, e: int) -> int:
+        """Which of a thread's statistics belongs to element e of S^T or dP^T."""
+        return e // 8 * 4 + e // 4 % 2 * 2 + e % 2
 
     @cute.jit
-    def contain(self, state: Any, stage: Int32, m0: Int32, again: cutlass.Constexpr = None) -> None:
+    def mask_scores(self, state: Any, acc_S: cute.Tensor, lse2: cute.Tensor, stage: Int32, m0: Int32) -> None:
+        """As `mask`. In the blocks that it concerns, the last statistics are loaded again: it needs their registers."""
+        key, key_visible, clean_begin, clean_end = state.masks
+        if m0 < clean_begin or m0 + self.tile_m > clean_end:
+            self.mask(acc_S, m0, key, key_visible, clean_begin, clean_end)
+            self.load_stats(state, lse2, 0, stage, self.tile_m // 16 - 1, self.tile_m // 16)
+
+    @cute.jit
+    def contain(self, state: Any, dpsum: cute.Tensor, stage: Int32, m0: Int32) -> None:
         """What is not finite in rows of Q and dO stays with the keys that see them. All MMA warps agree on it.
 
-        again: called where statistics have changed.
+        dpsum: this thread's, of which `early` sixteens are loaded.
         """
         s, (key, key_visible, clean_begin, clean_end) = state, state.masks
-        dpsum, threads = self.dpsums(s.sStat, stage), 128 * self.warp_groups
-        if self.any_broken(dpsum, m0, clean_begin, clean_end):
-            tid, sQ, sdO = cute.arch.thread_idx()[0] - 128, s.sQ[None, None, stage], s.sdO[None, None, stage]
+        dpsums = self.dpsums(s.sStat, stage)
+        if self.any_broken(dpsums, m0, clean_begin, clean_end):
             if const_expr(self.want_dv):
-                self.add_not_finite(s.acc_dV, sdO, dpsum, m0, key, key_visible)
+                self.add_not_finite(s.acc_dV, s.sdO[None, None, stage], dpsums, m0, key, key_visible)
             if const_expr(self.want_dp):
-                self.settle(s.acc_dP, lambda c: self.quad(s, c, 1, stage), m0, key, key_visible, clean_begin)
-            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
-            self.clean(sQ, tid, threads)
-            self.clean(sdO, tid, threads)
-            if tid < self.tile_m:
-                dpsum[tid] = cutlass.select_(dpsum[tid] == dpsum[tid], dpsum[tid], Float32(0.0))
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
-            if const_expr(again is not None):
-                again()
+                self.settle(s.acc_dP, s.stat[None, None, 1, stage], m0, key, key_visible, clean_begin)
+            self.clean_rows(s, stage)
+            self.load_stats(s, dpsum, 1, stage, 0, self.early)
 
-    def score_gradients(self, state: State, stage: Int32) -> cute.Tensor:
-        """dS^T = P^T * (dP^T - dpsum) as the operand of dK. P^T rounded serves: no register holds it in fp32."""
-        tdS = cute.make_rmem_tensor(state.tP.shape, self.dtype)
-        for c in range(self.tile_m // 16):
-            dpsum = self.quad(state, c, 1, stage)
-            prob, ds = part(state.tP, 8 * c, 8), cute.make_rmem_tensor(8, Float32)
-            for e in range(8):
-                ds[e] = Float32(prob[e]) * (state.acc_dP[8 * c + e] - dpsum[e // 4 * 2 + e % 2])
-            round_to(ds, part(tdS, 8 * c, 8))
-        return tdS
+    @cute.jit
+    def contain_unseen(self, state: Any, stage: Int32, m0: Int32) -> None:
+        """As `contain`, where no row sees this warp group's keys."""
+        _, _, clean_begin, clean_end = state.masks
+        if self.any_broken(self.dpsums(state.sStat, stage), m0, clean_begin, clean_end):
+            self.clean_rows(state, stage)
 
-    def step(self, state: State, it: Int32, previous: Any, next_mb: Int32, first: bool, last: bool) -> None:
-        """Block `it`, whose P and dP are ready: its dV and dK, the previous block's dQ, the next block's P and dP.
+    @cute.jit
+    def clean_rows(self, state: Any, stage: Int32) -> None:
+        """Q, dO and dpsum of a block without what is not finite, by all MMA warps once they have seen it."""
+        tid, threads = cute.arch.thread_idx()[0] - 128, 128 * self.warp_groups
+        dpsum = self.dpsums(state.sStat, stage)
+        cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+        self.clean(state.sQ[None, None, stage], tid, threads)
+        self.clean(state.sdO[None, None, stage], tid, threads)
+        if tid < self.tile_m:
+            dpsum[tid] = cutlass.select_(dpsum[tid] == dpsum[tid], dpsum[tid], Float32(0.0))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
 
-        dQ lags by one block so that neither warp group waits for the other's dS. Nothing is in flight at either end,
-        and few accumulators are at a time: else the compiler makes every product wait.
-        """
-        s, stage = state, it % self.stages
-        add_previous = self.want_dq and not first
-        if self.want_dv:
-            gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
-        if self.want_dp:
-            tdS = self.score_gradients(s, stage)  # while dV runs
-        if self.want_dq:
-            self.publish(s, tdS, it, first)  # before the wait, or the compiler moves dS^T behind it
-        warpgroup.wait_group(0)
-        if add_previous:
-            acc_dQ = self.issue_dq(s, it - 1)
-        if self.want_dk:
-            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
-        # Add dQ up: most of it while dK runs, the last `late` reductions while the next S does.
-        early = self.dq_chunks - (0 if last else self.late)
-        if add_previous:
-            warpgroup.wait_group(1 if self.want_dk else 0)
-            self.add_dq(s, acc_dQ, previous, 0, early)
-        warpgroup.wait_group(0)
-        self.release(s.bars + self.EMPTY_DO + stage)
-        self.release(s.bars + self.EMPTY_Q + stage)
-        if not last:
-            rest = (lambda: self.add_dq(s, acc_dQ, previous, early, self.dq_chunks)) if add_previous else None
-            acc_S, acc_new = self.scores(s, it + 1, rest)
-            self.probabilities(s, acc_S, acc_new, it + 1, next_mb)
-
-    def ordered_step(self, state: State, it: Int32, previous: Any, next_mb: Int32, first: bool, last: bool) -> None:
-        """As `step`, for sums in a fixed order: another order of products, which the compiler has registers for."""
-        s, stage = state, it % self.stages
-        if self.want_dv:
-            gemm(s.mma_dKV, s.acc_dV, s.tP, s.frags["dOt"][None, None, None, stage], False)
-        tdS = self.score_gradients(s, stage)  # while dV runs
-        if self.want_dk:
-            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
-        if not last:
-            lse2 = self.lse2_ahead(s, it + 1)
-        self.publish(s, tdS, it, first)
-        warpgroup.wait_group(1 if self.want_dk else 0)  # dV
-        if not first:
-            acc_dQ = self.issue_dq(s, it - 1)
-        warpgroup.wait_group(0 if first else 1)  # dK
-        self.release(s.bars + self.EMPTY_DO + stage)
-        self.release(s.bars + self.EMPTY_Q + stage)
-        if not first:
-            warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(s.bars + self.USED + (it - 1) % 2)
-            self.stage_dq(s, acc_dQ, it - 1)
-        if not last:
-            acc_S, acc_new = self.scores(s, it + 1)
-            self.probabilities(s, acc_S, acc_new, it + 1, next_mb, lse2)
-
-    def lse2_ahead(self, state: State, it: Int32) -> list[cute.Tensor]:
-        """lse2 of the first rows of block `it` once it is there: S, when it runs, keeps such loads waiting."""
-        stage, phase = self.ring(it)
-        cute.arch.mbarrier_wait(state.bars + self.FULL_Q + stage, phase)
-        return [self.quad(state, c, 0, stage) for c in range(AHEAD)]
-
-    def quad(self, state: State, c: int, which: int, stage: Int32) -> cute.Tensor:
-        """lse2 (0) or dpsum (1) of this thread's columns among rows [16c, 16c + 16)."""
-        values = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(state.stat[None, c, which, stage], values)
-        return values
-
-    def publish(self, state: State, tdS: cute.Tensor, it: Int32, first: bool) -> None:
-        """dS^T of block `it` to shared memory, for dQ.
-
-        Three buffers: the peer has arrived for block it - 1, so it is done with dQ of it - 3. Two where dQ is staged:
-        USED says when it is done with dQ of it - 2.
-        """
-        if not first:
-            if self.staged:
-                cute.arch.mbarrier_wait(state.bars + self.USED + it % 2, it // 2 & 1 ^ 1)
-            cute.arch.mbarrier_wait(state.bars + self.DS, (it - 1) & 1)
+    # ---------------------------------------------------------------- dQ
+    def publish(self, state: State, tdS: cute.Tensor, it: Int32) -> None:
+        """dS^T of block `it` to shared memory, once both warp groups are done with that of `it` - 2 there."""
+        cute.arch.mbarrier_wait(state.bars + self.MET, it & 1 ^ 1)
         source = cute.make_tensor(tdS.iterator, cute.make_layout(state.acc_dP.shape))
         dst = state.dS_dst[None, None, None, it % self.buffers]
         cute.copy(state.copy_dS, state.copy_dS.get_slice(state.tid).retile(source), dst)
         cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(state.bars + self.DS)
 
     def issue_dq(self, state: State, it: Int32) -> cute.Tensor:
-        """Issue dQ^T of block `it`."""
+        """Issue dQ^T of the block whose dS is in the buffer of block `it`."""
         acc_dQ = cute.make_rmem_tensor(state.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
         dS = state.frags["dS"][None, None, None, it % self.buffers]
         gemm(state.mma_dQ, acc_dQ, state.frags["Kt"], dS, True)
         return acc_dQ
+
+    @cute.jit
+    def leave(self, state: Any, acc_dQ: cute.Tensor, it: Int32) -> None:
+        """dQ^T of block `it` - 1 is ready: its dS is used, and that of `it` is written."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(state.bars + self.MET)
+        if it > 0:
+            self.stage_dq(state, acc_dQ, it - 1)
 
     @cute.jit
     def stage_dq(self, state: Any, acc_dQ: cute.Tensor, it: Int32) -> None:
@@ -476,12 +447,3 @@ class NarrowBackward(BackwardFrame):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(state.bars + self.STAGED + warp_id // 4)
-
-    def add_dq(self, state: State, acc_dQ: cute.Tensor, block: Any, begin: int, end: int) -> None:
-        """Add chunks [begin, end) of dQ^T to block (head, query block) in global memory: [chunk][thread][4]."""
-        stride = 128 * sum(self.dq_warps)
-        dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1])
-        if self.head_dim == 96:
-            self.add_some(acc_dQ, dst, stride, state.dq_wanted, begin, end)
-        else:
-            self.add_all(acc_dQ, dst, stride, begin, end)

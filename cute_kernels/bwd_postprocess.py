@@ -22,8 +22,8 @@ class BackwardPostprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         dq_acc: [H * nm * tile_m * head_dim] fp32, nm = ceil(T / tile_m). Of each block: [chunk][thread][4]; value
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
-            Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Where
-            by_warp, [warp][chunk][lane][4].
+            Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Up to
+            head dim 128, [warp][chunk][lane][4].
         dq: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes. Every element
             is written.
         softmax_scale: fp32.
@@ -33,11 +33,10 @@ class BackwardPostprocess:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel, 64 or more.
         tile_m: query rows a block.
-        by_warp: see codegen.tiles.DqTile.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, by_warp: bool = False) -> None:
-        self.dtype, self.head_dim, self.tile_m, self.by_warp = dtype, head_dim, tile_m, by_warp
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int) -> None:
+        self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
         self.threads = 256 if split_rows(head_dim) else 2 * head_dim
         self.rows = tile_m // 2 if split_rows(head_dim) else tile_m  # of a thread's columns
 
@@ -73,7 +72,7 @@ class BackwardPostprocess:
             cute.recast_ptr(tile.iterator, dtype=Int32), cute.make_layout((M, D // 2), stride=(stride // 2, 1))
         )
         by_warp = tid // 32 * (16 * self.rows) + lane * 4, 128
-        first, apart = by_warp if cutlass.const_expr(self.by_warp) else (tid * 4, 4 * self.threads)
+        first, apart = by_warp if cutlass.const_expr(D <= 128) else (tid * 4, 4 * self.threads)
         source = dq_acc.iterator + ((Int64(h) * num_blocks + mb) * (M * D) + first)
         quads = cute.make_tensor(source.align(16), cute.make_layout((4, self.rows // 8), stride=(1, apart)))
         values = cute.make_rmem_tensor((4, self.rows // 8), Float32)

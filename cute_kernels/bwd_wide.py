@@ -62,8 +62,8 @@ class WideBackward(BackwardFrame):
     PEER: int
 
     def check_tile(self) -> None:
-        if self.tile_n != 64 or self.cluster != 2 or self.stages != 2:
-            raise ValueError("expected tile_n 64, clusters of 2 and 2 stages")
+        if self.tile_n != 64 or self.cluster != 2 or self.stages != 2 or self.heads_inside:
+            raise ValueError("expected tile_n 64, clusters of 2, 2 stages and not heads_inside")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 96:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 96")
 
@@ -360,7 +360,7 @@ class WideBackward(BackwardFrame):
         """And of rows of Q. The other warp group may still read them for S, where such a row's P is infinite or 0."""
         s, (key, key_visible, clean_begin, clean_end) = state, state.masks
         if self.any_broken(self.dpsums(s.sStat, stage), m0, clean_begin, clean_end):
-            self.settle(acc_dP, lambda c: dpsum[None, c], m0, key, key_visible, clean_begin)
+            self.settle(acc_dP, dpsum, m0, key, key_visible, clean_begin)
             for i in cutlass.range_constexpr(cute.size(dpsum)):
                 dpsum[i] = cutlass.select_(dpsum[i] == dpsum[i], dpsum[i], Float32(0.0))
             if const_expr(self.want_dk):

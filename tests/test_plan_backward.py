@@ -319,7 +319,7 @@ def test_few_items_end_together(prompt, responses, head_dim, kv_heads, least):
 
 def test_long_prompts_go_in_waves_of_key_blocks():
     seg = segments([16384], [[2048] * 8])
-    tile = replace(backward_tile(128), heads_inside=True)
+    tile = backward_tile(128)
     plan = backward_work(seg, tile, 8, 2, 8)
     assert plan.num_slabs == 0
     for wave in range(8):
