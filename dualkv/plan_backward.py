@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ SHARES = 3  # no item longer than a cluster's share of all work divided by this 
 SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
 WAVE = 16  # neighbouring items of a KV head that start together, before those of the next: all add to the same dQ
 TAIL = 0.04  # of all steps of a tree: the last ones to start
-FEW = 8  # items a cluster: fewer start longest first, whichever queries they read; their ends are what counts then
+FEW = 16  # items a cluster: fewer start longest first, whichever queries they read; their ends are what counts then
+FINER = 3  # of so few, pieces of a third of that length are tried too
 PIECE = 1  # query blocks that beginning and ending an item take, about
 SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
 
@@ -95,7 +97,11 @@ def backward_work(
     limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * clusters)
     lengths = _piece_length(blocks, run, per_kv, limit, slab_budget)
     few = len(blocks) * kv_heads < FEW * clusters
-    length = min(lengths, key=lambda x: _span(blocks, x, kv_heads, clusters)) if few else next(lengths)
+    if few:
+        finer = _piece_length(blocks, run, per_kv, limit // FINER, slab_budget)
+        length = min(itertools.chain(lengths, finer), key=lambda x: _span(blocks, x, kv_heads, clusters))
+    else:
+        length = next(lengths)
     turn, apart = np.zeros_like(group), np.zeros(len(group), bool)
     if deterministic and segments.max_depth == 2 and (length >= blocks).all():
         response = segments.parent[segments.lengths > 0][run] != -1

@@ -23,7 +23,6 @@ def test_json_round_trip_and_symbols_over_the_whole_table():
     specs = table()
     forward, preprocess, main, slab_sum, postprocess = 16, 3, 2 + 2 + 1, 1 + 1, 1
     both = 5 * (forward + preprocess + main + slab_sum + postprocess)
-    both += 2  # a second order of dQ below head dim 128, for sums in a fixed order
     trees = 5  # of one dtype and ratio
     assert len(specs) == len(set(specs)) == 2 * both + trees
     for spec in specs:
