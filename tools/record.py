@@ -35,8 +35,8 @@ _RANDOM = [f"random-1-{i}" for i in range(40)]
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
-# Shorter turns than 1 s show the card's state of before: after a pause it takes up to 880 W for 0.2 s.
-_TURNS, _SHORT_TURNS = "--seconds 1 --rounds 2", "--seconds 0.3 --rounds 2"
+# Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
+_TURNS, _SHORT_TURNS = "--seconds 1 --rounds 2", "--seconds 0.6 --rounds 2"
 
 # name: options of `dualkv bench`
 RECORDS = {
@@ -45,7 +45,7 @@ RECORDS = {
     "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
-    "random-h200": f"-d fwd,bwd {_TWO} --seconds 0.2 --rounds 2 {_options('-w', _RANDOM)}",
+    "random-h200": f"-d fwd,bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
