@@ -61,6 +61,7 @@ NOT_RUN = {
     "python -m tools.host_time": "needs a Hopper GPU",
     "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/test_ncu.py reads filed profiles",
     "python -m tools.record": "needs a Hopper GPU",
+    "python -m tools.tune": "needs a Hopper GPU: tests/test_tune.py has what does not",
     "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",
     "python -m tools.soak": "needs a Hopper GPU: tests/test_soak.py judges what it records",
 }
