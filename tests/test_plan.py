@@ -206,16 +206,27 @@ def test_large_plans_are_made_in_parts(monkeypatch):
 @pytest.mark.parametrize("head_dim", FORWARD_TILES)
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
-    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too.
-    Twice that is let pass: the cores that tests get have been seen at half their pace for a whole run."""
+    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
+    slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it
+    takes 2.4 to 2.8 times as long where there are many items)."""
     rng = np.random.default_rng(0)
     responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
 
     def milliseconds():
         seg = segments([1024] * 64, responses)  # nothing of it is derived yet
         start = time.thread_time()
-        forward_work(seg, tile.tokens(heads), tile.tile_n)
+        made.append(len(forward_work(seg, tile.tokens(heads), tile.tile_n)))
         segment_begin(seg)
         return (time.thread_time() - start) * 1e3
 
-    assert min(milliseconds() for _ in range(20)) < 10
+    def least():
+        start = time.thread_time()
+        order, column = np.arange(made[0]).astype(np.uint16).argsort(kind="stable"), np.arange(made[0], dtype=np.int32)
+        table = np.empty((made[0], items.NUM_FIELDS), np.int32)
+        for field in range(items.NUM_FIELDS):
+            table[:, field] = column.take(order)
+        return (time.thread_time() - start) * 1e3
+
+    made: list[int] = []
+    best = min(milliseconds() for _ in range(20))
+    assert best < max(5, 4 * min(least() for _ in range(20)))

@@ -72,7 +72,10 @@ def test_the_fastest_is_that_over_all_ratios():
     [
         (["-d", "both"], "-d is 'both'"),
         (["--head-dim", "80"], "--head-dim is 80"),
-        (["--head-dim", "96", "--tile", "rows=3"], "no bwd tile has: rows"),
+        (["--head-dim", "96", "--tile", "rows=3"], "tile has no field 'rows'"),
+        (["--head-dim", "96", "--tile", "slab_floats=3"], "tile has no field 'slab_floats'"),
+        (["--gqa", "3"], "--gqa is 3"),
+        (["-w", "nothing"], "nothing"),
         (["--head-dim", "96", "--tile", "tile_m=x"], "expected NAME=NUMBER"),
     ],
 )

@@ -8,6 +8,7 @@ does not compile, or spills, or whose products run one by one, is left out and s
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,8 +26,8 @@ from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
-from dualkv.bench.workloads import NAMED, Workload, parse
-from tools.ncu.job import TABLES, read_tile
+from dualkv.bench.workloads import Workload, parse
+from tools.ncu.job import TABLES, changed, read_tile
 from tools.tables import MAIN
 
 STANDS = "as it stands"
@@ -58,13 +59,7 @@ class Candidate:
             ValueError: no such field, or not a number.
         """
         self.table, self.direction, self.head_dim, self.name = TABLES[direction], direction, head_dim, changes or STANDS
-        entry, given = self.table[head_dim], read_tile(changes.split(",")) if changes else {}
-        unknown = [name for name in given if not hasattr(entry, name)]
-        if unknown:
-            raise ValueError(
-                f"--tile is {changes!r}, expected fields of a tile; no {direction} tile has: {', '.join(unknown)}"
-            )
-        self.tile = replace(entry, **{name: type(getattr(entry, name))(value) for name, value in given.items()})
+        self.tile = changed(self.table[head_dim], read_tile(changes.split(",")) if changes else {})
 
     def use(self) -> None:
         """Make it the table's entry; what was chosen by the one before is forgotten."""
@@ -129,14 +124,15 @@ def times(result: dict[str, Any]) -> dict[str, float]:
 
 
 def fastest(results: Sequence[dict[str, Any]]) -> tuple[str, float]:
-    """The candidate with the best mean speed over results of one head dim, and that over the speed of the table's."""
+    """The candidate with the best mean speed over results of one head dim, and that over the speed of the table's
+    (NaN where that did not run)."""
     by_name: dict[str, list[float]] = {}
     for measured in map(times, results):
-        for name, ms in measured.items():
+        for name, ms in measured.items() if STANDS in measured else ():
             by_name.setdefault(name, []).append(measured[STANDS] / ms)
     complete = {name: statistics.geometric_mean(s) for name, s in by_name.items() if len(s) == len(results)}
-    best = max(complete, key=lambda name: complete[name])
-    return best, complete[best]
+    best = max(complete, key=lambda name: complete[name], default=STANDS)
+    return best, complete.get(best, math.nan)
 
 
 def main(
@@ -158,7 +154,12 @@ def main(
     dims, ratios = head_dim or sorted(TABLES[direction]), gqa or [1, 4, 8]
     if unknown := set(dims) - set(TABLES[direction]):
         raise typer.BadParameter(f"--head-dim is {min(unknown)}, expected some of {sorted(TABLES[direction])}")
-    groups: Workload = NAMED[workload] if workload in NAMED else parse(workload)
+    if odd := [ratio for ratio in ratios if ratio < 1 or 32 % ratio]:
+        raise typer.BadParameter(f"--gqa is {odd[0]}, expected divisors of 32 heads")
+    try:
+        groups: Workload = parse(workload)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
     record: dict[str, Any] = {}
     for d in dims:
         try:
@@ -166,6 +167,7 @@ def main(
         except ValueError as e:
             raise typer.BadParameter(str(e)) from None
         entry, ready = tried[0], compiled(tried, ratios)
+        print(f"D={d} {direction}: {len(ready)} of {len(tried)} to time", flush=True)
         results = []
         try:
             for ratio in () if only_compile else ratios:

@@ -17,6 +17,19 @@ DIRECTIONS = ("fwd", "bwd")
 TABLES: dict[str, dict[int, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
 
 
+def changed(entry: Any, given: Mapping[str, int]) -> Any:
+    """A tile configuration with other values.
+
+    Raises:
+        ValueError: a field that it has not.
+    """
+    known = asdict(entry)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"tile has no field {name!r}, expected some of {', '.join(known)}")
+    return replace(entry, **{name: type(known[name])(value) for name, value in given.items()})
+
+
 @dataclass(frozen=True)
 class Job:
     """
@@ -35,10 +48,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
             raise ValueError(f"direction is {self.direction!r}, expected {' or '.join(DIRECTIONS)}")
-        known = asdict(TABLES[self.direction][self.native])
-        for name in self.tile:
-            if name not in known:
-                raise ValueError(f"tile has no field {name!r}, expected some of {', '.join(known)}")
+        changed(TABLES[self.direction][self.native], self.tile)
 
     @property
     def native(self) -> int:
@@ -48,8 +58,7 @@ class Job:
     def use_tile(self) -> None:
         """Make `tile` the table's in this process, before any kernel is chosen."""
         table = TABLES[self.direction]
-        given = {name: type(getattr(table[self.native], name))(value) for name, value in self.tile.items()}
-        table[self.native] = replace(table[self.native], **given)
+        table[self.native] = changed(table[self.native], self.tile)
 
     def specs(self) -> dict[str, KernelSpec]:
         """By operation, in the order of their launches."""
