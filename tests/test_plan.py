@@ -13,6 +13,7 @@ from cute_kernels import items
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin
+from tests.pace import writing_ms
 
 TILES = sorted(set(FORWARD_TILES.values()), key=repr)
 
@@ -219,14 +220,6 @@ def test_a_plan_is_quick(head_dim, heads):
         segment_begin(seg)
         return (time.thread_time() - start) * 1e3
 
-    def least():
-        start = time.thread_time()
-        order, column = np.arange(made[0]).astype(np.uint16).argsort(kind="stable"), np.arange(made[0], dtype=np.int32)
-        table = np.empty((made[0], items.NUM_FIELDS), np.int32)
-        for field in range(items.NUM_FIELDS):
-            table[:, field] = column.take(order)
-        return (time.thread_time() - start) * 1e3
-
     made: list[int] = []
     best = min(milliseconds() for _ in range(20))
-    assert best < max(5, 4 * min(least() for _ in range(20)))
+    assert best < max(5, 4 * writing_ms(made[0], items.NUM_FIELDS))
