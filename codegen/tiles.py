@@ -66,7 +66,7 @@ def forward_tile(head_dim: int) -> ForwardTile:
 
 
 # ---------------------------------------------------------------- backward
-LOCKS = 2  # a query block and head, where dQ is summed in the order of the keys: one for each part that has one writer
+LOCKS = 2  # a query block and head: one for each part of dQ that has one writer at a time, if in the order of the keys
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,11 @@ class BackwardTile:
     def slab_floats(self, head_dim: int) -> int:
         """Floats of an item's partial dK and dV, of a native head dim."""
         return self.cluster * 2 * self.tile_n * head_dim
+
+
+def clears_ahead(head_dim: int) -> bool:
+    """Whether the main kernel of a native head dim sees to it that sums of dQ start at 0; else the one before does."""
+    return head_dim <= 128
 
 
 BACKWARD_TILES = {

@@ -26,6 +26,7 @@ from cute_kernels import bwd_items as items
 from cute_kernels.bwd_contain import Containment
 from cute_kernels.bwd_load import Loads
 from cute_kernels.bwd_results import Results
+from cute_kernels.ptx import store_volatile
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 
@@ -47,10 +48,11 @@ class BackwardFrame(Loads, Containment, Results):
         stats: [H, nm * 2 * tile_m] fp32 from the preprocess, nm = ceil(T / tile_m).
         dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with a slab are left alone, all others
             written.
-        dq_acc: [H * nm * tile_m * head_dim] fp32, zeros from the preprocess: unscaled dQ in the order of registers. May
-            be empty where dQ is not asked.
+        dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
+            before, zeros from the preprocess, or anything where `clears_ahead`. May be empty where dQ is not asked.
         slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV; what is not asked is not written.
-        locks: [H * nm * LOCKS] int32, zeros from the preprocess; read if deterministic, else may be empty.
+        locks: [H * nm * LOCKS] int32, zeros from the preprocess; the first of a block is not 0 once something was added
+            to its dQ. May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.
         work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
         visible_end: [T] int32.
         softmax_scale: fp32.
@@ -150,9 +152,9 @@ class BackwardFrame(Loads, Containment, Results):
 
     def assist(
         self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
-        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+        bars: cute.Pointer, at: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
-        """What the warps beside the loader (1, 2 and 3) do. `own`: sKp or sdQ."""
+        """What the warps beside the loader (1, 2 and 3) do. `own`: sKp or sdQ; `at`: a number that they share, 0."""
         raise NotImplementedError
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
@@ -333,7 +335,10 @@ class BackwardFrame(Loads, Containment, Results):
         sdS = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)  # (M, N, buffers)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
+        at = smem.allocate_array(Int32, 1)
         if warp_idx == 0:
+            with cute.arch.elect_one():
+                store_volatile(at, Int32(0))
             for atom in (tma_Q, tma_dO, tma_K, tma_V):
                 cpasync.prefetch_descriptor(atom)
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
@@ -350,7 +355,7 @@ class BackwardFrame(Loads, Containment, Results):
                     tma_Q, gQ, tma_dO, gdO, tma_K, gK, tma_V, gV, stats, sK, sV, sQ, sdO, sStat, bars, item,
                     heads_per_kv,
                 )  # fmt: skip
-            self.assist(warp_idx, sdS, own, dq_acc, locks, num_blocks, bars, item, heads_per_kv)
+            self.assist(warp_idx, sdS, own, dq_acc, locks, num_blocks, bars, at, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(

@@ -5,7 +5,9 @@ dK each warp group has 64 of the 128 keys. dQ needs all keys: dS passes through 
 64 columns of the head dim, or (head dim 64) half of the query rows.
 
 dQ leaves through shared memory too, from where a warp beside the loader has the copy engine add it to global memory, in
-a fixed order when its turn has come: from registers, additions hold the products up.
+a fixed order when its turn has come: from registers, additions hold the products up. What is added to is cleared a few
+blocks ahead, by whoever comes first, and so is still in L2: to clear it all before would write it to memory and back.
+In a fixed order the first one of a block stores its values instead.
 
 The tensor cores and what lies between products take about as long as each other, so warp groups must not wait for one
 another. dQ is that of the block before: by then the other warp group's dS has long been there. One mbarrier a block
@@ -25,7 +27,18 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
-from cute_kernels.ptx import bulk_add, load_acquire, store_release
+from cute_kernels.ptx import (
+    bulk_add,
+    bulk_store,
+    load_acquire,
+    load_volatile,
+    sleep,
+    store_release,
+    store_volatile,
+)
+
+AHEAD = 8  # blocks between clearing and adding up: some 20 us
+CLAIMED, CLEARED = 1, 2  # of a block's dQ, whose lock is 0 before
 
 
 @dataclass
@@ -122,17 +135,19 @@ class NarrowBackward(BackwardFrame):
     @cute.jit
     def assist(
         self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
-        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+        bars: cute.Pointer, at: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
         if const_expr(self.want_dq):
             for wg in cutlass.range_constexpr(2):
                 if warp_idx == 1 + wg:
-                    self.add_up(wg, own, dq_acc, locks, num_blocks, bars, item, heads_per_kv)
+                    self.add_up(wg, own, dq_acc, locks, num_blocks, bars, at, item, heads_per_kv)
+            if warp_idx == 3:
+                self.clear_ahead(dq_acc, locks, num_blocks, at, item, heads_per_kv)
 
     @cute.jit
     def add_up(
         self, wg: cutlass.Constexpr, sdQ: cute.Tensor, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
-        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+        bars: cute.Pointer, at: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
         """Add a warp group's part of dQ to global memory, block by block; in a fixed order when its turn has come.
 
@@ -143,23 +158,74 @@ class NarrowBackward(BackwardFrame):
         mb, h = mb1 - 1, kv_head * heads_per_kv
         first, floats = 4 * wg * self.dq_warp_floats, self.dq_warps[wg] * self.dq_warp_floats
         for it in cutlass.range(0, (mb1 - mb0) * heads_per_kv, 1, unroll=1):
-            lock = self.lock_of(locks, h, num_blocks, mb, wg)
+            dst, src = self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + first, sdQ.iterator + first
             if const_expr(self.deterministic):
+                lock = self.lock_of(locks, h, num_blocks, mb, wg)
                 turn = cutlass.select_(mb < end, place, before) * self.cluster
                 if const_expr(self.cluster == 2):
                     turn = cutlass.select_(self.rank() == 0, turn, place * 2 + 1)
                 while load_acquire(lock) != turn:
                     pass
                 cute.arch.sync_warp()
-            cute.arch.mbarrier_wait(bars + self.STAGED + wg, it & 1)
-            with cute.arch.elect_one():
-                bulk_add(self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + first, sdQ.iterator + first, 4 * floats)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(bars + self.FREE + wg)
-                if const_expr(self.deterministic):
+                cute.arch.mbarrier_wait(bars + self.STAGED + wg, it & 1)
+                with cute.arch.elect_one():
+                    if turn == 0:
+                        bulk_store(dst, src, 4 * floats)
+                    else:
+                        bulk_add(dst, src, 4 * floats)
+                    self.left(bars + self.FREE + wg)
                     cute.arch.cp_async_bulk_wait_group(0)
                     store_release(lock, place * self.cluster + self.rank() + 1)
+            else:
+                while load_acquire(self.lock_of(locks, h, num_blocks, mb, 0)) != CLEARED:
+                    pass
+                cute.arch.sync_warp()
+                cute.arch.mbarrier_wait(bars + self.STAGED + wg, it & 1)
+                with cute.arch.elect_one():
+                    bulk_add(dst, src, 4 * floats)
+                    self.left(bars + self.FREE + wg)
+                    if const_expr(wg == 0):
+                        store_volatile(at, it)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+
+    def left(self, free: cute.Pointer) -> None:
+        """What this thread has the copy engine read is no longer needed in shared memory."""
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.mbarrier_arrive(free)
+
+    @cute.jit
+    def clear_ahead(
+        self, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32, at: cute.Pointer, item: Any,
+        heads_per_kv: Int32,
+    ) -> None:  # fmt: skip
+        """Zeros for the dQ of blocks that nobody has claimed yet, AHEAD of the one that this CTA is at."""
+        if const_expr(self.deterministic):
+            return
+        kv_head, _, _, mb0, mb1, *_ = item
+        mb, h, lane = mb1 - 1, kv_head * heads_per_kv, cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        for it in cutlass.range(0, (mb1 - mb0) * heads_per_kv, 1, unroll=1):
+            with cute.arch.elect_one():  # one lane, and seldom: shared memory has no clock to spare
+                while load_volatile(at) < it - AHEAD:
+                    sleep(1000)
+            cute.arch.sync_warp()
+            lock, state = self.lock_of(locks, h, num_blocks, mb, 0), Int32(0)
+            if lane == 0:
+                state = load_acquire(lock)
+                if state == 0:
+                    state = Int32(cute.arch.atomic_or(lock, Int32(CLAIMED), sem="relaxed", scope="gpu"))
+            if cute.arch.shuffle_sync(state, 0) == 0:
+                quads = self.tile_m * self.head_dim // 128  # a lane
+                block = (self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + lane * 4).align(16)
+                dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
+                for i in cutlass.range(0, quads, 1, unroll=8):
+                    cute.autovec_copy(zeros, dst[None, i])
+                cute.arch.fence_proxy("async.global")  # the copy engine adds to them
+                cute.arch.sync_warp()
+                if lane == 0:
+                    store_release(lock, CLEARED)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
 
     # ---------------------------------------------------------------- MMA warp groups

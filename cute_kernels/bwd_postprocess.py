@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
+from codegen.tiles import LOCKS, clears_ahead
 from cute_kernels.accumulator import round_to
 from cute_kernels.bwd_frame import split_rows
 from cute_kernels.ptx import transpose_8x8
@@ -24,6 +25,8 @@ class BackwardPostprocess:
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
             Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Up to
             head dim 128, [warp][chunk][lane][4].
+        locks: [H * nm * LOCKS] int32, as the main kernel leaves them, read where `clears_ahead`: dQ of a block whose
+            first lock is 0 is 0, whatever is in dq_acc. Else may be empty.
         dq: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes. Every element
             is written.
         softmax_scale: fp32.
@@ -46,23 +49,27 @@ class BackwardPostprocess:
         strides = (cute.sym_int64(divisibility=VECTOR), cute.sym_int64(divisibility=VECTOR), 1)
         dq = make_fake_tensor(self.dtype, (rows, heads, dim), strides, assumed_align=16)
         dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-        return dq_acc, dq, Float32(0.0), make_fake_stream(use_tvm_ffi_env_stream=True)
+        locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
+        return dq_acc, locks, dq, Float32(0.0), make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
     def __call__(
         self,
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
+        locks: cute.Tensor,  # (H * nm * LOCKS)
         dq: cute.Tensor,  # (T, H, D)
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
         num_blocks = (dq.shape[0] + self.tile_m - 1) // self.tile_m
-        self.kernel(dq_acc, dq, softmax_scale, num_blocks).launch(
+        self.kernel(dq_acc, locks, dq, softmax_scale, num_blocks).launch(
             grid=[num_blocks * dq.shape[1], 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, dq_acc: cute.Tensor, dq: cute.Tensor, scale: Float32, num_blocks: Int32) -> None:
+    def kernel(
+        self, dq_acc: cute.Tensor, locks: cute.Tensor, dq: cute.Tensor, scale: Float32, num_blocks: Int32
+    ) -> None:
         M, D, tid, lane = self.tile_m, self.head_dim, cute.arch.thread_idx()[0], cute.arch.lane_idx()
         num_rows, num_heads, dim = dq.shape
         h, mb = cute.arch.block_idx()[0] % num_heads, cute.arch.block_idx()[0] // num_heads
@@ -73,11 +80,14 @@ class BackwardPostprocess:
         )
         by_warp = tid // 32 * (16 * self.rows) + lane * 4, 128
         first, apart = by_warp if cutlass.const_expr(D <= 128) else (tid * 4, 4 * self.threads)
-        source = dq_acc.iterator + ((Int64(h) * num_blocks + mb) * (M * D) + first)
+        block = Int64(h) * num_blocks + mb
+        source = dq_acc.iterator + (block * (M * D) + first)
         quads = cute.make_tensor(source.align(16), cute.make_layout((4, self.rows // 8), stride=(1, apart)))
         values = cute.make_rmem_tensor((4, self.rows // 8), Float32)
-        for c in cutlass.range_constexpr(self.rows // 8):
-            cute.autovec_copy(quads[None, c], values[None, c])
+        values.fill(0.0)
+        if not cutlass.const_expr(clears_ahead(D)) or locks[block * LOCKS] != 0:
+            for c in cutlass.range_constexpr(self.rows // 8):
+                cute.autovec_copy(quads[None, c], values[None, c])
         first_row = tid // 128 * self.rows if cutlass.const_expr(split_rows(self.head_dim)) else 0
         first_column = (tid % 128 if cutlass.const_expr(split_rows(self.head_dim)) else tid) // 32 * 16
         for c in cutlass.range_constexpr(self.rows // 8):

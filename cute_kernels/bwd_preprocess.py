@@ -1,4 +1,4 @@
-"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query block, dQ zeroed."""
+"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query block, zeros."""
 
 import math
 
@@ -9,13 +9,16 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
+from codegen.tiles import clears_ahead
+
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
 LOWEST = -3.4e38  # log-sum-exp of a row whose scores are not finite: exp2(score - LOWEST) is infinite, of hidden ones 0
 
 
 class BackwardPreprocess:
-    """lse * log2(e) and dpsum of each query row, laid out for the main kernel; dq_acc set to zero.
+    """lse * log2(e) and dpsum of each query row, laid out for the main kernel; its locks, and dq_acc unless
+    it clears that itself, set to zero.
 
     Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
 
@@ -26,7 +29,8 @@ class BackwardPreprocess:
             and 0, so that their probabilities are 0. 16 rows are such that what lane % 4 == b needs of an accumulator
             of S^T, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is written. Where lse is NaN or
             -inf, lse2 is LOWEST; where dpsum is not finite, it is NaN: see bwd_contain.
-        dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written. May be empty where dQ is not asked.
+        dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
+            where dQ is not asked.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
         stream: taken from the environment (torch's current stream), not passed.
 
@@ -42,7 +46,7 @@ class BackwardPreprocess:
         if tile_m % 16 or tile_m > THREADS:
             raise ValueError(f"tile_m is {tile_m}, expected a multiple of 16 up to {THREADS}")
         self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
-        self.want_dq, self.want_dpsum = "q" in gradients, gradients != "v"
+        self.clear, self.want_dpsum = "q" in gradients and not clears_ahead(head_dim), gradients != "v"
         self.lanes = 1 << (head_dim // VECTOR - 1).bit_length()  # threads a row, at most a warp
 
     def fake_arguments(self) -> tuple[object, ...]:
@@ -107,7 +111,7 @@ class BackwardPreprocess:
             total += total - total  # NaN instead of an infinity
             if lane == 0 and m < M:
                 sum_of_row[m] = total
-        if cutlass.const_expr(self.want_dq):
+        if cutlass.const_expr(self.clear):
             zero = cute.make_rmem_tensor(4, Float32)
             zero.fill(0.0)
             block = dq_acc.iterator + (Int64(h) * num_blocks + mb) * (M * self.head_dim)

@@ -108,7 +108,7 @@ class WideBackward(BackwardFrame):
     @cute.jit
     def assist(
         self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
-        bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+        bars: cute.Pointer, at: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
         if warp_idx == 1:
             self.await_turns(locks, num_blocks, bars, item, heads_per_kv)

@@ -52,6 +52,23 @@ def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
+def load_volatile(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
+    """From shared memory that another warp writes to."""
+    return Int32(_asm(T.i32(), "ld.volatile.shared.s32 $0, [$1];", "=r,r", [ptr], loc, ip))
+
+
+@dsl_user_op
+def store_volatile(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """To shared memory that another warp reads."""
+    _asm(None, "st.volatile.shared.s32 [$0], $1;", "r,r", [ptr, Int32(value)], loc, ip)
+
+
+@dsl_user_op
+def sleep(nanoseconds: int, *, loc: Any = None, ip: Any = None) -> None:
+    _asm(None, "nanosleep.u32 $0;", "r", [Int32(nanoseconds)], loc, ip)
+
+
+@dsl_user_op
 def any_nonzero(barrier_id: Int32, x: Int32, threads: int, *, loc: Any = None, ip: Any = None) -> Boolean:
     """Whether x is not 0 in any of so many threads. They wait for each other at a barrier."""
     text = (
@@ -83,4 +100,11 @@ def copy_to_peer(
 def bulk_add(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
     """`size` bytes of fp32 in shared memory added to global memory by the copy engine, in this thread's bulk group."""
     text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    _asm(None, text, "l,r,r", [dst, src, Int32(size)], loc, ip)
+
+
+@dsl_user_op
+def bulk_store(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
+    """`size` bytes of shared memory written to global memory by the copy engine, in this thread's bulk group."""
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
     _asm(None, text, "l,r,r", [dst, src, Int32(size)], loc, ip)

@@ -14,7 +14,7 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
-from codegen.tiles import LOCKS, BackwardTile, ForwardTile
+from codegen.tiles import LOCKS, BackwardTile, ForwardTile, clears_ahead
 from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Segments
 
@@ -267,7 +267,8 @@ def backward(
     blocks = -(-rows // tile.tile_m)  # of query rows
     stats = workspace(heads, blocks * 2 * tile.tile_m)
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
-    locks = workspace(heads * blocks * LOCKS if tile.deterministic else 0, dtype=torch.int32)
+    locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
+    locks = workspace(heads * blocks * LOCKS if locked else 0, dtype=torch.int32)
     slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks)
     kernels["bwd"](
@@ -276,5 +277,5 @@ def backward(
     if specs.slab_sum and planned.num_slabs:
         kernels["bwd_sum"](slabs, planned.sums, dk, dv)
     if specs.postprocess:
-        kernels["bwd_postprocess"](dq_sums, dq, softmax_scale)
+        kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)
     return dq, dk, dv
