@@ -215,7 +215,9 @@ class NarrowBackward(BackwardFrame):
             if lane == 0:
                 state = load_acquire(lock)
                 if state == 0:
-                    state = Int32(cute.arch.atomic_or(lock, Int32(CLAIMED), sem="relaxed", scope="gpu"))
+                    state = Int32(
+                        cute.arch.atomic_cas(lock, cmp=Int32(0), val=Int32(CLAIMED), sem="relaxed", scope="gpu")
+                    )
             if cute.arch.shuffle_sync(state, 0) == 0:
                 quads = self.tile_m * self.head_dim // 128  # a lane
                 block = (self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + lane * 4).align(16)
