@@ -21,19 +21,6 @@ class Results:
             add_to_global(dst + c * stride, *[acc_dQ[4 * c + j] for j in range(4)])
 
     @cute.jit
-    def add_some(
-        self,
-        acc_dQ: cute.Tensor,
-        dst: cute.Pointer,
-        stride: cutlass.Constexpr,
-        wanted: cutlass.Boolean,
-        begin: cutlass.Constexpr,
-        end: cutlass.Constexpr,
-    ) -> None:
-        if wanted:
-            self.add_all(acc_dQ, dst, stride, begin, end)
-
-    @cute.jit
     def mask(
         self,
         acc_S: cute.Tensor,

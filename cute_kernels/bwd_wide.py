@@ -4,12 +4,13 @@ One warp group makes S, P and dV of the CTA's 64 keys, the other dP, dS and dK; 
 Neither waits for a product of the other's, and the tensor cores always have one of them to work for.
 
 dQ of 64 keys at a time would be too much to add up in global memory. So the CTAs of a cluster hand each other dS, and
-each makes one half of the columns of dQ over the keys of both, which halves what is added. Each warp group has a tile
-of 64 columns. Head dim 192 has three: both CTAs make the middle one, and each adds a half of it.
+each makes one half of dQ over the keys of both, which halves what is added. Each warp group has a tile of 64 columns.
+Head dim 192 has three: the middle one is the second warp group's, for one half of the query rows in either CTA. That
+warp group's other work takes longer.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -33,13 +34,13 @@ class State:
     mma_dQ: cute.TiledMma
     frags: dict[str, cute.Tensor]  # operands in shared memory
     acc: Any  # dV or dK
-    acc_dQ: Any
+    acc_dQ: Any  # this and dq_dst: see `with_dq`
     stat: cute.Tensor  # (4, M/16, lse2 or dpsum, stage)
     P: cute.Tensor  # (8, M/16): this thread's part of P^T in shared memory
     copy_dS: cute.TiledCopy
     dS_dst: cute.Tensor
     tid: Int32
-    dq_dst: cute.Pointer  # this thread's place in block 0
+    dq_dst: Any  # this thread's place in block 0
     num_blocks: Int32  # query blocks a head
     scale_log2: Float32
     bars: cute.Pointer
@@ -47,7 +48,6 @@ class State:
     sQ: cute.Tensor
     sdO: cute.Tensor
     sStat: cute.Tensor
-    adds: cutlass.Boolean  # this warp's columns of dQ are of this CTA's half
 
 
 class WideBackward(BackwardFrame):
@@ -87,6 +87,10 @@ class WideBackward(BackwardFrame):
         warps = 4 * self.warp_groups
         return [("P", 1, 4), ("DS", 1, 4), ("TURN", 2, 1), ("ADDED", 2, warps), ("PASSED", 2, 1), ("PEER", 3, 1)]
 
+    def dq_rows(self, wg: int) -> int:
+        """Query rows of a warp group's tile of dQ: half of a block's where both CTAs have that tile."""
+        return self.tile_m // 2 if self.head_dim == 192 and wg == 1 else self.tile_m
+
     def own_dS(self, it: Int32) -> Int32:
         """Buffer of this CTA's dS of block `it`."""
         return 1 + it % (self.do_stages + 1)
@@ -101,8 +105,11 @@ class WideBackward(BackwardFrame):
         mma_dKV = hopper.make_trivial_tiled_mma(
             dtype, dtype, K_major, MN_major, Float32, shape, (64, self.head_dim), warpgroup.OperandSource.RMEM
         )
-        mma_dQ = hopper.make_trivial_tiled_mma(dtype, dtype, MN_major, K_major, Float32, shape, (64, M))
-        return mma_S, mma_dKV, mma_dQ
+        return mma_S, mma_dKV, self.mma_dq(M)
+
+    def mma_dq(self, rows: int) -> cute.TiledMma:
+        K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_major, K_major, Float32, (1, 1, 1), (64, rows))
 
     # ---------------------------------------------------------------- beside the loader
     @cute.jit
@@ -220,9 +227,7 @@ class WideBackward(BackwardFrame):
         D, M, N = self.head_dim, self.tile_m, self.tile_n
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         rank = self.rank()
-        column_tile = rank * (D // 64 - 2) + wg  # of dQ^T, 64 columns
-        thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
-        sKt, sKpt = self.transposed(sK), self.transposed(sKp)
+        thr_S, thr_dKV = mma_S.get_slice(0), mma_dKV.get_slice(0)
         frags = {
             "K": mma_S.make_fragment_A(thr_S.partition_A(sK)),
             "V": mma_S.make_fragment_A(thr_S.partition_A(sV)),
@@ -230,9 +235,6 @@ class WideBackward(BackwardFrame):
             "dO": mma_S.make_fragment_B(thr_S.partition_B(sdO)),
             "Qt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sQ))),
             "dOt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sdO))),
-            "Kt": mma_dQ.make_fragment_A(thr_dQ.partition_A(cute.local_tile(sKt, (64, N), (column_tile, 0)))),
-            "Kpt": mma_dQ.make_fragment_A(thr_dQ.partition_A(cute.local_tile(sKpt, (64, N), (wg, 0)))),
-            "dS": mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS)),
         }
         stat_layout = cute.make_layout((4, 4, M // 16, 2, self.stages), stride=(1, 4, 16, M, 2 * M))
         stat = cute.make_tensor(sStat.iterator, stat_layout)[None, lane % 4, None, None, None]
@@ -254,18 +256,16 @@ class WideBackward(BackwardFrame):
             clean_begin = self.clean_keys(sK, sV, clean_begin, sKp)
         acc = cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32)  # dV or dK
         acc.fill(0.0)
-        acc_dQ = cute.make_rmem_tensor(mma_dQ.partition_shape_C((64, M)), Float32)
         state = State(
-            mma_S, mma_dKV, mma_dQ, frags, acc, acc_dQ, stat, P, copy_dS, dS_dst, tid,
-            dq_acc.iterator + (column_tile * 128 + tid) * 4, num_blocks, scale * math.log2(math.e), bars,
-            (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
-            (column_tile * 64 + warp_id % 4 * 16 < D // 2) == (rank == 0),
+            mma_S, mma_dKV, mma_dQ, frags, acc, None, stat, P, copy_dS, dS_dst, tid, None, num_blocks,
+            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
         )  # fmt: skip
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
+        values, keys = [self.with_dq(state, i, dq_acc.iterator, sK, sKp, sdS) for i in range(2)]
         if wg == 0:
-            self.loop(state, self.values_step, total, h, mb, mb0, mb1)
+            self.loop(values, self.values_step, total, h, mb, mb0, mb1)
         else:
-            self.loop(state, self.keys_step, total, h, mb, mb0, mb1)
+            self.loop(keys, self.keys_step, total, h, mb, mb0, mb1)
         kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
         row = warp_id % 4 * 16 + lane // 4
         first = Int64(slab) * self.slab_floats() + rank * (2 * N * D)
@@ -279,6 +279,27 @@ class WideBackward(BackwardFrame):
                 for e in cutlass.range_constexpr(cute.size(acc)):
                     acc[e] = acc[e] * scale
                 self.store_keys(acc, dk, slabs.iterator + first, slab, kv_head, n0, key_end, row)
+
+    def with_dq(
+        self, state: State, wg: int, dq_acc: cute.Pointer, sK: cute.Tensor, sKp: cute.Tensor, sdS: cute.Tensor
+    ) -> State:
+        """The state of a warp group with its part of dQ^T: a tile of 64 columns, over all or one half of the rows."""
+        D, N, rank, rows = self.head_dim, self.tile_n, self.rank(), self.dq_rows(wg)
+        shared = rows < self.tile_m  # the other CTA has the other rows
+        mma = self.mma_dq(rows) if shared else state.mma_dQ
+        thr = mma.get_slice(0)
+        column_tile, rows_tile = (1, rank) if shared else (2 * rank + wg, 0)
+        peer_tile = column_tile - rank * ((D - self.peer_columns) // 64)  # among the columns in sKp
+        sKt = cute.local_tile(self.transposed(sK), (64, N), (column_tile, 0))
+        sKpt = cute.local_tile(self.transposed(sKp), (64, N), (peer_tile, 0))
+        frags = {
+            "Kt": mma.make_fragment_A(thr.partition_A(sKt)),
+            "Kpt": mma.make_fragment_A(thr.partition_A(sKpt)),
+            "dS": mma.make_fragment_B(thr.partition_B(cute.local_tile(sdS, (rows, N), (rows_tile, 0, None)))),
+        }
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, rows)), Float32)
+        dst = dq_acc + rows_tile * (rows * D) + (column_tile * 128 + state.tid) * 4  # [chunk of 8 rows][thread][4]
+        return replace(state, mma_dQ=mma, frags=state.frags | frags, acc_dQ=acc, dq_dst=dst)
 
     @cute.jit
     def loop(self, state: Any, step: Any, total: Int32, h: Int32, mb: Int32, mb0: Int32, mb1: Int32) -> None:
@@ -332,10 +353,7 @@ class WideBackward(BackwardFrame):
     def finish_dq(self, state: State, it: Int32, block: Any) -> None:
         self.await_turn(state.bars, it)
         dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1])
-        if self.head_dim == 192:
-            self.add_some(state.acc_dQ, dst, 8 * self.head_dim, state.adds, 0, self.tile_m // 8)
-        else:
-            self.add_all(state.acc_dQ, dst, 8 * self.head_dim, 0, self.tile_m // 8)
+        self.add_all(state.acc_dQ, dst, 8 * self.head_dim, 0, cute.size(state.acc_dQ) // 4)
         self.pass_turn(state.bars, it)
 
     def statistics(self, state: State, stage: Int32, which: int) -> cute.Tensor:
