@@ -309,6 +309,7 @@ class WideBackward(BackwardFrame):
             mb, h = self.next_block(mb, h, mb0, mb1)
             step(state, it, previous, mb, False)
         if const_expr(self.want_dq):
+            self.await_dS(state, total - 1)
             self.issue_own_dq(state, total - 1)
             self.issue_peer_dq(state, total - 1)
             warpgroup.wait_group(0)
@@ -337,9 +338,12 @@ class WideBackward(BackwardFrame):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars + self.ADDED + it % 2)
 
-    def issue_own_dq(self, state: State, it: Int32) -> None:
-        """Issue this warp group's columns of dQ^T of block `it` over this CTA's keys."""
+    def await_dS(self, state: State, it: Int32) -> None:
+        """Wait for dS of block `it`, before P of the next one is passed on: the mbarrier tells even from odd only."""
         cute.arch.mbarrier_wait(state.bars + self.DS, it & 1)
+
+    def issue_own_dq(self, state: State, it: Int32) -> None:
+        """Issue this warp group's part of dQ^T of block `it` over this CTA's keys, whose dS is there."""
         gemm(state.mma_dQ, state.acc_dQ, state.frags["Kt"], state.frags["dS"][None, None, None, self.own_dS(it)], True)
 
     def issue_peer_dq(self, state: State, it: Int32) -> None:
@@ -401,29 +405,24 @@ class WideBackward(BackwardFrame):
         cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
         acc_S = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         gemm(s.mma_S, acc_S, s.frags["K"], s.frags["Q"][None, None, None, stage], True)
-        if dq:
-            self.issue_own_dq(s, it - 1)
-        elif self.want_dp and not first:
-            cute.arch.mbarrier_wait(s.bars + self.DS, (it - 1) & 1)
-        if self.want_dk:
-            lse2 = self.statistics(s, stage, 0)
-        # The other warp group has read P of block it - 1: its dS is there.
-        warpgroup.wait_group(1 if dq else 0)
-        if not self.want_dk:  # the compiler has no registers for them earlier
-            lse2 = self.statistics(s, stage, 0)
+        lse2 = self.statistics(s, stage, 0)
+        warpgroup.wait_group(0)
         self.mask(acc_S, mb * self.tile_m, *s.masks)
         tP = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
             for e in range(8 * c, 8 * c + 8):
                 acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2, c], fastmath=True)
             round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
-            if self.want_dp:
-                cute.autovec_copy(part(tP, 8 * c, 8), s.P[None, c])
         if self.want_dp:
+            if not first:  # the other warp group has read P of that block then; it may take until here
+                self.await_dS(s, it - 1)
+            for c in range(self.tile_m // 16):
+                cute.autovec_copy(part(tP, 8 * c, 8), s.P[None, c])
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(s.bars + self.P)
         if dq:
+            self.issue_own_dq(s, it - 1)
             self.issue_peer_dq(s, it - 1)
         cute.arch.mbarrier_wait(s.bars + self.FULL_DO + do_stage, do_phase)
         if self.want_dv:
@@ -447,6 +446,7 @@ class WideBackward(BackwardFrame):
             acc_dP = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32)
             gemm(s.mma_S, acc_dP, s.frags["V"], s.frags["dO"][None, None, None, do_stage], True)
         if dq:
+            self.await_dS(s, it - 1)
             self.issue_own_dq(s, it - 1)
         cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
         dpsum = self.statistics(s, stage, 1)
