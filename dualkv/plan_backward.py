@@ -24,7 +24,8 @@ SHARES = 3  # no item longer than a cluster's share of all work divided by this 
 SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
 WAVE = 16  # neighbouring items of a KV head that start together, before those of the next: all add to the same dQ
 TAIL = 0.04  # of all steps of a tree: the last ones to start
-FEW = 16  # items a cluster: fewer start longest first, whichever queries they read; their ends are what counts then
+FEW = 16  # items a cluster: fewer may start longest first, whichever queries they read ...
+GAIN = 1.02  # ... if by their lengths they are done earlier by this factor: reading the same queries is worth as much
 FINER = 3  # of so few, pieces of a third of that length are tried too
 PIECE = 1  # query blocks that beginning and ending an item take, about
 SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
@@ -45,6 +46,29 @@ class BackwardWork:
     num_slabs: int
 
 
+@dataclass(frozen=True)
+class Uncut:
+    """Items before long ones are cut along their queries, in the order of their keys.
+
+    Attributes:
+        key, key_end: packed rows.
+        group: of the keys.
+        run: the segment of the first key, among those that are not empty.
+        block_begin, block_end: query blocks.
+        previous: see `_in_turns`.
+        clean_end: see bwd_items.CLEAN_END, of each CTA.
+    """
+
+    key: IntArray
+    key_end: IntArray
+    group: IntArray
+    run: IntArray
+    block_begin: IntArray
+    block_end: IntArray
+    previous: IntArray
+    clean_end: list[IntArray]
+
+
 def backward_work(
     segments: Segments, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int, deterministic: bool = False
 ) -> BackwardWork:
@@ -62,7 +86,6 @@ def backward_work(
         deterministic: items add to dQ in the order of their keys, and start in an order in which none waits for a later
             one: that of their keys, but for responses (see `_late`).
     """
-    begin = segments.offsets[:-1][segments.lengths > 0]
     step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
 
     # Keys are cut into items from the first row of each group on, and anew from that of each response that fills one.
@@ -91,17 +114,35 @@ def backward_work(
         )
 
     # Items whose first keys lie in one segment read the same queries.
-    run = np.searchsorted(begin, key, side="right") - 1
+    run = np.searchsorted(segments.offsets[:-1][segments.lengths > 0], key, side="right") - 1
+    uncut = Uncut(key, key_end, group, run, block_begin, block_end, previous, clean_end)
     slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
     clusters = max(num_sms // tile.cluster, 1)
+
+    def cut(length: IntArray, longest_first: bool = False) -> BackwardWork:
+        return _cut(uncut, length, segments, tile, kv_heads, clusters, slab_budget, deterministic, longest_first)
+
     limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * clusters)
     lengths = _piece_length(blocks, run, per_kv, limit, slab_budget)
-    few = len(blocks) * kv_heads < FEW * clusters
-    if few:
-        finer = _piece_length(blocks, run, per_kv, limit // FINER, slab_budget)
-        length = min(itertools.chain(lengths, finer), key=lambda x: _span(blocks, x, kv_heads, clusters))
-    else:
-        length = next(lengths)
+    if len(blocks) * kv_heads >= FEW * clusters:
+        return cut(next(lengths))
+    lengths = itertools.chain(lengths, _piece_length(blocks, run, per_kv, limit // FINER, slab_budget))
+    first, *others = ((_span(_longest_first(blocks, x, kv_heads), clusters), x) for x in lengths)
+    span, length = min(first, *others, key=lambda spanned: spanned[0])
+    in_waves = cut(length if deterministic else first[1])
+    taken = in_waves.items[:, items.BLOCK_END] - in_waves.items[:, items.BLOCK_BEGIN]
+    if deterministic or _span(taken, clusters) < GAIN * span:
+        return in_waves
+    return cut(length, longest_first=True)
+
+
+def _cut(
+    uncut: Uncut, length: IntArray, segments: Segments, tile: BackwardTile, kv_heads: int, clusters: int,
+    slab_budget: int, deterministic: bool, longest_first: bool,
+) -> BackwardWork:  # fmt: skip
+    """Items cut into pieces of so many query blocks each, in their order: `longest_first`, or neighbours in waves."""
+    key, group, run, block_begin, block_end = uncut.key, uncut.group, uncut.run, uncut.block_begin, uncut.block_end
+    blocks = block_end - block_begin
     turn, apart = np.zeros_like(group), np.zeros(len(group), bool)
     if deterministic and segments.max_depth == 2 and (length >= blocks).all():
         response = segments.parent[segments.lengths > 0][run] != -1
@@ -124,11 +165,11 @@ def backward_work(
     num_slabs = int(pieces[split].sum())
 
     base = np.empty((len(item), items.NUM_FIELDS), np.int32)
-    base[:, items.KEY], base[:, items.KEY_END] = key[item], key_end[item]
+    base[:, items.KEY], base[:, items.KEY_END] = key[item], uncut.key_end[item]
     base[:, items.BLOCK_BEGIN], base[:, items.BLOCK_END] = piece_begin, piece_end
-    base[:, items.CLEAN_END], base[:, items.CLEAN_END + 1] = clean_end[0][item], clean_end[1][item]
+    base[:, items.CLEAN_END], base[:, items.CLEAN_END + 1] = (x[item] for x in uncut.clean_end)
     base[:, items.SLAB] = np.where(split[item], first_slab[item] + piece, -1)
-    base[:, items.ORDER], base[:, items.PREVIOUS] = item, previous[item]
+    base[:, items.ORDER], base[:, items.PREVIOUS] = item, uncut.previous[item]
     base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
     part = run[item]
     if deterministic:
@@ -138,7 +179,7 @@ def backward_work(
         order = np.lexsort((item, then, ends))
         part = ends * (segments.total + 1) - then
     else:
-        longest = np.zeros(len(begin), np.int64)
+        longest = np.zeros(run.max(initial=-1) + 1, np.int64)
         np.maximum.at(longest, run[item], piece_end - piece_begin)
         order = np.lexsort((item, piece, run[item], -longest[run[item]]))
     starts = np.append(True, np.diff(part[order]) != 0)[: len(order)]  # of parts, and of the waves in them
@@ -146,12 +187,12 @@ def backward_work(
         within = positions(np.diff(np.append(np.flatnonzero(starts), len(order))))
         starts |= (within % WAVE == 0) & ~split[item[order]]
     work = _by_kv_head(base[order], np.flatnonzero(starts), kv_heads, num_slabs)
-    if few and not deterministic:
+    if longest_first:
         work = work[np.argsort(work[:, items.BLOCK_BEGIN] - work[:, items.BLOCK_END], kind="stable")]
 
     sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
     sums[:, :, items.SUM_KV_HEAD] = np.arange(kv_heads)[:, None]
-    sums[:, :, items.SUM_KEY], sums[:, :, items.SUM_KEY_END] = key[split], key_end[split]
+    sums[:, :, items.SUM_KEY], sums[:, :, items.SUM_KEY_END] = key[split], uncut.key_end[split]
     sums[:, :, items.SUM_FIRST] = first_slab[split] + np.arange(kv_heads)[:, None] * num_slabs
     sums[:, :, items.SUM_COUNT] = pieces[split]
     return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_slabs * kv_heads)
@@ -271,13 +312,17 @@ def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budg
         limit += limit // 4
 
 
-def _span(blocks: IntArray, length: IntArray, kv_heads: int, clusters: int) -> int:
-    """Query blocks of the cluster that takes most, when each in turn takes the longest piece that is left."""
+def _longest_first(blocks: IntArray, length: IntArray, kv_heads: int) -> IntArray:
+    """Query blocks of all pieces in that order."""
     pieces = -(-blocks // length)
     first = blocks - (pieces - 1) * length
-    taken = np.sort(np.concatenate([first, np.repeat(length, pieces - 1)]).repeat(kv_heads))[::-1] + PIECE
+    return np.sort(np.concatenate([first, np.repeat(length, pieces - 1)]).repeat(kv_heads))[::-1]
+
+
+def _span(taken: IntArray, clusters: int) -> int:
+    """Query blocks of the cluster that takes most, when each in turn takes the next piece, of so many."""
     loads = [0] * clusters
-    for piece in taken.tolist():
+    for piece in (taken + PIECE).tolist():
         heapq.heapreplace(loads, loads[0] + piece)
     return max(loads)
 
