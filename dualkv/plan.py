@@ -19,7 +19,7 @@ WorkItems = npt.NDArray[np.int32]
 Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits
 
 PART_TILES = 2**14  # what is computed at a time stays in a core's cache, and in memory that the process already has
-L2_ROWS = 2**15  # of one KV head: K and V of head_dim 128 are 16 MB, of an H200's 50 MB of L2
+L2_ROWS = items.SORTED_ROWS  # of one KV head: K and V of head_dim 128 are 16 MB, of an H200's 50 MB of L2
 SORTED_BLOCKS = np.uint16(2**16 - 1)  # longer tiles count as equal: numpy sorts 16-bit keys five times as fast
 
 
