@@ -22,6 +22,7 @@ from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_el
 from cute_kernels.fwd_contain import Containment
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.mask import mask
+from cute_kernels.order import Order
 from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, half_softmax, normalize, online_softmax, rescale
 from cute_kernels.work import Tile, first_and_step
 
@@ -54,10 +55,9 @@ class ForwardKernel(Containment, ForwardFrame):
 
     @cute.jit
     def mma(
-        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, groups_per_kv: Int32,
-        warp_id: Int32,
-    ) -> None:  # fmt: skip
-        num_tiles, bars = g.work.shape[0], s.bars
+        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, order: Order, groups_per_kv: Int32, warp_id: Int32
+    ) -> None:
+        bars = s.bars
         wg, lane = warp_id // 4, cute.arch.lane_idx()
         scale_log2 = scale * math.log2(math.e)
         mma_qk = self.mma_qk()
@@ -68,11 +68,12 @@ class ForwardKernel(Containment, ForwardFrame):
         thr_Q = copy_Q.get_slice(cute.arch.thread_idx()[0] % 128)
         at, q_phase = Int32(0), Int32(0)  # at: place of the block whose probabilities are in x.tOrP
         first, step = first_and_step(self.cluster)
-        stop = num_tiles * head_groups
+        stop = order.items
         for turn in cutlass.range(2, unroll=1):
             for item in cutlass.range(first, stop, step, unroll=1):
                 if turn == 0 or self.noted(s.again, item):
-                    tile, head_group = self.tile(g, item % num_tiles), item // num_tiles
+                    index, head_group = order.place(item)
+                    tile = self.tile(g, index)
                     for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
                         rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)
                     for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
@@ -117,7 +118,7 @@ class ForwardKernel(Containment, ForwardFrame):
                     if not self.fits(x.acc_O, rows.sum, tile, wg, tile_row):
                         self.note(s.again, item)
                     if turn == 1 and tile.straddles:
-                        place = item % num_tiles, wg, tile_row, head_group, head_group // groups_per_kv
+                        place = index, wg, tile_row, head_group, head_group // groups_per_kv
                         self.contain(x.acc_O, rows.scale, rows.token, g, *place, scale)
                     self.store(x.acc_O, rows.scale, atoms.O, g, s, head_group, tile, tile_row, warp_id)
             cute.arch.cp_async_bulk_wait_group(0)  # O is out: the next turn may store it again, and the CTA may end

@@ -18,6 +18,7 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import items
 from cute_kernels.cluster import Clustered
+from cute_kernels.order import Order
 from cute_kernels.work import Tile, first_and_step
 
 SMEM_BYTES = 227 * 1024  # a CTA's shared memory
@@ -93,6 +94,8 @@ class ForwardFrame(Clustered):
     Raises:
         ValueError: a configuration that does not fit, in one sentence.
     """
+
+    sorted_rows = items.SORTED_ROWS
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class ForwardFrame(Clustered):
             Atoms(tma_Q, tma_K, tma_V, tma_O),
             Global(gQ, gK, gV, gO, q, k, v, pairs, lse, work, *tables),
             softmax_scale,
-            head_groups,
+            Order.of(work.shape[0], head_groups, num_clusters, k.shape[1], k.shape[0], self.head_dim, self.sorted_rows),
             head_groups // k.shape[1],
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
@@ -258,7 +261,7 @@ class ForwardFrame(Clustered):
 
     # ---------------------------------------------------------------- kernel: set-up and roles
     @cute.kernel
-    def kernel(self, atoms: Atoms, g: Global, scale: Float32, head_groups: Int32, groups_per_kv: Int32) -> None:
+    def kernel(self, atoms: Atoms, g: Global, scale: Float32, order: Order, groups_per_kv: Int32) -> None:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         q_layout, kv_layout = self.q_layout(), self.kv_layout()
@@ -281,15 +284,14 @@ class ForwardFrame(Clustered):
         self.sync_cluster()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            self.load(atoms, g, s, head_groups, groups_per_kv, warp_idx)
+            self.load(atoms, g, s, order, groups_per_kv, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            self.mma(atoms, g, s, scale, head_groups, groups_per_kv, warp_idx - 4)
+            self.mma(atoms, g, s, scale, order, groups_per_kv, warp_idx - 4)
 
     def mma(
-        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, head_groups: Int32, groups_per_kv: Int32,
-        warp_id: Int32,
-    ) -> None:  # fmt: skip
+        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, order: Order, groups_per_kv: Int32, warp_id: Int32
+    ) -> None:
         """What an MMA warp does."""
         raise NotImplementedError
 
@@ -376,19 +378,17 @@ class ForwardFrame(Clustered):
 
     # ---------------------------------------------------------------- producer warps
     @cute.jit
-    def load(
-        self, atoms: Atoms, g: Global, s: Shared, head_groups: Int32, groups_per_kv: Int32, warp_idx: Int32
-    ) -> None:
+    def load(self, atoms: Atoms, g: Global, s: Shared, order: Order, groups_per_kv: Int32, warp_idx: Int32) -> None:
         """Warp 0 loads, the others only take part at the end of a turn."""
-        num_tiles = g.work.shape[0]
         at, q_phase = Int32(0), Int32(1)
         first, step = first_and_step(self.cluster)
-        stop = num_tiles * head_groups
+        stop = order.items
         for turn in cutlass.range(2, unroll=1):
             if warp_idx == 0:
                 for item in cutlass.range(first, stop, step, unroll=1):
                     if turn == 0 or self.noted(s.again, item):
-                        tile, head_group = self.tile(g, item % num_tiles), item // num_tiles
+                        index, head_group = order.place(item)
+                        tile = self.tile(g, index)
                         at = self.load_tile(atoms, g, s, tile, head_group, head_group // groups_per_kv, at, q_phase)
                         q_phase ^= 1
             stop = self.end_turn(s)

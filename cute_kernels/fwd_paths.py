@@ -101,6 +101,7 @@ class PathForwardKernel(ForwardKernel):
     """
 
     mask = staticmethod(mask_path)
+    sorted_rows = items.SORTED_ROWS
 
     def fake_arguments(self) -> tuple[object, ...]:
         q, k, v, out, lse, _, _, *rest = super().fake_arguments()
