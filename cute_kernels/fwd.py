@@ -72,7 +72,7 @@ class ForwardKernel(Containment, ForwardFrame):
         for turn in cutlass.range(2, unroll=1):
             for item in cutlass.range(first, stop, step, unroll=1):
                 if turn == 0 or self.noted(s.again, item):
-                    index, head_group = order.place(item)
+                    index, head_group = self.place(order, item)
                     tile = self.tile(g, index)
                     for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
                         rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)

@@ -299,6 +299,14 @@ class ForwardFrame(Clustered):
         """A work item."""
         return Tile.load(g.work, index, self.tile_n)
 
+    @cute.jit
+    def place(self, order: Order, item: Int32) -> tuple[Int32, Int32]:
+        """`order.place`: (tile, head group). Of many rounds by one division: a tile's start waits for it."""
+        index, head_group = item % order.num_tiles, item // order.num_tiles
+        if order.run < order.items:
+            index, head_group = order.place(item)
+        return index, head_group
+
     # ---------------------------------------------------------------- items that are done again
     @cute.jit
     def note(self, again: cute.Tensor, item: Int32) -> None:
@@ -387,7 +395,7 @@ class ForwardFrame(Clustered):
             if warp_idx == 0:
                 for item in cutlass.range(first, stop, step, unroll=1):
                     if turn == 0 or self.noted(s.again, item):
-                        index, head_group = order.place(item)
+                        index, head_group = self.place(order, item)
                         tile = self.tile(g, index)
                         at = self.load_tile(atoms, g, s, tile, head_group, head_group // groups_per_kv, at, q_phase)
                         q_phase ^= 1
