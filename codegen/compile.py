@@ -1,7 +1,7 @@
 """From a :class:`KernelSpec` to a shared object with its machine code, on any machine: no GPU is needed.
 
-The compile runs in a process of its own (`python -m codegen.compile FOLDER`, the spec on stdin), because the DSL reads
-its target from the environment when it is imported, and so that nothing it does reaches the caller's process.
+The compile runs in a process of its own (`python -m codegen.compile` in the folder, the spec on stdin), because the DSL
+reads its target from the environment when it is imported, and so that nothing it does reaches the caller's process.
 """
 
 from __future__ import annotations

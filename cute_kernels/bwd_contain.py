@@ -24,7 +24,7 @@ BAR_CONTAIN = 1  # named barrier of MMA warps (0 is __syncthreads)
 ALL_MASKED = 2**31 - 1  # clean_begin of a CTA with broken keys: all blocks take the mask, and are contained
 
 
-class Containment:
+class BackwardContainment:
     """Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
 
     dtype: type[cutlass.Numeric]

@@ -23,12 +23,11 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 
 from codegen.tiles import LOCKS
 from cute_kernels import bwd_items as items
-from cute_kernels.bwd_contain import Containment
+from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Loads
 from cute_kernels.bwd_results import Results
+from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import store_volatile
-
-SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 
 
 def split_rows(head_dim: int) -> bool:
@@ -36,7 +35,7 @@ def split_rows(head_dim: int) -> bool:
     return head_dim == 64
 
 
-class BackwardFrame(Loads, Containment, Results):
+class BackwardFrame(Loads, BackwardContainment, Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -407,14 +406,9 @@ class BackwardFrame(Loads, Containment, Results):
     # ---------------------------------------------------------------- MMA warp groups: shared parts
     @cute.jit
     def release(self, bar: cute.Pointer) -> None:
-        """This warp is done with a stage: tell the producer of every CTA that writes into it."""
+        """`arrive`, once all lanes are there."""
         cute.arch.sync_warp()
-        if const_expr(self.cluster == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bar)
-        else:
-            if cute.arch.lane_idx() < self.cluster:
-                cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())  # second argument: CTA of the cluster
+        self.arrive(bar)
 
     @cute.jit
     def next_block(

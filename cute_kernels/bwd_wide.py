@@ -21,7 +21,8 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
-from cute_kernels.bwd_frame import SMEM_BYTES, BackwardFrame
+from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import copy_to_peer, load_acquire, store_release
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
+
+SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 
 
 class Clustered:
@@ -17,6 +19,16 @@ class Clustered:
         else:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def arrive(self, bar: cute.Pointer) -> None:
+        """This warp is done with a stage: tell the producer of every CTA that writes into it."""
+        if const_expr(self.cluster == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bar)
+        else:
+            if cute.arch.lane_idx() < self.cluster:
+                cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())  # second argument: CTA of the cluster
 
     def rank(self) -> Int32:
         """This CTA's place in its cluster."""

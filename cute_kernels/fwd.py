@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
-from cute_kernels.fwd_contain import Containment
+from cute_kernels.fwd_contain import ForwardContainment
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.mask import mask
 from cute_kernels.order import Order
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     scale: cute.Tensor  # (2) of O, as the reference moves
 
 
-class ForwardKernel(Containment, ForwardFrame):
+class ForwardKernel(ForwardContainment, ForwardFrame):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
     mask = staticmethod(mask)
@@ -89,7 +89,7 @@ class ForwardKernel(Containment, ForwardFrame):
                     cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
                     gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
                     warpgroup.wait_group(0)
-                    self.release(bars + self.EMPTY_K + stage)
+                    self.arrive(bars + self.EMPTY_K + stage)
                     if const_expr(self.q_in_registers):
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
@@ -112,7 +112,7 @@ class ForwardKernel(Containment, ForwardFrame):
                     cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
                     gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
                     warpgroup.wait_group(0)
-                    self.release(bars + self.EMPTY_V + stage)
+                    self.arrive(bars + self.EMPTY_V + stage)
                     at = self.after(at)
                     normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
                     if not self.fits(x.acc_O, rows.sum, tile, wg, tile_row):
@@ -140,16 +140,6 @@ class ForwardKernel(Containment, ForwardFrame):
             cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim)), Float32),
         )
 
-    @cute.jit
-    def release(self, bar: cute.Pointer) -> None:
-        """This warp is done with a stage: tell the producer of every CTA that writes into it."""
-        if const_expr(self.cluster == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bar)
-        else:
-            if cute.arch.lane_idx() < self.cluster:
-                cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())
-
     def products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> None:
         """Both products in flight, S of the next block and O += P V of this one; wait for S."""
         (v_stage, v_phase), (k_stage, k_phase) = self.ring(at), self.ring(self.after(at))
@@ -158,12 +148,12 @@ class ForwardKernel(Containment, ForwardFrame):
         cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
         gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
-        self.release(bars + self.EMPTY_K + k_stage)
+        self.arrive(bars + self.EMPTY_K + k_stage)
 
     def finish_products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> Int32:
         """Wait for O; the next block's probabilities take the place of this one's. Returns the next one's place."""
         warpgroup.wait_group(0)
-        self.release(bars + self.EMPTY_V + self.ring(at)[0])
+        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])
         round_to(acc_S, x.tOrP)
         return self.after(at)
 

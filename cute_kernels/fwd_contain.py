@@ -16,7 +16,7 @@ from cutlass import Float32, Int32
 from cute_kernels.accumulator import reduce_tree, row_elements
 
 
-class Containment:
+class ForwardContainment:
     """Of :class:`cute_kernels.fwd.ForwardKernel`."""
 
     packed_heads: int

@@ -17,11 +17,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import items
-from cute_kernels.cluster import Clustered
+from cute_kernels.cluster import SMEM_BYTES, Clustered
 from cute_kernels.order import Order
 from cute_kernels.work import Tile, first_and_step
 
-SMEM_BYTES = 227 * 1024  # a CTA's shared memory
 WG_ROWS = 64  # query rows of a warp group
 AGAIN_WORDS = 63  # of 32 bits, one an item of the cluster; its items beyond share bits with its first
 
