@@ -322,6 +322,22 @@ def test_few_items_end_together(prompt, responses, head_dim, kv_heads, least):
     assert balance(plan, 66) > least
 
 
+@pytest.mark.parametrize(
+    ("prompt", "responses", "heads", "kv_heads", "sorts"),
+    [
+        (4096, [256] * 64, 32, 8, False),  # ten items a cluster, as even in waves
+        (11245, [270, 400, 500, 648], 32, 2, True),
+        (8192, [2048] * 32, 4, 1, True),  # 3 % earlier
+        (8192, [2048] * 32, 8, 2, False),  # 1.5 %
+    ],
+)
+def test_few_items_start_longest_first_where_that_ends_earlier(prompt, responses, heads, kv_heads, sorts):
+    plan = backward_work(segments([prompt], [responses]), backward_tile(128), heads, kv_heads, 132)
+    assert len(plan.items) < 16 * 66
+    longest_first = (np.diff(plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]) <= 0).all()
+    assert longest_first == sorts
+
+
 def test_long_prompts_go_in_waves_of_key_blocks():
     seg = segments([16384], [[2048] * 8])
     tile = backward_tile(128)
