@@ -128,6 +128,26 @@ def test_split_key_blocks(head_dim, deterministic):
     check(q, k, v, dout, SPLIT, deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prompts_that_ask_nothing_get_zeros(head_dim, deterministic):
+    """Most of their blocks nobody adds to: dq of these is not what the workspace held."""
+    layout = Layout.from_lengths([700, 300, 5], [[50, 60], [100], [400]])
+    asked = layout.without_prompt_queries()
+    q, k, v, dout = inputs(layout, head_dim=head_dim)
+    prompts = torch.ones(layout.num_tokens, dtype=torch.bool, device="cuda")
+    for begin, end in ((700, 810), (1110, 1210), (1215, 1615)):
+        prompts[begin:end] = False
+    out, lse, *_ = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, head_dim**-0.5, dout)
+    out[prompts], lse[:, prompts] = 0, torch.inf
+    dq, dk, dv = run(q, k, v, dout, out.to(BF16), lse.float(), asked, deterministic)
+    assert (dq[prompts] == 0).all()
+    dout[prompts] = 0
+    wanted = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, head_dim**-0.5, dout)[2:]
+    for got, want in zip((dq, dk, dv), wanted, strict=True):
+        assert (got.double() - want).norm() <= 0.01 * want.norm()
+
+
 @pytest.mark.parametrize("gradients", GRADIENTS[1:])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", ["ragged groups", "split"])
