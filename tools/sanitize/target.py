@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 import dualkv
+from codegen.tiles import clears_ahead, kernel_head_dim
 from tools.sanitize import controls
 from tools.sanitize.cases import LAYOUTS, Case, cases
 
@@ -42,8 +43,10 @@ def run_case(case: Case, fill: bool) -> None:
         with torch.no_grad():
             torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills what it makes
             out, lse = torch.ops.dualkv.fwd(q, k, v, *host)
-            torch.use_deterministic_algorithms(False)
+            stored = case.deterministic and clears_ahead(kernel_head_dim(case.head_dim))  # the first of dQ's sums
+            torch.use_deterministic_algorithms(stored, warn_only=True)
             torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients)
+            torch.use_deterministic_algorithms(False)
     else:
         dualkv.attention(q, k, v, layout, deterministic=case.deterministic).backward(dout)
 
@@ -58,8 +61,9 @@ def main(tool: str, what: str) -> None:
         announced(*controls.PLANTED[tool])  # last: a fault may end the process
         return
     for case in cases(int(what), tool):
-        # initcheck does not see what the copy engine stores. Outputs of the forward that were filled before count as
-        # initialized, so that what is reported of the backward is about what its own kernels leave to each other.
+        # initcheck does not see what the copy engine stores. What was filled before counts as initialized: outputs of
+        # the forward, and the backward's workspace where the copy engine stores in it. So what is reported of the
+        # backward is about what its own kernels leave to each other.
         announced(case.name, lambda case=case: run_case(case, tool == "initcheck"))  # type: ignore[misc]
 
 
