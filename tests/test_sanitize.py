@@ -261,6 +261,7 @@ MET = {
 }  # fmt: skip
 FULL = {"what": "418048 errors were skipped (error buffer overflow).", "kernel": "", "instructions": []}
 HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
+POLLED = {"what": "Race", "kernel": "bwd_narrow.NarrowBackward", "instructions": ["STS", "LDS"]}
 RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "instructions": ["UBLKCP.S.G", "LDS.128"]}
 
 
@@ -275,6 +276,10 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("racecheck", HANDED, {"exchange": 3}, "does not follow mbarriers between warps"),
         ("racecheck", HANDED, {"exchange": 0, "bulk_ring": 3}, None),
         ("racecheck", HANDED | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
+        ("racecheck", POLLED, {"polled": 1}, "one lane writes and another polls"),
+        ("racecheck", POLLED, {"polled": 0, "exchange": 3}, None),
+        ("racecheck", POLLED | {"instructions": ["STS", "LDS.128"]}, {"polled": 1}, None),
+        ("racecheck", POLLED | {"kernel": "fwd.ForwardKernel"}, {"polled": 1}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),
         ("synccheck", MET, {"meeting": 32}, "control meeting, in which two warps"),
         ("synccheck", MET, {"meeting": 0}, None),

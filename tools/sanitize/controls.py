@@ -125,6 +125,29 @@ extern "C" __global__ void meeting(const float* in, float* out) {
     }
 }
 """
+# A lane of one warp counts, and a lane of another looks now and then how far it is: what paces bwd_narrow's clearing.
+# Volatile accesses are relaxed ones to the memory model (PTX ISA, "ld.volatile"), so this is no race.
+_POLLED = r"""
+extern "C" __global__ void polled(int* out, int n) {
+    __shared__ int at;
+    unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(&at));
+    if (threadIdx.x == 0) asm volatile("st.volatile.shared.s32 [%0], 0;" :: "r"(place));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i <= n; ++i) {
+            __nanosleep(2000);
+            asm volatile("st.volatile.shared.s32 [%0], %1;" :: "r"(place), "r"(i));
+        }
+    } else if (threadIdx.x == 32) {
+        int seen = 0;
+        do {
+            __nanosleep(1000);
+            asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(seen) : "r"(place));
+        } while (seen < n);
+        out[0] = seen;
+    }
+}
+"""
 _STORE = r"""
 extern "C" __global__ void bulk_store(float* out) {
     __shared__ alignas(128) float data[64];
@@ -169,6 +192,12 @@ def _meeting() -> None:
     torch.testing.assert_close(out, torch.cat([2 * low, 3 * high]))
 
 
+def _polled() -> None:
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    _run(_POLLED, "polled", 64, out, 8)
+    assert out.item() == 8
+
+
 def _store() -> None:
     made, copy = torch.empty(64, device="cuda"), torch.zeros(64, device="cuda")
     _run(_STORE, "bulk_store", 64, made)
@@ -191,5 +220,6 @@ CORRECT: dict[str, Callable[[], None]] = {
     "bulk_store": _store,
     "exchange": _exchange,
     "meeting": _meeting,
+    "polled": _polled,
 }
 RACY: dict[str, Callable[[], None]] = {"bulk_ring_no_wait": lambda: _ring("bulk_ring_no_wait")}

@@ -23,6 +23,13 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
             "racecheck does not follow mbarriers between warps: the control exchange, which hands values over as one "
             "warp group hands P to the other (store, __syncwarp, one lane arrives; wait, load), is reported too"
         )
+    polled = report["kernel"].startswith("bwd_narrow") and instructions == ["STS", "LDS"]
+    if tool == "racecheck" and polled and shown.get("polled"):
+        return (
+            "racecheck takes a word that one lane writes and another polls, both volatile, for a race: to the memory "
+            "model of the PTX ISA such accesses are relaxed ones, and the control polled, which paces a warp as the "
+            "kernel paces the one that clears dQ ahead, is reported too"
+        )
     if tool == "synccheck" and shown.get("meeting"):
         return _meeting(report)
     return None
