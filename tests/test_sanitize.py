@@ -261,7 +261,9 @@ MET = {
 }  # fmt: skip
 FULL = {"what": "418048 errors were skipped (error buffer overflow).", "kernel": "", "instructions": []}
 HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
-POLLED = {"what": "Race", "kernel": "bwd_narrow.NarrowBackward", "instructions": ["STS", "LDS"]}
+POLLED = {
+    "what": "Race", "kernel": "bwd_narrow.NarrowBackward", "instructions": ["STS", "LDS"], "cases": {"edges D=64": 1},
+}  # fmt: skip
 RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "instructions": ["UBLKCP.S.G", "LDS.128"]}
 
 
@@ -280,6 +282,8 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("racecheck", POLLED, {"polled": 0, "exchange": 3}, None),
         ("racecheck", POLLED | {"instructions": ["STS", "LDS.128"]}, {"polled": 1}, None),
         ("racecheck", POLLED | {"kernel": "fwd.ForwardKernel"}, {"polled": 1}, None),
+        ("racecheck", POLLED | {"cases": {"edges D=64": 1, "edges D=64 deterministic": 1}}, {"polled": 1}, None),
+        ("racecheck", POLLED | {"cases": {"long prompt D=64 gradients of kv": 1}}, {"polled": 1}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),
         ("synccheck", MET, {"meeting": 32}, "control meeting, in which two warps"),
         ("synccheck", MET, {"meeting": 0}, None),
