@@ -56,8 +56,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         visible_end: [T] int32.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
-    q, k, v, dout: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements); dk, dv:
-    last dimension contiguous, even strides.
+    q, k, v, dout, dk, dv: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
     What is not finite stays with the pairs that see it: bwd_contain says how.
 
@@ -176,16 +175,16 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
         rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
 
-        def packed(num_heads: cute.SymInt, unit: int) -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=unit), cute.sym_int64(divisibility=unit), 1)
-            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=2 * unit)
+        def packed(num_heads: cute.SymInt) -> cute.Tensor:
+            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=16)
 
         def flat() -> cute.Tensor:
             return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
 
-        q, dout, k, v = packed(heads, 8), packed(heads, 8), packed(kv_heads, 8), packed(kv_heads, 8)
+        q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
         absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
-        dk, dv = (packed(kv_heads, 2) if wanted else absent for wanted in (self.want_dk, self.want_dv))
+        dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
         width = cute.sym_int32(divisibility=2 * self.tile_m)
         stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)

@@ -1,11 +1,24 @@
 """What the backward's main kernels do with accumulators whose rows are keys (S^T, dV, dK) or columns of dQ (dQ^T)."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.accumulator import column, round_to
 from cute_kernels.ptx import add_to_global
+
+
+def exchange(values: list[Any], lane: Int32) -> list[Any]:
+    """Of four threads in a row: thread `lane` (0 to 3) gets what each of them has in place `lane` of its four."""
+    x = list(values)
+    for bit in (1, 2):
+        high = (lane & bit) != 0
+        for i in (j for j in range(4) if not j & bit):  # places i and i + bit
+            got = cute.arch.shuffle_sync_bfly(cutlass.select_(high, x[i], x[i + bit]), bit)
+            x[i], x[i + bit] = cutlass.select_(high, got, x[i]), cutlass.select_(high, x[i + bit], got)
+    return x
 
 
 class Results:
@@ -39,17 +52,24 @@ class Results:
 
     @cute.jit
     def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
+        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8.
+
+        The four threads of a row each hold a pair of every eight columns. They exchange them, so that each one writes
+        all four pairs of every fourth eight: single pairs take four times as many passes through the store unit.
+        """
         rounded = cute.make_rmem_tensor(cute.size(acc), self.dtype)
         round_to(acc, rounded)
-        pairs = cute.recast_tensor(rounded, Int32)
+        pairs, lane = cute.recast_tensor(rounded, Int32), cute.arch.lane_idx() % 4
         for r in cutlass.range_constexpr(2):
-            if n + 8 * r < key_end:
-                row = out[n + 8 * r, kv_head, None].iterator + cute.arch.lane_idx() % 4
-                dst = cute.make_tensor(row, cute.make_layout(self.head_dim // 8, stride=4))
-                for c in cutlass.range_constexpr(self.head_dim // 8):
-                    if 4 * c < out.shape[2]:
-                        dst[c] = pairs[2 * c + r]
+            row = out[cutlass.min(n + 8 * r, key_end - 1), kv_head, None].iterator
+            for c in cutlass.range_constexpr(0, self.head_dim // 8, 4):
+                eights = exchange([pairs[2 * (c + i) + r] for i in range(4)], lane)
+                if (n + 8 * r < key_end) & (4 * (c + lane) < out.shape[2]):
+                    quad = cute.make_rmem_tensor(4, Int32)
+                    for j in cutlass.range_constexpr(4):
+                        quad[j] = eights[j]
+                    dst = cute.make_tensor((row + 4 * (c + lane)).align(16), cute.make_layout(4))
+                    cute.autovec_copy(quad, dst)
 
     @cute.jit
     def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
