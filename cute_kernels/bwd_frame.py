@@ -334,25 +334,25 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         at = smem.allocate_array(Int32, 1)
+        item = self.item(work)
+        keys = tma_K, gK, tma_V, gV, sK, sV, bars, item
         if warp_idx == 0:
             with cute.arch.elect_one():
                 store_volatile(at, Int32(0))
-            for atom in (tma_Q, tma_dO, tma_K, tma_V):
-                cpasync.prefetch_descriptor(atom)
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
-        cute.arch.mbarrier_init_fence()
-        self.sync_cluster()
-        item = self.item(work)
+            cute.arch.mbarrier_init_fence()
+            if const_expr(self.peer_columns):
+                self.load_peer_keys(tma_Kp, gKp, own, bars, item)
+            self.load_keys(*keys)  # which no other CTA has a part in, so before all are there
+            for atom in (tma_Q, tma_dO):
+                cpasync.prefetch_descriptor(atom)
+        self.arrive_cluster()
         num_blocks = stats.shape[1] // (2 * self.tile_m)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
+            self.await_cluster()
             if warp_idx == 0:
-                if const_expr(self.peer_columns):
-                    self.load_peer_keys(tma_Kp, gKp, own, bars, item)
-                self.load(
-                    tma_Q, gQ, tma_dO, gdO, tma_K, gK, tma_V, gV, stats, sK, sV, sQ, sdO, sStat, bars, item,
-                    heads_per_kv,
-                )  # fmt: skip
+                self.load_queries(tma_Q, gQ, tma_dO, gdO, stats, sQ, sdO, sStat, bars, item, heads_per_kv)
             self.assist(warp_idx, sdS, own, dq_acc, locks, num_blocks, bars, at, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)

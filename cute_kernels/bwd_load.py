@@ -34,31 +34,24 @@ class Loads(Clustered):
         return it % stages, (it // stages) & 1
 
     @cute.jit
-    def load(
-        self,
-        tma_Q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_dO: cute.CopyAtom,
-        gdO: cute.Tensor,
-        tma_K: cute.CopyAtom,
-        gK: cute.Tensor,
-        tma_V: cute.CopyAtom,
-        gV: cute.Tensor,
-        stats: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sQ: cute.Tensor,
-        sdO: cute.Tensor,
-        sStat: cute.Tensor,
-        bars: cute.Pointer,
-        item: Any,
-        heads_per_kv: Int32,
-    ) -> None:
-        kv_head, n0, _, mb0, mb1 = item[:5]
-        M = self.tile_m
-        self.load_keys(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
+    def load_keys(
+        self, tma_K: cute.CopyAtom, gK: cute.Tensor, tma_V: cute.CopyAtom, gV: cute.Tensor, sK: cute.Tensor,
+        sV: cute.Tensor, bars: cute.Pointer, item: Any,
+    ) -> None:  # fmt: skip
+        """tile_n rows of K and V."""
+        kv_head, n0 = item[:2]
+        self.load_tile(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
         if const_expr(self.want_dp):
-            self.load_keys(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
+            self.load_tile(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
+
+    @cute.jit
+    def load_queries(
+        self, tma_Q: cute.CopyAtom, gQ: cute.Tensor, tma_dO: cute.CopyAtom, gdO: cute.Tensor, stats: cute.Tensor,
+        sQ: cute.Tensor, sdO: cute.Tensor, sStat: cute.Tensor, bars: cute.Pointer, item: Any, heads_per_kv: Int32,
+    ) -> None:  # fmt: skip
+        """Block by block Q, its statistics and dO."""
+        kv_head, _, _, mb0, mb1 = item[:5]
+        M = self.tile_m
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         it = Int32(0)
         outer, inner = heads_per_kv, mb1 - mb0
@@ -79,7 +72,7 @@ class Loads(Clustered):
                 self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, do_stage, do_phase, full_do, empty_do, 0)
                 it += 1
 
-    def load_keys(
+    def load_tile(
         self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, n0: Int32, bar: cute.Pointer, columns: int
     ) -> None:
         """tile_n rows of K or V of one head."""

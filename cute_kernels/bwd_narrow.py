@@ -299,6 +299,7 @@ class NarrowBackward(BackwardFrame):
             seen_to = cutlass.max(seen_to, visible_end[n] if n < key_end else 0)
         seen = n0 + wg * 64, cute.arch.warp_redux_sync(seen_to, "max")
 
+        self.await_cluster()
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         if const_expr(self.want_dp):
             cute.arch.mbarrier_wait(bars + self.FULL_V, 0)

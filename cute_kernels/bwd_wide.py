@@ -251,6 +251,7 @@ class WideBackward(BackwardFrame):
             n = n0 + warp_id % 4 * 16 + lane // 4 + 8 * r
             key[r] = n - lane % 4 * 2
             key_visible[r] = (visible_end[n] if n < key_end else 0) - lane % 4 * 2
+        self.await_cluster()
         cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
         if const_expr(self.want_dp):
             cute.arch.mbarrier_wait(bars + self.FULL_V, 0)

@@ -14,10 +14,18 @@ class Clustered:
     cluster: int
 
     def sync_cluster(self) -> None:
+        self.arrive_cluster()
+        self.await_cluster()
+
+    def arrive_cluster(self) -> None:
+        """The first half of `sync_cluster`. A thread may do between the halves what needs no other thread."""
+        if self.cluster > 1:
+            cute.arch.cluster_arrive()
+
+    def await_cluster(self) -> None:
         if self.cluster == 1:
             cute.arch.sync_threads()
         else:
-            cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
