@@ -25,7 +25,7 @@ from codegen.tiles import LOCKS
 from cute_kernels import bwd_items as items
 from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Loads
-from cute_kernels.bwd_results import Results
+from cute_kernels.bwd_results import Results, as_pairs
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import store_volatile
 
@@ -224,12 +224,6 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         def by_head(x: cute.Tensor) -> cute.Tensor:  # (T, H, D) -> (T, D, H)
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
 
-        def pairs(x: cute.Tensor, wanted: bool) -> cute.Tensor:  # (T, H, D) -> 32-bit pairs of elements (T, H, D / 2)
-            if const_expr(not wanted):
-                return x
-            shape, stride = (x.shape[0], x.shape[1], x.shape[2] // 2), (x.stride[0] // 2, x.stride[1] // 2, 1)
-            return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Int32), cute.make_layout(shape, stride=stride))
-
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_q = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
         q_smem = cute.select(sQ_layout, mode=[0, 1])
@@ -254,8 +248,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             tma_Kp,
             gKp,
             stats,
-            pairs(dk, self.want_dk),
-            pairs(dv, self.want_dv),
+            as_pairs(dk) if const_expr(self.want_dk) else dk,
+            as_pairs(dv) if const_expr(self.want_dv) else dv,
             dq_acc,
             slabs,
             locks,
@@ -334,19 +328,20 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         at = smem.allocate_array(Int32, 1)
+        kept = smem.allocate_array(Int32, 4)  # of the item, what no register holds during the loop: read at its end
         item = self.item(work)
-        keys = tma_K, gK, tma_V, gV, sK, sV, bars, item
         if warp_idx == 0:
-            with cute.arch.elect_one():
-                store_volatile(at, Int32(0))
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
+            with cute.arch.elect_one():
+                store_volatile(at, Int32(0))
+                for j, field in enumerate((*item[:3], item[7])):
+                    store_volatile(kept + j, field)
+        self.arrive_cluster()
+        if warp_idx == 0:  # keys are this CTA's alone: they need not wait for the others
             if const_expr(self.peer_columns):
                 self.load_peer_keys(tma_Kp, gKp, own, bars, item)
-            self.load_keys(*keys)  # which no other CTA has a part in, so before all are there
-            for atom in (tma_Q, tma_dO):
-                cpasync.prefetch_descriptor(atom)
-        self.arrive_cluster()
+            self.load_keys(tma_K, gK, tma_V, gV, sK, sV, bars, item)
         num_blocks = stats.shape[1] // (2 * self.tile_m)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
@@ -364,7 +359,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
                 dv,
                 dq_acc,
                 slabs,
-                work,
+                kept,
                 visible_end,
                 num_blocks,
                 scale,

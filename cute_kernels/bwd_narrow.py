@@ -241,7 +241,7 @@ class NarrowBackward(BackwardFrame):
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
-        work: cute.Tensor,
+        kept: cute.Pointer,
         visible_end: cute.Tensor,
         num_blocks: Int32,
         scale: Float32,
@@ -319,7 +319,7 @@ class NarrowBackward(BackwardFrame):
                 acc_dK[e] = acc_dK[e] * scale
         if const_expr(self.want_dq and self.want_dv):
             self.mark_keys(acc_dV, sV, wg * 64 + warp_id % 4 * 16 + lane // 4)
-        kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
+        kv_head, n0, key_end, slab = (load_volatile(kept + j) for j in range(4))
         row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         if slab < 0:
             if const_expr(self.want_dk):

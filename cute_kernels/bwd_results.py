@@ -6,8 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.accumulator import column, round_to
+from cute_kernels.accumulator import column, part, round_to
 from cute_kernels.ptx import add_to_global
+
+
+def as_pairs(x: cute.Tensor) -> cute.Tensor:
+    """(T, H, D) of 16-bit elements -> (T, H, D / 2), two of them in 32 bits."""
+    shape, stride = (x.shape[0], x.shape[1], x.shape[2] // 2), (x.stride[0] // 2, x.stride[1] // 2, 1)
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Int32), cute.make_layout(shape, stride=stride))
 
 
 def exchange(values: list[Any], lane: Int32) -> list[Any]:
@@ -19,6 +25,28 @@ def exchange(values: list[Any], lane: Int32) -> list[Any]:
             got = cute.arch.shuffle_sync_bfly(cutlass.select_(high, x[i], x[i + bit]), bit)
             x[i], x[i + bit] = cutlass.select_(high, got, x[i]), cutlass.select_(high, x[i + bit], got)
     return x
+
+
+@cute.jit
+def store_chunks(
+    acc: cute.Tensor, dtype: cutlass.Constexpr, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32, first: Int32
+) -> None:
+    """Four chunks (of eight columns) from `first` on of an accumulator -> out (T, Hk, D/2 pairs), below row key_end.
+
+    This thread's rows are n and n + 8. The four threads of a row each hold a pair of every chunk. They exchange them so
+    that each one writes all of one chunk: single pairs take four times as many passes through the store unit.
+    """
+    rounded = cute.make_rmem_tensor(16, dtype)
+    round_to(acc, rounded)
+    pairs, lane = cute.recast_tensor(rounded, Int32), cute.arch.lane_idx() % 4
+    for r in cutlass.range_constexpr(2):
+        chunk = exchange([pairs[2 * i + r] for i in range(4)], lane)
+        if (n + 8 * r < key_end) & (4 * (first + lane) < out.shape[2]):
+            quad = cute.make_rmem_tensor(4, Int32)
+            for j in cutlass.range_constexpr(4):
+                quad[j] = chunk[j]
+            dst = (out[n + 8 * r, kv_head, None].iterator + 4 * (first + lane)).align(16)
+            cute.autovec_copy(quad, cute.make_tensor(dst, cute.make_layout(4)))
 
 
 class Results:
@@ -50,33 +78,18 @@ class Results:
                 seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
                 acc_S[e] = acc_S[e] if seen else -Float32.inf
 
-    @cute.jit
     def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8.
+        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
+        for c in range(0, self.head_dim // 8, 4):
+            store_chunks(part(acc, 4 * c, 16), self.dtype, out, kv_head, n, key_end, Int32(c))
 
-        The four threads of a row each hold a pair of every eight columns. They exchange them, so that each one writes
-        all four pairs of every fourth eight: single pairs take four times as many passes through the store unit.
-        """
-        rounded = cute.make_rmem_tensor(cute.size(acc), self.dtype)
-        round_to(acc, rounded)
-        pairs, lane = cute.recast_tensor(rounded, Int32), cute.arch.lane_idx() % 4
-        for r in cutlass.range_constexpr(2):
-            row = out[cutlass.min(n + 8 * r, key_end - 1), kv_head, None].iterator
-            for c in cutlass.range_constexpr(0, self.head_dim // 8, 4):
-                eights = exchange([pairs[2 * (c + i) + r] for i in range(4)], lane)
-                if (n + 8 * r < key_end) & (4 * (c + lane) < out.shape[2]):
-                    quad = cute.make_rmem_tensor(4, Int32)
-                    for j in cutlass.range_constexpr(4):
-                        quad[j] = eights[j]
-                    dst = cute.make_tensor((row + 4 * (c + lane)).align(16), cute.make_layout(4))
-                    cute.autovec_copy(quad, dst)
-
-    @cute.jit
     def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> slab [tile_n, D] fp32: this thread's keys are row and row + 8."""
-        dst = cute.make_tensor(
-            slab + row * self.head_dim + cute.arch.lane_idx() % 4 * 2,
-            cute.make_layout((2, 2, self.head_dim // 8), stride=(1, 8 * self.head_dim, 8)),
-        )
-        for e in cutlass.range_constexpr(cute.size(acc)):
-            dst[e % 2, e // 2 % 2, e // 4] = acc[e]
+        """acc (64 keys x D) of one warp group -> slab, as it lies in registers: [16 keys][chunk][lane][4] fp32.
+
+        This thread's first key is `row`.
+        """
+        chunks = self.head_dim // 8
+        own = (slab + (row // 16 * (chunks * 128) + cute.arch.lane_idx() * 4)).align(16)
+        dst = cute.make_tensor(own, cute.make_layout((4, chunks), stride=(1, 128)))
+        for c in range(chunks):
+            cute.autovec_copy(part(acc, 4 * c, 4), dst[None, c])

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels import bwd_items as items
-from cute_kernels.accumulator import round_to
+from cute_kernels.bwd_results import as_pairs, store_chunks
 
 VECTOR = 8  # the unit of head dims
 THREADS = 256
@@ -17,10 +17,11 @@ class SlabSum:
     """dK and dV of split items: their fp32 slabs added up in order and rounded.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        slabs: [n_slabs * cluster * 2 * tile_n * head_dim] fp32: per slab and CTA, dK and dV, rows of head_dim.
+        slabs: [n_slabs * cluster * 2 * tile_n * head_dim] fp32: per slab and CTA, dK and dV, as
+            `Results.store_slab` writes them.
         sums: [n, 5] int32, which slabs make which keys (fields: bwd_items.py). n >= 1.
-        dk, dv: [T, Hk, D] fp16 or bf16, or [0] where not asked; last dimension contiguous, even strides. The keys of
-            `sums` are written.
+        dk, dv: [T, Hk, D] fp16 or bf16, or [0] where not asked; last dimension contiguous, address and strides multiples
+            of 16 bytes. The keys of `sums` are written.
         stream: taken from the environment (torch's current stream), not passed.
 
     Args:
@@ -39,8 +40,8 @@ class SlabSum:
         rows, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)
 
         def packed() -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 1)
-            return make_fake_tensor(self.dtype, (rows, kv_heads, dim), strides, assumed_align=4)
+            strides = (cute.sym_int64(divisibility=VECTOR), cute.sym_int64(divisibility=VECTOR), 1)
+            return make_fake_tensor(self.dtype, (rows, kv_heads, dim), strides, assumed_align=16)
 
         slabs = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
         shape, strides = (cute.sym_int32(), items.NUM_SUM_FIELDS), (items.NUM_SUM_FIELDS, 1)
@@ -58,41 +59,36 @@ class SlabSum:
         dv: cute.Tensor,  # (T, Hk, D)
         stream: cuda.CUstream,
     ) -> None:
-        keys_a_cta = THREADS * 4 // self.head_dim  # of dK or dV: 4 columns a thread
-        parts = self.cluster * len(self.wanted) * -(-self.tile_n // keys_a_cta)
-        self.kernel(slabs, sums, dk, dv, keys_a_cta).launch(
-            grid=[sums.shape[0] * parts, 1, 1], block=[THREADS, 1, 1], stream=stream
+        dk, dv = (as_pairs(x) if which in self.wanted else x for which, x in enumerate((dk, dv)))
+        warps = sums.shape[0] * self.cluster * len(self.wanted) * (self.tile_n // 16) * (self.head_dim // 32)
+        self.kernel(slabs, sums, dk, dv).launch(
+            grid=[(warps * 32 + THREADS - 1) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self, slabs: cute.Tensor, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, keys_a_cta: cutlass.Constexpr
-    ) -> None:
-        D, N, tid = self.head_dim, self.tile_n, cute.arch.thread_idx()[0]
-        runs, count = -(-N // keys_a_cta), len(self.wanted)
-        block = cute.arch.block_idx()[0]
-        run, which, rank, s = (
-            block % runs,
-            block // runs % 2 if count == 2 else Int32(self.wanted[0]),
-            block // (count * runs) % self.cluster,
-            block // (count * runs * self.cluster),
-        )
-        dim = (dk if 0 in self.wanted else dv).shape[2]
-        row, column = run * keys_a_cta + tid // (D // 4), tid % (D // 4) * 4
-        n = sums[s, items.SUM_KEY] + rank * N + row
-        if tid < keys_a_cta * (D // 4) and row < N and n < sums[s, items.SUM_KEY_END] and column < dim:
-            total, part = [cute.make_rmem_tensor(4, Float32) for _ in range(2)]
+    def kernel(self, slabs: cute.Tensor, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor) -> None:
+        """A warp adds up 16 keys and 32 columns (four chunks) of dK or dV."""
+        D, N, lane = self.head_dim, self.tile_n, cute.arch.lane_idx()
+        at = cute.arch.block_idx()[0] * (THREADS // 32) + cute.arch.warp_idx()
+        at, four = at // (D // 32), at % (D // 32)
+        at, sixteen = at // (N // 16), at % (N // 16)
+        at, which = at // len(self.wanted), at % len(self.wanted) if len(self.wanted) == 2 else Int32(self.wanted[0])
+        s, rank = at // self.cluster, at % self.cluster
+        if s < sums.shape[0]:
+            total, term = [cute.make_rmem_tensor((4, 4), Float32) for _ in range(2)]
             total.fill(0.0)
             first = sums[s, items.SUM_FIRST]
             for i in cutlass.range(first, first + sums[s, items.SUM_COUNT], 1, unroll=2):
-                place = ((Int64(i) * self.cluster + rank) * 2 + which) * (N * D) + row * D + column
-                source = (slabs.iterator + place).align(16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), part)
-                for j in cutlass.range_constexpr(4):
-                    total[j] = total[j] + part[j]
-            rounded = cute.make_rmem_tensor(4, self.dtype)
-            round_to(total, rounded)
-            for j in cutlass.range_constexpr(4):
-                for i in self.wanted:
-                    if which == i:
-                        (dk, dv)[i][n, sums[s, items.SUM_KV_HEAD], column + j] = rounded[j]
+                slab = (Int64(i) * self.cluster + rank) * 2 + which
+                place = slab * (N * D) + (sixteen * (D // 8) + four * 4) * 128 + lane * 4
+                chunks = cute.make_layout((4, 4), stride=(1, 128))
+                source = cute.make_tensor((slabs.iterator + place).align(16), chunks)
+                for c in cutlass.range_constexpr(4):
+                    cute.autovec_copy(source[None, c], term[None, c])
+                for e in cutlass.range_constexpr(16):
+                    total[e] = total[e] + term[e]
+            n = sums[s, items.SUM_KEY] + rank * N + sixteen * 16 + lane // 4
+            kv_head, key_end = sums[s, items.SUM_KV_HEAD], sums[s, items.SUM_KEY_END]
+            for i in self.wanted:
+                if which == i:
+                    store_chunks(total, self.dtype, (dk, dv)[i], kv_head, n, key_end, four * 4)

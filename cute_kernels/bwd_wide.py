@@ -23,7 +23,7 @@ from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame
 from cute_kernels.cluster import SMEM_BYTES
-from cute_kernels.ptx import copy_to_peer, load_acquire, store_release
+from cute_kernels.ptx import copy_to_peer, load_acquire, load_volatile, store_release
 
 
 @dataclass
@@ -208,7 +208,7 @@ class WideBackward(BackwardFrame):
         dv: cute.Tensor,
         dq_acc: cute.Tensor,
         slabs: cute.Tensor,
-        work: cute.Tensor,
+        kept: cute.Pointer,
         visible_end: cute.Tensor,
         num_blocks: Int32,
         scale: Float32,
@@ -268,7 +268,7 @@ class WideBackward(BackwardFrame):
             self.loop(values, self.values_step, total, h, mb, mb0, mb1)
         else:
             self.loop(keys, self.keys_step, total, h, mb, mb0, mb1)
-        kv_head, n0, key_end, *_, slab, _ = self.item(work)  # read again: no register holds them during the loop
+        kv_head, n0, key_end, slab = (load_volatile(kept + j) for j in range(4))
         row = warp_id % 4 * 16 + lane // 4
         first = Int64(slab) * self.slab_floats() + rank * (2 * N * D)
         if wg == 0:
