@@ -27,26 +27,29 @@ def exchange(values: list[Any], lane: Int32) -> list[Any]:
     return x
 
 
-@cute.jit
-def store_chunks(
-    acc: cute.Tensor, dtype: cutlass.Constexpr, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32, first: Int32
-) -> None:
-    """Four chunks (of eight columns) from `first` on of an accumulator -> out (T, Hk, D/2 pairs), below row key_end.
+def rows_of(out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> list[tuple[cute.Pointer, cutlass.Boolean]]:
+    """Rows n and n + 8 of out (T, Hk, D/2 pairs): where each begins, and whether it is below key_end."""
+    return [(out[cutlass.min(n + i, key_end - 1), kv_head, None].iterator, n + i < key_end) for i in (0, 8)]
 
-    This thread's rows are n and n + 8. The four threads of a row each hold a pair of every chunk. They exchange them so
-    that each one writes all of one chunk: single pairs take four times as many passes through the store unit.
+
+@cute.jit
+def store_chunks(acc: cute.Tensor, dtype: cutlass.Constexpr, rows: Any, first: Int32, num_pairs: Int32) -> None:
+    """Four chunks (of eight columns) from `first` on of an accumulator -> rows of 32-bit pairs, see `rows_of`.
+
+    The four threads of a row each hold a pair of every chunk. They exchange them so that each one writes all of one
+    chunk: single pairs take four times as many passes through the store unit.
     """
     rounded = cute.make_rmem_tensor(16, dtype)
     round_to(acc, rounded)
     pairs, lane = cute.recast_tensor(rounded, Int32), cute.arch.lane_idx() % 4
     for r in cutlass.range_constexpr(2):
-        chunk = exchange([pairs[2 * i + r] for i in range(4)], lane)
-        if (n + 8 * r < key_end) & (4 * (first + lane) < out.shape[2]):
-            quad = cute.make_rmem_tensor(4, Int32)
-            for j in cutlass.range_constexpr(4):
-                quad[j] = chunk[j]
-            dst = (out[n + 8 * r, kv_head, None].iterator + 4 * (first + lane)).align(16)
-            cute.autovec_copy(quad, cute.make_tensor(dst, cute.make_layout(4)))
+        row, valid = rows[r]
+        chunk = cute.make_rmem_tensor(4, Int32)
+        for j, x in enumerate(exchange([pairs[2 * i + r] for i in range(4)], lane)):
+            chunk[j] = x
+        if valid & (4 * (first + lane) < num_pairs):
+            dst = (row + 4 * (first + lane)).align(16)
+            cute.autovec_copy(chunk, cute.make_tensor(dst, cute.make_layout(4)))
 
 
 class Results:
@@ -80,8 +83,9 @@ class Results:
 
     def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
         """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
+        rows = rows_of(out, kv_head, n, key_end)
         for c in range(0, self.head_dim // 8, 4):
-            store_chunks(part(acc, 4 * c, 16), self.dtype, out, kv_head, n, key_end, Int32(c))
+            store_chunks(part(acc, 4 * c, 16), self.dtype, rows, Int32(c), out.shape[2])
 
     def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
         """acc (64 keys x D) of one warp group -> slab, as it lies in registers: [16 keys][chunk][lane][4] fp32.

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels import bwd_items as items
-from cute_kernels.bwd_results import as_pairs, store_chunks
+from cute_kernels.bwd_results import as_pairs, rows_of, store_chunks
 
 VECTOR = 8  # the unit of head dims
 THREADS = 256
@@ -20,8 +20,8 @@ class SlabSum:
         slabs: [n_slabs * cluster * 2 * tile_n * head_dim] fp32: per slab and CTA, dK and dV, as
             `Results.store_slab` writes them.
         sums: [n, 5] int32, which slabs make which keys (fields: bwd_items.py). n >= 1.
-        dk, dv: [T, Hk, D] fp16 or bf16, or [0] where not asked; last dimension contiguous, address and strides multiples
-            of 16 bytes. The keys of `sums` are written.
+        dk, dv: [T, Hk, D] fp16 or bf16, or [0] where not asked; last dimension contiguous, address and strides
+            multiples of 16 bytes. The keys of `sums` are written.
         stream: taken from the environment (torch's current stream), not passed.
 
     Args:
@@ -91,4 +91,5 @@ class SlabSum:
             kv_head, key_end = sums[s, items.SUM_KV_HEAD], sums[s, items.SUM_KEY_END]
             for i in self.wanted:
                 if which == i:
-                    store_chunks(total, self.dtype, (dk, dv)[i], kv_head, n, key_end, four * 4)
+                    out = (dk, dv)[i]
+                    store_chunks(total, self.dtype, rows_of(out, kv_head, n, key_end), four * 4, out.shape[2])
