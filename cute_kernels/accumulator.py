@@ -30,13 +30,16 @@ def column(element: int) -> int:
     return element // 4 * 8 + element % 2
 
 
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool) -> None:
-    """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it."""
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, first: int = 0) -> None:
+    """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it.
+
+    first: the sixteen of b's columns that a's first one is multiplied with.
+    """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)  # a fresh one: its accumulate flag is mutable
     for k in range(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (zero and k == 0))
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
     warpgroup.commit_group()
 
 

@@ -126,8 +126,8 @@ class BackwardContainment:
         key_visible: cute.Tensor,
         clean_begin: Int32,
     ) -> None:
-        """dP^T: 0 of hidden pairs, else NaN in broken rows."""
-        for c in cutlass.range_constexpr(self.tile_m // 16):
+        """dP^T of rows from m0 on: 0 of hidden pairs, else NaN in broken rows."""
+        for c in cutlass.range_constexpr(cute.size(acc_dP) // 8):
             own = dpsum[None, c]
             total = own[0] + own[1] + own[2] + own[3]
             if total != total or clean_begin == ALL_MASKED:

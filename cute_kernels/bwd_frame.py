@@ -337,6 +337,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
                 store_volatile(at, Int32(0))
                 for j, field in enumerate((*item[:3], item[7])):
                     store_volatile(kept + j, field)
+        if warp_idx == 1:
+            with cute.arch.elect_one():
+                for atom in (tma_K, tma_V, tma_Q, tma_dO):
+                    cpasync.prefetch_descriptor(atom)
         self.arrive_cluster()
         if warp_idx == 0:  # keys are this CTA's alone: they need not wait for the others
             if const_expr(self.peer_columns):

@@ -48,8 +48,8 @@ class State:
     mma_S: cute.TiledMma
     mma_dKV: cute.TiledMma
     mma_dQ: cute.TiledMma
-    frags: dict[str, cute.Tensor]  # operands in shared memory
-    acc_dP: cute.Tensor  # dP^T of the current block
+    mma_part: cute.TiledMma  # S and dP of a part of a block
+    frags: dict[Any, cute.Tensor]  # operands in shared memory; of a part by name and first sixteen
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     stat: cute.Tensor  # (4, M/16, lse2 or dpsum, stage)
@@ -94,6 +94,11 @@ class NarrowBackward(BackwardFrame):
         return self.tile_m // 16 - (int(self.head_dim == 128) if self.want_dq else 3)
 
     @property
+    def part(self) -> int:
+        """Sixteens of rows in a part of a block: the first ones (the last ones) of one whose other rows see no keys."""
+        return -(-self.tile_m // 32)
+
+    @property
     def dq_warps(self) -> list[int]:
         """Of each warp group, those that hold columns of dQ."""
         return [4, 4 if split_rows(self.head_dim) else self.head_dim // 16 - 4]
@@ -124,12 +129,22 @@ class NarrowBackward(BackwardFrame):
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
         dtype, shape = self.dtype, (1, 1, 1)
-        mma_S = hopper.make_trivial_tiled_mma(dtype, dtype, K_major, K_major, Float32, shape, (64, self.tile_m))
+        mma_S = self.product_of_rows(self.tile_m)
         mma_dKV = hopper.make_trivial_tiled_mma(
             dtype, dtype, K_major, MN_major, Float32, shape, (64, self.head_dim), warpgroup.OperandSource.RMEM
         )
         mma_dQ = hopper.make_trivial_tiled_mma(dtype, dtype, MN_major, K_major, Float32, shape, (64, self.dq_rows))
         return mma_S, mma_dKV, mma_dQ
+
+    def product_of_rows(self, rows: int) -> cute.TiledMma:
+        """S or dP of so many query rows."""
+        K_major = warpgroup.OperandMajorMode.K
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), (64, rows))
+
+    def rows_from(self, s: cute.Tensor, begin: int) -> cute.Tensor:
+        """The part of a ring of blocks that begins with the sixteen `begin` of their rows."""
+        tiler = tuple(cute.make_layout(n) for n in (16 * self.part, self.head_dim, self.stages))
+        return cute.composition(cute.domain_offset((16 * begin, 0, 0), s), tiler)
 
     # ---------------------------------------------------------------- beside the loader
     @cute.jit
@@ -268,12 +283,18 @@ class NarrowBackward(BackwardFrame):
         sdS_rows = cute.local_tile(
             sdS, (self.dq_rows, N), (wg if const_expr(split_rows(self.head_dim)) else 0, 0, None)
         )
-        thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
+        mma_part = self.product_of_rows(16 * self.part)
+        thr_S, thr_dKV, thr_dQ, thr_part = (mma.get_slice(0) for mma in (mma_S, mma_dKV, mma_dQ, mma_part))
         frags = {  # (MMA, 1, D/16, stages) and the like
             "K": mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK_D, (64, D), (wg, 0)))),
             "V": mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sV, (64, D), (wg, 0)))),
             "Q": mma_S.make_fragment_B(thr_S.partition_B(sQ)),
             "dO": mma_S.make_fragment_B(thr_S.partition_B(sdO)),
+            **{
+                (name, begin): mma_part.make_fragment_B(thr_part.partition_B(self.rows_from(x, begin)))
+                for name, x in (("Q", sQ), ("dO", sdO))
+                for begin in (0, M // 16 - self.part)
+            },
             "Qt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sQ))),
             "dOt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sdO))),
             "Kt": mma_dQ.make_fragment_A(thr_dQ.partition_A(cute.local_tile(self.transposed(sK), (64, N), dq_half))),
@@ -305,12 +326,11 @@ class NarrowBackward(BackwardFrame):
             cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
             clean_begin = self.clean_keys(sK, sV, clean_begin)
 
-        acc_dP = cute.make_rmem_tensor(mma_S.partition_shape_C((64, M)), Float32)
         dq_dst = None
         if const_expr(self.want_dq):
             dq_dst = sdQ.iterator + (warp_id * self.dq_warp_floats + lane * 4)
         state = State(
-            mma_S, mma_dKV, mma_dQ, frags, acc_dP, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid, dq_dst,
+            mma_S, mma_dKV, mma_dQ, mma_part, frags, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid, dq_dst,
             scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), seen, sQ, sdO, sStat,
         )  # fmt: skip
         self.walk(state, (kv_head, mb0, mb1), heads_per_kv)
@@ -335,19 +355,30 @@ class NarrowBackward(BackwardFrame):
 
     @cute.jit
     def walk(self, state: Any, blocks: Any, heads_per_kv: Int32) -> None:
-        """The loop over query blocks [mb0, mb1) of a KV head's query heads, from the last one down: three loops, as
-        rows behind all and before all that see this warp group's keys may be in the first blocks and the last."""
+        """The loop over query blocks [mb0, mb1) of a KV head's query heads, from the last one down.
+
+        Several loops: in the first blocks and the last there may be rows, or there may be only rows, that see none of
+        this warp group's keys. Half a block of them is left out.
+        """
         kv_head, mb0, mb1 = blocks
-        mb, h = mb1 - 1, kv_head * heads_per_kv
+        mb, h, M, rows = mb1 - 1, kv_head * heads_per_kv, self.tile_m, 16 * self.part
         first, last = state.seen
-        begin = cutlass.max(mb0, cutlass.min(mb1, first // self.tile_m))
-        end = cutlass.max(begin, cutlass.min(mb1, (last + self.tile_m - 1) // self.tile_m))
-        seen, unseen, total = (mb1 - end) * heads_per_kv, (mb1 - begin) * heads_per_kv, (mb1 - mb0) * heads_per_kv
+        begin = cutlass.max(mb0, cutlass.min(mb1, first // M))
+        end = cutlass.max(begin, cutlass.min(mb1, (last + M - 1) // M))
+        whole_end = cutlass.select_((begin < end) & (last <= (end - 1) * M + rows), end - 1, end)
+        whole_begin = cutlass.select_((begin < whole_end) & (first >= (begin + 1) * M - rows), begin + 1, begin)
+        seen, whole, rest, unseen, total = ((mb1 - i) * heads_per_kv for i in (end, whole_end, whole_begin, begin, mb0))
         for it in cutlass.range(0, seen, 1, unroll=1):
             self.pass_over(state, it, mb)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-        for it in cutlass.range(seen, unseen, 1, unroll=1):
-            self.block(state, it, mb)
+        for it in cutlass.range(seen, whole, 1, unroll=1):
+            self.block(state, it, mb, 0, self.part)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+        for it in cutlass.range(whole, rest, 1, unroll=1):
+            self.block(state, it, mb, 0, M // 16)
+            mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
+        for it in cutlass.range(rest, unseen, 1, unroll=1):
+            self.block(state, it, mb, M // 16 - self.part, M // 16)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
         for it in cutlass.range(unseen, total, 1, unroll=1):
             self.pass_over(state, it, mb)
@@ -358,47 +389,53 @@ class NarrowBackward(BackwardFrame):
             warpgroup.wait_group(0)
             self.stage_dq(state, acc_dQ, total - 1)
 
-    def block(self, state: State, it: Int32, mb: Int32) -> None:
+    def block(self, state: State, it: Int32, mb: Int32, begin: int, end: int) -> None:
         """S, dP, dV and dK of block `it`, whose query rows are block `mb`, and dQ of the one before. Nothing is in
-        flight at either end, and few accumulators are at a time: else the compiler makes every product wait."""
-        s, (stage, phase), chunks = state, self.ring(it), self.tile_m // 16
-        acc_S, acc_dP = [cute.make_rmem_tensor(s.acc_dP.shape, Float32) for _ in range(2)]
+        flight at either end, and few accumulators are at a time: else the compiler makes every product wait.
+
+        begin, end: the sixteens of its rows that may see keys of this warp group.
+        """
+        s, (stage, phase), chunks, m0 = state, self.ring(it), end - begin, mb * self.tile_m
+        whole = 16 * chunks == self.tile_m
+        mma, Q, dO = (s.mma_S, "Q", "dO") if whole else (s.mma_part, ("Q", begin), ("dO", begin))
+        acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * chunks)), Float32) for _ in range(3)]
         cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
-        gemm(s.mma_S, acc_S, s.frags["K"], s.frags["Q"][None, None, None, stage], True)
-        lse2, dpsum = [cute.make_rmem_tensor(self.tile_m // 4, Float32) for _ in range(2)]
-        self.load_stats(s, lse2, 0, stage, 0, chunks)  # while S runs: a load later waits behind products
+        gemm(mma, acc_S, s.frags["K"], s.frags[Q][None, None, None, stage], True)
+        lse2, dpsum = [cute.make_rmem_tensor(4 * chunks, Float32) for _ in range(2)]
+        self.load_stats(s, lse2, 0, stage, begin, end)  # while S runs: a load later waits behind products
         cute.arch.mbarrier_wait(s.bars + self.FULL_DO + stage, phase)
         if self.want_dp:
-            gemm(s.mma_S, acc_dP, s.frags["V"], s.frags["dO"][None, None, None, stage], True)
+            gemm(mma, acc_dP, s.frags["V"], s.frags[dO][None, None, None, stage], True)
         warpgroup.wait_group(1 if self.want_dp else 0)
-        self.mask_scores(s, acc_S, lse2, stage, mb * self.tile_m)
-        for e in range(self.tile_m // 2):
+        self.mask_scores(s, acc_S, lse2, stage, m0, begin, end)
+        for e in range(8 * chunks):
             acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2 - lse2[self.stat_of(e)], fastmath=True)
-        self.load_stats(s, dpsum, 1, stage, 0, self.early)
+        early = begin + self.early if whole else end
+        self.load_stats(s, dpsum, 1, stage, begin, early)
         # The compiler moves arithmetic that should run beside dP^T behind the wait for it, but not past a branch.
         cute.arch.mbarrier_wait(s.bars + self.FULL_K, 0)  # open since the start
         warpgroup.wait_group(0)
         if self.want_dp:
-            for e in range(self.tile_m // 2):
-                s.acc_dP[e] = acc_dP[e]
-        self.contain(s, dpsum, stage, mb * self.tile_m)
-        self.load_stats(s, dpsum, 1, stage, self.early, chunks)
-        tP, tdS = [cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype) for _ in range(2)]
+            for e in range(8 * chunks):
+                dP[e] = acc_dP[e]
+        self.contain(s, dP, dpsum, stage, m0, begin, early)
+        self.load_stats(s, dpsum, 1, stage, early, end, early - begin)
+        tP, tdS = [cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, 16 * chunks)), self.dtype) for _ in range(2)]
         round_to(acc_S, tP)
         if self.want_dp:
-            for e in range(self.tile_m // 2):
-                acc_dP[e] = acc_S[e] * (s.acc_dP[e] - dpsum[self.stat_of(e)])
+            for e in range(8 * chunks):
+                acc_dP[e] = acc_S[e] * (dP[e] - dpsum[self.stat_of(e)])
             round_to(acc_dP, tdS)
         if self.want_dq:
-            self.publish(s, tdS, it)
+            self.publish(s, tdS, it, begin)
         if self.want_dv:
-            gemm(s.mma_dKV, s.acc_dV, tP, s.frags["dOt"][None, None, None, stage], False)
+            gemm(s.mma_dKV, s.acc_dV, tP, s.frags["dOt"][None, None, None, stage], False, begin)
         if self.want_dq:
             acc_dQ = self.issue_dq(s, it + 1)  # of the block before; of the first block whatever is in the buffer
             warpgroup.wait_group(1)  # dV
             self.release(s.bars + self.EMPTY_DO + stage)
         if self.want_dk:
-            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False)
+            gemm(s.mma_dKV, s.acc_dK, tdS, s.frags["Qt"][None, None, None, stage], False, begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
             self.leave(s, acc_dQ, it)
@@ -414,9 +451,7 @@ class NarrowBackward(BackwardFrame):
         cute.arch.mbarrier_wait(s.bars + self.FULL_DO + stage, phase)
         self.contain_unseen(s, stage, mb * self.tile_m)
         if self.want_dq:
-            zeros = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
-            zeros.fill(0.0)
-            self.publish(s, zeros, it)
+            self.publish(s, None, it)
             acc_dQ = self.issue_dq(s, it + 1)
             warpgroup.wait_group(0)
             self.leave(s, acc_dQ, it)
@@ -424,28 +459,39 @@ class NarrowBackward(BackwardFrame):
         self.release(s.bars + self.EMPTY_Q + stage)
 
     # ---------------------------------------------------------------- what a block is made of
-    def load_stats(self, state: State, values: cute.Tensor, which: int, stage: Int32, begin: int, end: int) -> None:
-        """lse2 (0) or dpsum (1) of this thread's columns among rows [16 begin, 16 end): four of each 16 rows."""
+    def load_stats(
+        self, state: State, values: cute.Tensor, which: int, stage: Int32, begin: int, end: int, at: int = 0
+    ) -> None:
+        """lse2 (0) or dpsum (1) of this thread's columns among rows [16 begin, 16 end): four of each 16 rows.
+
+        They come from the `at`-th four values on.
+        """
         for c in range(begin, end):
-            cute.autovec_copy(state.stat[None, c, which, stage], part(values, 4 * c, 4))
+            cute.autovec_copy(state.stat[None, c, which, stage], part(values, 4 * (c - begin + at), 4))
 
     def stat_of(self, e: int) -> int:
         """Which of a thread's statistics belongs to element e of S^T or dP^T."""
         return e // 8 * 4 + e // 4 % 2 * 2 + e % 2
 
     @cute.jit
-    def mask_scores(self, state: Any, acc_S: cute.Tensor, lse2: cute.Tensor, stage: Int32, m0: Int32) -> None:
+    def mask_scores(
+        self, state: Any, acc_S: cute.Tensor, lse2: cute.Tensor, stage: Int32, m0: Int32, begin: cutlass.Constexpr,
+        end: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
         """As `mask`. In the blocks that it concerns, the last statistics are loaded again: it needs their registers."""
         key, key_visible, clean_begin, clean_end = state.masks
-        if m0 < clean_begin or m0 + self.tile_m > clean_end:
-            self.mask(acc_S, m0, key, key_visible, clean_begin, clean_end)
-            self.load_stats(state, lse2, 0, stage, self.tile_m // 16 - 1, self.tile_m // 16)
+        if m0 + 16 * begin < clean_begin or m0 + 16 * end > clean_end:
+            self.mask(acc_S, m0 + 16 * begin, key, key_visible, clean_begin, clean_end)
+            self.load_stats(state, lse2, 0, stage, end - 1, end, end - 1 - begin)
 
     @cute.jit
-    def contain(self, state: Any, dpsum: cute.Tensor, stage: Int32, m0: Int32) -> None:
+    def contain(
+        self, state: Any, dP: cute.Tensor, dpsum: cute.Tensor, stage: Int32, m0: Int32, begin: cutlass.Constexpr,
+        early: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
         """What is not finite in rows of Q and dO stays with the keys that see them. All MMA warps agree on it.
 
-        dpsum: this thread's, of which `early` sixteens are loaded.
+        dP: of rows from the sixteen `begin` on. dpsum: this thread's, of which those up to `early` are loaded.
         """
         s, (key, key_visible, clean_begin, clean_end) = state, state.masks
         dpsums = self.dpsums(s.sStat, stage)
@@ -453,9 +499,10 @@ class NarrowBackward(BackwardFrame):
             if const_expr(self.want_dv):
                 self.add_not_finite(s.acc_dV, s.sdO[None, None, stage], dpsums, m0, key, key_visible)
             if const_expr(self.want_dp):
-                self.settle(s.acc_dP, s.stat[None, None, 1, stage], m0, key, key_visible, clean_begin)
+                own = cute.domain_offset((0, begin), s.stat[None, None, 1, stage])
+                self.settle(dP, own, m0 + 16 * begin, key, key_visible, clean_begin)
             self.clean_rows(s, stage)
-            self.load_stats(s, dpsum, 1, stage, 0, self.early)
+            self.load_stats(s, dpsum, 1, stage, begin, early)
 
     @cute.jit
     def contain_unseen(self, state: Any, stage: Int32, m0: Int32) -> None:
@@ -478,10 +525,16 @@ class NarrowBackward(BackwardFrame):
         cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
 
     # ---------------------------------------------------------------- dQ
-    def publish(self, state: State, tdS: cute.Tensor, it: Int32) -> None:
-        """dS^T of block `it` to shared memory, once both warp groups are done with that of `it` - 2 there."""
+    def publish(self, state: State, tdS: cute.Tensor | None, it: Int32, begin: int = 0) -> None:
+        """dS^T of block `it` to shared memory, once both warp groups are done with that of `it` - 2 there.
+
+        tdS: of rows from the sixteen `begin` on, None for no rows; of the others it is 0.
+        """
         cute.arch.mbarrier_wait(state.bars + self.MET, it & 1 ^ 1)
-        source = cute.make_tensor(tdS.iterator, cute.make_layout(state.acc_dP.shape))
+        source = cute.make_rmem_tensor(state.mma_S.partition_shape_C((64, self.tile_m)), self.dtype)
+        first, size = 8 * begin, cute.size(tdS) if tdS is not None else 0
+        for e in range(cute.size(source)):
+            source[e] = tdS[e - first] if 0 <= e - first < size else self.dtype(0.0)
         dst = state.dS_dst[None, None, None, it % self.buffers]
         cute.copy(state.copy_dS, state.copy_dS.get_slice(state.tid).retile(source), dst)
         cute.arch.fence_view_async_shared()

@@ -74,9 +74,9 @@ class Results:
         clean_begin: Int32,
         clean_end: Int32,
     ) -> None:
-        """S^T of query rows [m0, m0 + tile_m): keep key <= q < key_visible. Most blocks skip it."""
-        if m0 < clean_begin or m0 + self.tile_m > clean_end:
-            for e in cutlass.range_constexpr(self.tile_m // 2):
+        """S^T of query rows from m0 on: keep key <= q < key_visible. Most blocks skip it."""
+        if m0 < clean_begin or m0 + cute.size(acc_S) * 2 > clean_end:
+            for e in cutlass.range_constexpr(cute.size(acc_S)):
                 r = e // 2 % 2
                 seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
                 acc_S[e] = acc_S[e] if seen else -Float32.inf
