@@ -144,6 +144,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         """Floats of shared memory in which dQ waits to be added up."""
         return 0
 
+    def first_block(self, item: Any) -> Int32:
+        """This CTA adds nothing to dQ of the item's query blocks before this one."""
+        return item[3]
+
     def own_barriers(self) -> list[tuple[str, int, int]]:
         """Kinds of mbarriers besides those of the loads: name, how many, arrivals that complete a phase."""
         raise NotImplementedError
@@ -328,14 +332,15 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         at = smem.allocate_array(Int32, 1)
-        kept = smem.allocate_array(Int32, 4)  # of the item, what no register holds during the loop: read at its end
+        kept = smem.allocate_array(Int32, 6)  # of the item, what no register holds during the loop: read at its end
         item = self.item(work)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
             with cute.arch.elect_one():
                 store_volatile(at, Int32(0))
-                for j, field in enumerate((*item[:3], item[7])):
+                steps = ((item[4] - block) * heads_per_kv for block in (self.first_block(item), item[3]))
+                for j, field in enumerate((*item[:3], item[7], *steps)):
                     store_volatile(kept + j, field)
         if warp_idx == 1:
             with cute.arch.elect_one():

@@ -146,6 +146,17 @@ class NarrowBackward(BackwardFrame):
         tiler = tuple(cute.make_layout(n) for n in (16 * self.part, self.head_dim, self.stages))
         return cute.composition(cute.domain_offset((16 * begin, 0, 0), s), tiler)
 
+    def first_block(self, item: Any) -> Int32:
+        """All rows of query blocks before it precede this CTA's keys. A CTA without keys has one block left.
+
+        In a fixed order it adds zeros to those too, as its turn has to be passed on.
+        """
+        _, n0, key_end, mb0, mb1, *_ = item
+        if self.deterministic:
+            return mb0
+        last = mb1 - 1
+        return cutlass.select_(n0 < key_end, cutlass.max(mb0, cutlass.min(last, n0 // self.tile_m)), last)
+
     # ---------------------------------------------------------------- beside the loader
     @cute.jit
     def assist(
@@ -170,9 +181,9 @@ class NarrowBackward(BackwardFrame):
         on until its next dQ is ready, so stages that the first one waits for are released.
         """
         kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
-        mb, h = mb1 - 1, kv_head * heads_per_kv
+        mb, h, mine = mb1 - 1, kv_head * heads_per_kv, self.first_block(item)
         first, floats = 4 * wg * self.dq_warp_floats, self.dq_warps[wg] * self.dq_warp_floats
-        for it in cutlass.range(0, (mb1 - mb0) * heads_per_kv, 1, unroll=1):
+        for it in cutlass.range(0, (mb1 - mine) * heads_per_kv, 1, unroll=1):
             dst, src = self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + first, sdQ.iterator + first
             if const_expr(self.deterministic):
                 lock = self.lock_of(locks, h, num_blocks, mb, wg)
@@ -218,10 +229,10 @@ class NarrowBackward(BackwardFrame):
         if const_expr(self.deterministic):
             return
         kv_head, _, _, mb0, mb1, *_ = item
-        mb, h, lane = mb1 - 1, kv_head * heads_per_kv, cute.arch.lane_idx()
+        mb, h, lane, mine = mb1 - 1, kv_head * heads_per_kv, cute.arch.lane_idx(), self.first_block(item)
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
-        for it in cutlass.range(0, (mb1 - mb0) * heads_per_kv, 1, unroll=1):
+        for it in cutlass.range(0, (mb1 - mine) * heads_per_kv, 1, unroll=1):
             with cute.arch.elect_one():  # one lane, and seldom: shared memory has no clock to spare
                 while load_volatile(at) < it - AHEAD:
                     sleep(1000)
@@ -333,7 +344,7 @@ class NarrowBackward(BackwardFrame):
             mma_S, mma_dKV, mma_dQ, mma_part, frags, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid, dq_dst,
             scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), seen, sQ, sdO, sStat,
         )  # fmt: skip
-        self.walk(state, (kv_head, mb0, mb1), heads_per_kv)
+        self.walk(state, (kv_head, mb0, mb1, self.first_block(item)), heads_per_kv, kept)
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[e] = acc_dK[e] * scale
@@ -354,20 +365,20 @@ class NarrowBackward(BackwardFrame):
                 self.store_slab(acc_dV, slabs.iterator + (first + N * D), row)
 
     @cute.jit
-    def walk(self, state: Any, blocks: Any, heads_per_kv: Int32) -> None:
+    def walk(self, state: Any, blocks: Any, heads_per_kv: Int32, kept: cute.Pointer) -> None:
         """The loop over query blocks [mb0, mb1) of a KV head's query heads, from the last one down.
 
         Several loops: in the first blocks and the last there may be rows, or there may be only rows, that see none of
-        this warp group's keys. Half a block of them is left out.
+        this warp group's keys, and then none of the CTA's, from block `mine` down. Half a block of them is left out.
         """
-        kv_head, mb0, mb1 = blocks
+        kv_head, mb0, mb1, mine = blocks
         mb, h, M, rows = mb1 - 1, kv_head * heads_per_kv, self.tile_m, 16 * self.part
         first, last = state.seen
-        begin = cutlass.max(mb0, cutlass.min(mb1, first // M))
+        begin = cutlass.max(mine, cutlass.min(mb1, first // M))
         end = cutlass.max(begin, cutlass.min(mb1, (last + M - 1) // M))
         whole_end = cutlass.select_((begin < end) & (last <= (end - 1) * M + rows), end - 1, end)
         whole_begin = cutlass.select_((begin < whole_end) & (first >= (begin + 1) * M - rows), begin + 1, begin)
-        seen, whole, rest, unseen, total = ((mb1 - i) * heads_per_kv for i in (end, whole_end, whole_begin, begin, mb0))
+        seen, whole, rest, unseen = ((mb1 - i) * heads_per_kv for i in (end, whole_end, whole_begin, begin))
         for it in cutlass.range(0, seen, 1, unroll=1):
             self.pass_over(state, it, mb)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
@@ -380,14 +391,17 @@ class NarrowBackward(BackwardFrame):
         for it in cutlass.range(rest, unseen, 1, unroll=1):
             self.block(state, it, mb, M // 16 - self.part, M // 16)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
-        for it in cutlass.range(unseen, total, 1, unroll=1):
+        added, total = (load_volatile(kept + 4 + j) for j in range(2))
+        for it in cutlass.range(unseen, added, 1, unroll=1):
             self.pass_over(state, it, mb)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)
         if const_expr(self.want_dq):
-            cute.arch.mbarrier_wait(state.bars + self.MET, total - 1 & 1)
-            acc_dQ = self.issue_dq(state, total - 1)
+            cute.arch.mbarrier_wait(state.bars + self.MET, added - 1 & 1)
+            acc_dQ = self.issue_dq(state, added - 1)
             warpgroup.wait_group(0)
-            self.stage_dq(state, acc_dQ, total - 1)
+            self.stage_dq(state, acc_dQ, added - 1)
+        for it in cutlass.range(added, total, 1, unroll=1):
+            self.let_go(state, it)
 
     def block(self, state: State, it: Int32, mb: Int32, begin: int, end: int) -> None:
         """S, dP, dV and dK of block `it`, whose query rows are block `mb`, and dQ of the one before. Nothing is in
@@ -443,6 +457,13 @@ class NarrowBackward(BackwardFrame):
             self.release(s.bars + self.EMPTY_DO + stage)
         warpgroup.wait_group(0)
         self.release(s.bars + self.EMPTY_Q + stage)
+
+    def let_go(self, state: State, it: Int32) -> None:
+        """A block that came because the other CTA of the cluster needs it."""
+        stage, phase = self.ring(it)
+        for full, empty in ((self.FULL_Q, self.EMPTY_Q), (self.FULL_DO, self.EMPTY_DO)):
+            cute.arch.mbarrier_wait(state.bars + full + stage, phase)
+            self.release(state.bars + empty + stage)
 
     def pass_over(self, state: State, it: Int32, mb: Int32) -> None:
         """A block whose rows see none of this warp group's keys: only dQ of the one before is to be made."""
