@@ -29,6 +29,8 @@ from cute_kernels.bwd_results import Results, as_pairs
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import store_volatile
 
+KEPT = 6  # numbers that a warp keeps in shared memory
+
 
 def split_rows(head_dim: int) -> bool:
     """Whether the warp groups of the main kernel share the rows of dQ, and not its columns."""
@@ -164,11 +166,11 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         raise NotImplementedError
 
     def smem_bytes(self) -> int:
-        """K and V, Q and dO stages, P and dS, dQ, statistics, mbarriers, alignment."""
+        """K and V, Q and dO stages, P and dS, dQ, statistics, mbarriers, what warps keep, alignment."""
         keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
         rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
-        floats = self.staged_floats + 2 * self.tile_m * self.stages
+        floats = self.staged_floats + 2 * self.tile_m * self.stages + 4 * self.warp_groups * KEPT
         return 2 * (keys + rows + probs) + 4 * floats + 8 * self.num_bars + 512
 
     def slab_floats(self) -> int:
@@ -332,16 +334,13 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         at = smem.allocate_array(Int32, 1)
-        kept = smem.allocate_array(Int32, 6)  # of the item, what no register holds during the loop: read at its end
+        kept = smem.allocate_array(Int32, 4 * self.warp_groups * KEPT)
         item = self.item(work)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
             with cute.arch.elect_one():
                 store_volatile(at, Int32(0))
-                steps = ((item[4] - block) * heads_per_kv for block in (self.first_block(item), item[3]))
-                for j, field in enumerate((*item[:3], item[7], *steps)):
-                    store_volatile(kept + j, field)
         if warp_idx == 1:
             with cute.arch.elect_one():
                 for atom in (tma_K, tma_V, tma_Q, tma_dO):
@@ -360,6 +359,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             self.assist(warp_idx, sdS, own, dq_acc, locks, num_blocks, bars, at, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
+            kept += (warp_idx - 4) * KEPT
+            self.keep(kept, item, heads_per_kv)
             self.mma(
                 mma_S,
                 mma_dKV,
@@ -386,6 +387,14 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             )
         if const_expr(self.cluster > 1):
             self.sync_cluster()  # no CTA leaves while its peer may still write into it
+
+    def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
+        """What a warp needs of the item behind its loop, during which no register holds it."""
+        steps = [(item[4] - block) * heads_per_kv for block in (self.first_block(item), item[3])]
+        with cute.arch.elect_one():
+            for j, field in enumerate((*item[:3], item[7], *steps)):
+                store_volatile(kept + j, field)
+        cute.arch.sync_warp()
 
     def barriers(self) -> list[tuple[str, int, int]]:
         """Kinds of mbarriers in order: name, how many, arrivals that complete a phase."""
