@@ -161,6 +161,23 @@ def head_dims(direction: str) -> str:
     return markdown_table(head, rows) + _recorded(run)
 
 
+def tuned(direction: str) -> str:
+    """Tile configurations: milliseconds at each GQA ratio, and the speed over that of the table's entry."""
+    run = _load(f"tune-{direction}-h200")
+    rows: dict[tuple[int, str], list[str]] = {}
+    ratios: list[int] = []
+    for result in run["results"]:
+        w, sides = result["workload"], result["sides"]
+        ratios.append(w["heads"] // w["kv_heads"])
+        stands = next(iter(sides.values()))  # the entry as it stands
+        for name, side in sides.items():
+            speed = stands["sustained_ms"] / side["sustained_ms"]
+            cell = f"{side['sustained_ms']:.2f}" + ("" if side is stands else f" ({speed:.3f})")
+            rows.setdefault((w["head_dim"], name), []).append(cell)
+    head = ["head dim", "tile", *(f"GQA {ratio}" for ratio in dict.fromkeys(ratios))]
+    return markdown_table(head, [[str(d), name, *cells] for (d, name), cells in rows.items()]) + _recorded(run)
+
+
 def drawn() -> str:
     """Drawn workloads: how fast ours is against the peer, for each head dim, and what was not measured."""
     run = _load("random-h200")
@@ -333,6 +350,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile-bwd": lambda: profile("bwd"),
     "hot-fwd": lambda: hot("fwd"),
     "hot-bwd": lambda: hot("bwd"),
+    "tuned-fwd": lambda: tuned("fwd"),
+    "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,
     "host": lambda: host_time.markdown(_load("host-h200")),
     "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-3", "moe")),

@@ -27,6 +27,7 @@ from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import Workload, parse
+from tools import filed
 from tools.ncu.job import TABLES, changed, read_tile
 from tools.tables import MAIN
 
@@ -182,7 +183,8 @@ def main(
             record.setdefault("results", []).extend(results)
     if json_to and record:
         meter = run.Meter()
-        json_to.write_text(json.dumps({**run.environment(meter), **record}, indent=1) + "\n")
+        made = {**run.environment(meter), "settings": {"seconds": seconds, "rounds": rounds}, **record}
+        json_to.write_text(filed.text(made))
 
 
 def _timed(
