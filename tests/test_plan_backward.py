@@ -30,6 +30,31 @@ def segments(prompts, responses):
     return of(Layout.from_lengths(prompts, responses))
 
 
+def computed(tile, item, rank, key_visible):
+    """What of its blocks a CTA computes: (keys, the first of its N; query rows from one to below another).
+
+    Up to head dim 128 a warp group leaves out blocks and half blocks whose rows see none of its keys, as does
+    `NarrowBackward.walk`; nothing is added to dQ of blocks before `mine`.
+    """
+    M, N, begin, end = tile.tile_m, tile.tile_n, item[items.BLOCK_BEGIN], item[items.BLOCK_END]
+    if N != 128:
+        return [(0, N, mb * M, mb * M + M) for mb in range(begin, end)]
+    n0, half, found = item[items.KEY] + rank * N, 16 * -(-M // 32), []
+    mine = begin
+    if not tile.deterministic:
+        mine = max(begin, min(end - 1, n0 // M)) if n0 < item[items.KEY_END] else end - 1
+    for wg in range(2):
+        first, last = n0 + 64 * wg, key_visible[64 * wg : 64 * wg + 64].max()
+        low = max(mine, min(end, first // M))
+        high = max(low, min(end, -(-last // M)))
+        whole_high = high - (low < high and last <= (high - 1) * M + half)
+        whole_low = low + (low < whole_high and first >= (low + 1) * M - half)
+        for mb in range(low, high):
+            rows = (0, half) if mb >= whole_high else (M - half, M) if mb < whole_low else (0, M)
+            found.append((64 * wg, 64, mb * M + rows[0], mb * M + rows[1]))
+    return found
+
+
 def walk(seg, tile, plan, kv_heads):
     """What the kernels would do: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV."""
     total, M, N = seg.total, tile.tile_m, tile.tile_n
@@ -48,12 +73,13 @@ def walk(seg, tile, plan, kv_heads):
             slabs[item[items.SLAB]] = kv_head, item[items.KEY], key_end
         for rank in range(tile.cluster):
             n0 = item[items.KEY] + rank * N
-            n = np.arange(n0, n0 + N)[None]
+            n = np.arange(n0, n0 + N)
             key_visible = np.where(n < key_end, visible_end[n], 0)
-            for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
-                q = np.arange(mb * M, mb * M + M)[:, None]
-                masked = mb * M < n0 + N - 1 or mb * M + M > item[items.CLEAN_END + rank]
-                pairs[kv_head, q, n] += (n <= q) & (q < key_visible) if masked else np.ones((M, N), int)
+            for first, count, row, row_end in computed(tile, item, rank, key_visible):
+                q, of = np.arange(row, row_end)[:, None], slice(first, first + count)
+                masked = row < n0 + N - 1 or row_end > item[items.CLEAN_END + rank]
+                seen = (n[of] <= q) & (q < key_visible[of]) if masked else np.ones((len(q), count), int)
+                pairs[kv_head, row:row_end, n0 + first : n0 + first + count] += seen
     for entry in plan.sums.astype(int):
         parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
         where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
