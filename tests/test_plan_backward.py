@@ -76,10 +76,10 @@ def walk(seg, tile, plan, kv_heads):
             n = np.arange(n0, n0 + N)
             key_visible = np.where(n < key_end, visible_end[n], 0)
             for first, count, row, row_end in computed(tile, item, rank, key_visible):
-                q, of = np.arange(row, row_end)[:, None], slice(first, first + count)
+                q, own = np.arange(row, row_end)[:, None], slice(first, first + count)
                 masked = row < n0 + N - 1 or row_end > item[items.CLEAN_END + rank]
-                seen = (n[of] <= q) & (q < key_visible[of]) if masked else np.ones((len(q), count), int)
-                pairs[kv_head, row:row_end, n0 + first : n0 + first + count] += seen
+                seen = (n[own] <= q) & (q < key_visible[own]) if masked else np.ones((len(q), count), int)
+                pairs[kv_head, q, n[own]] += seen
     for entry in plan.sums.astype(int):
         parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
         where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]

@@ -164,18 +164,17 @@ def head_dims(direction: str) -> str:
 def tuned(direction: str) -> str:
     """Tile configurations: milliseconds at each GQA ratio, and the speed over that of the table's entry."""
     run = _load(f"tune-{direction}-h200")
-    rows: dict[tuple[int, str], list[str]] = {}
-    ratios: list[int] = []
+    ratios = list(dict.fromkeys(result["gqa"] for result in run["results"]))
+    rows: dict[tuple[int, str], dict[int, str]] = {}
     for result in run["results"]:
-        w, sides = result["workload"], result["sides"]
-        ratios.append(w["heads"] // w["kv_heads"])
-        stands = next(iter(sides.values()))  # the entry as it stands
-        for name, side in sides.items():
-            speed = stands["sustained_ms"] / side["sustained_ms"]
-            cell = f"{side['sustained_ms']:.2f}" + ("" if side is stands else f" ({speed:.3f})")
-            rows.setdefault((w["head_dim"], name), []).append(cell)
-    head = ["head dim", "tile", *(f"GQA {ratio}" for ratio in dict.fromkeys(ratios))]
-    return markdown_table(head, [[str(d), name, *cells] for (d, name), cells in rows.items()]) + _recorded(run)
+        stands = next(iter(result["sides"].values())).get("sustained_ms")  # the entry as it is comes first
+        for name, side in result["sides"].items():
+            ms, cells = side.get("sustained_ms"), rows.setdefault((result["head_dim"], name), {})
+            speed = f" ({stands / ms:.3f})" if ms and stands and ms != stands else ""
+            cells[result["gqa"]] = f"{ms:.2f}{speed}" if ms else ""
+    head = ["head dim", "tile", *(f"GQA {ratio}" for ratio in ratios)]
+    body = [[str(d), name, *(cells.get(ratio, "") for ratio in ratios)] for (d, name), cells in rows.items()]
+    return markdown_table(head, body) + _recorded(run)
 
 
 def drawn() -> str:

@@ -161,7 +161,7 @@ def main(
         groups: Workload = parse(workload)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    record: dict[str, Any] = {}
+    filed_results: list[dict[str, Any]] = []
     for d in dims:
         try:
             tried = candidates(direction, d, tile or [])
@@ -180,10 +180,10 @@ def main(
         if results:
             best, gain = fastest(results)
             print(f"D={d} {direction}: {best}, {gain:.3f} times the speed of the table's\n", flush=True)
-            record.setdefault("results", []).extend(results)
-    if json_to and record:
-        meter = run.Meter()
-        made = {**run.environment(meter), "settings": {"seconds": seconds, "rounds": rounds}, **record}
+            filed_results += map(figures, results)
+    if json_to and filed_results:
+        turns = {"workload": groups.name, "direction": direction, "seconds": seconds, "rounds": rounds}
+        made = run.environment(run.Meter()) | {"settings": turns, "results": filed_results}
         json_to.write_text(filed.text(made))
 
 
@@ -200,6 +200,13 @@ def _timed(
         for one in ready:
             del sides.SIDES[one.name]
         torch.cuda.empty_cache()
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """What is filed of a result: lengths and turns are the same in all of them."""
+    w, kept = result["workload"], ("sustained_ms", "sustained_tflops", "joules", "sm_clock_mhz", "error")
+    by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
+    return {"head_dim": w["head_dim"], "gqa": w["heads"] // w["kv_heads"], "sides": by_name}
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
