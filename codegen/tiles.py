@@ -66,6 +66,7 @@ def forward_tile(head_dim: int) -> ForwardTile:
 
 
 # ---------------------------------------------------------------- backward
+STAT_COLUMNS = 8  # bf16 numbers a query row: its lse and dpsum, as columns of an operand of the main kernel
 LOCKS = 2  # a query block and head: one for each part of dQ that has one writer at a time, if in the order of the keys
 
 

@@ -30,17 +30,26 @@ def column(element: int) -> int:
     return element // 4 * 8 + element % 2
 
 
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, first: int = 0) -> None:
+def gemm(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, first: int = 0, more: Any = ()
+) -> None:
     """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it.
 
     first: the sixteen of b's columns that a's first one is multiplied with.
+    more: (mma, a, b) of further products that are added.
     """
     warpgroup.fence()
+    _issue(mma, acc, a, b, zero, first)
+    for product in more:
+        _issue(*product[:1], acc, *product[1:], False, 0)
+    warpgroup.commit_group()
+
+
+def _issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, first: int) -> None:
     atom = cute.make_mma_atom(mma.op)  # a fresh one: its accumulate flag is mutable
     for k in range(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (zero and k == 0))
         cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
-    warpgroup.commit_group()
 
 
 def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:

@@ -2,10 +2,9 @@
 
 A hidden pair has P = 0 and dS = 0, and 0 * NaN is NaN in a product. So what is not finite is taken out of the operands:
 
-- of V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, which keeps dS from
-  being so. What sees such a K gets a NaN by way of its V, of which the first element becomes one; so does its dV.
-- of Q and dO in blocks that need the mask, if dpsum says that there is something: that of such a row is NaN, and P is
-  infinite where a row with such a Q sees a key: the preprocess sees to both. What dO has is added to dV by hand.
+- of V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and so is its dS. What sees such a K gets a NaN by way of its V, of which the first element becomes one; so does its dV.
+- of Q and dO in blocks that need the mask, if dpsum says that there is something: that of such a row is infinite, and P
+  is where a row with such a Q sees a key: the preprocess sees to both. What dO has is added to dV by hand.
 
 In other blocks every pair is visible, and the products do what mathematics says.
 """
@@ -18,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, not_finite
+from cute_kernels.bwd_stats import broken_dpsum
 from cute_kernels.ptx import any_nonzero
 
 BAR_CONTAIN = 1  # named barrier of MMA warps (0 is __syncthreads)
@@ -74,19 +74,17 @@ class BackwardContainment:
                 acc_dV[e] = cutlass.select_(mark != mark, mark, acc_dV[e])
 
     # ---------------------------------------------------------------- query rows of a block
-    def dpsums(self, sStat: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """(M): dpsum of a block's rows in shared memory, in the order of `place`."""
-        return cute.make_tensor(sStat.iterator + (2 * stage + 1) * self.tile_m, cute.make_layout(self.tile_m))
-
     @cute.jit
-    def any_broken(self, dpsum: cute.Tensor, m0: Int32, clean_begin: Int32, clean_end: Int32) -> cutlass.Boolean:
-        """Whether a block [m0, m0 + tile_m) needs the mask and rows of it (dpsum: tile_m) or keys are broken."""
+    def any_broken(
+        self, sStat: cute.Tensor, stage: Int32, m0: Int32, clean_begin: Int32, clean_end: Int32
+    ) -> cutlass.Boolean:
+        """Whether the block [m0, m0 + tile_m) in a stage needs the mask and rows of it or keys are broken."""
         found = cutlass.Boolean(False)
         if m0 < clean_begin or m0 + self.tile_m > clean_end:
             found = clean_begin == ALL_MASKED
             for j in cutlass.range_constexpr(-(-self.tile_m // 32)):
                 row = cutlass.min(32 * j + cute.arch.lane_idx(), self.tile_m - 1)
-                found |= dpsum[row] != dpsum[row]
+                found |= broken_dpsum(sStat, row, stage)
             found = cute.arch.vote_any_sync(found)
         return found
 
@@ -95,7 +93,8 @@ class BackwardContainment:
         self,
         acc_dV: cute.Tensor,
         sdO: cute.Tensor,  # (M, D) of the block
-        dpsum: cute.Tensor,  # (M) of the block
+        sStat: cute.Tensor,
+        stage: Int32,
         m0: Int32,
         key: cute.Tensor,
         key_visible: cute.Tensor,
@@ -103,8 +102,7 @@ class BackwardContainment:
         """What is not finite in rows of dO, to dV of the keys that they see, whose P is above 0."""
         first = cute.arch.lane_idx() % 4 * 2
         for m in cutlass.range(0, self.tile_m, 1, unroll=1):
-            total = dpsum[self.place(m)]
-            if total != total:
+            if broken_dpsum(sStat, m, stage):
                 for r in cutlass.range_constexpr(2):
                     if (m + m0 >= key[r] + first) & (m + m0 < key_visible[r] + first):  # as in Results.mask
                         for e in cutlass.range_constexpr(self.head_dim // 4):
@@ -112,30 +110,13 @@ class BackwardContainment:
                             at = e // 2 * 4 + 2 * r + e % 2
                             acc_dV[at] = cutlass.select_(x - x != 0.0, acc_dV[at] + x, acc_dV[at])
 
-    def place(self, m: Int32) -> Int32:
-        """Where the statistics of row m of a block lie; see the preprocess."""
-        return m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
-
     @cute.jit
-    def settle(
-        self,
-        acc_dP: cute.Tensor,
-        dpsum: cute.Tensor,  # (4, M/16): this thread's
-        m0: Int32,
-        key: cute.Tensor,
-        key_visible: cute.Tensor,
-        clean_begin: Int32,
-    ) -> None:
-        """dP^T of rows from m0 on: 0 of hidden pairs, else NaN in broken rows."""
-        for c in cutlass.range_constexpr(cute.size(acc_dP) // 8):
-            own = dpsum[None, c]
-            total = own[0] + own[1] + own[2] + own[3]
-            if total != total or clean_begin == ALL_MASKED:
-                for e in cutlass.range_constexpr(8 * c, 8 * c + 8):
-                    r = e // 2 % 2
-                    seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
-                    x = own[e // 4 % 2 * 2 + e % 2]
-                    acc_dP[e] = cutlass.select_(seen, acc_dP[e] + (x - x), Float32(0.0))
+    def settle(self, acc_dP: cute.Tensor, m0: Int32, key: cute.Tensor, key_visible: cute.Tensor) -> None:
+        """dP^T of rows from m0 on: 0 of hidden pairs."""
+        for e in cutlass.range_constexpr(cute.size(acc_dP)):
+            r = e // 2 % 2
+            seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
+            acc_dP[e] = cutlass.select_(seen, acc_dP[e], Float32(0.0))
 
     # ---------------------------------------------------------------- tiles in shared memory
     def quads(self, tile: cute.Tensor) -> cute.Tensor:

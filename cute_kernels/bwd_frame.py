@@ -16,16 +16,17 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from codegen.tiles import LOCKS
+from codegen.tiles import LOCKS, STAT_COLUMNS
 from cute_kernels import bwd_items as items
 from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Loads
 from cute_kernels.bwd_results import Results, as_pairs
+from cute_kernels.bwd_stats import KEYS_BYTES, fill_keys
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import store_volatile
 
@@ -46,7 +47,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         q, dout: [T, H, D] fp16 or bf16. T >= 1.
         k, v: [T, Hk, D], dtype of q.
-        stats: [H, nm * 2 * tile_m] fp32 from the preprocess, nm = ceil(T / tile_m).
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
         dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with a slab are left alone, all others
             written.
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
@@ -170,8 +171,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
         rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
-        floats = self.staged_floats + 2 * self.tile_m * self.stages + 4 * self.warp_groups * KEPT
-        return 2 * (keys + rows + probs) + 4 * floats + 8 * self.num_bars + 512
+        stats = STAT_COLUMNS * self.tile_m * self.stages
+        return 2 * (keys + rows + probs + stats) + 4 * (self.staged_floats + KEPT) + 8 * self.num_bars + KEYS_BYTES + 20
 
     def slab_floats(self) -> int:
         """Floats of an item's partial dK and dV: [cluster, 2, tile_n * head_dim]."""
@@ -191,8 +192,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
         absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
         dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
-        width = cute.sym_int32(divisibility=2 * self.tile_m)
-        stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
+        width, stride = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m), cute.sym_int64(divisibility=STAT_COLUMNS)
+        stats = make_fake_tensor(BFloat16, (heads, width), (stride, 1), assumed_align=16)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
         visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
         locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
@@ -207,7 +208,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         k: cute.Tensor,  # (T, Hk, D)
         v: cute.Tensor,  # (T, Hk, D)
         dout: cute.Tensor,  # (T, H, D)
-        stats: cute.Tensor,  # (H, nm * 2 * M)
+        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dk: cute.Tensor,  # (T, Hk, D)
         dv: cute.Tensor,  # (T, Hk, D)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
@@ -331,26 +332,33 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         if const_expr(self.staged_floats):
             own = smem.allocate_tensor(Float32, cute.make_layout(self.staged_floats), 128)
         sdS = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)  # (M, N, buffers)
-        sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.tile_m, self.stages)), 128)  # lse2, dpsum
+        sStat = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)
+        sKeys = smem.allocate_tensor(BFloat16, cute.make_layout(KEYS_BYTES // 2), 16).iterator
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         at = smem.allocate_array(Int32, 1)
-        kept = smem.allocate_array(Int32, 4 * self.warp_groups * KEPT)
+        kept = smem.allocate_array(Int32, KEPT)
         item = self.item(work)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
             with cute.arch.elect_one():
                 store_volatile(at, Int32(0))
+            cute.arch.sync_warp()
         if warp_idx == 1:
             with cute.arch.elect_one():
                 for atom in (tma_K, tma_V, tma_Q, tma_dO):
                     cpasync.prefetch_descriptor(atom)
+        if warp_idx == 2:
+            fill_keys(sKeys)
+            cute.arch.fence_view_async_shared()
+        if warp_idx == 3:
+            self.keep(kept, item, heads_per_kv)
         self.arrive_cluster()
         if warp_idx == 0:  # keys are this CTA's alone: they need not wait for the others
             if const_expr(self.peer_columns):
                 self.load_peer_keys(tma_Kp, gKp, own, bars, item)
             self.load_keys(tma_K, gK, tma_V, gV, sK, sV, bars, item)
-        num_blocks = stats.shape[1] // (2 * self.tile_m)
+        num_blocks = stats.shape[1] // (STAT_COLUMNS * self.tile_m)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             self.await_cluster()
@@ -359,8 +367,6 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             self.assist(warp_idx, sdS, own, dq_acc, locks, num_blocks, bars, at, item, heads_per_kv)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            kept += (warp_idx - 4) * KEPT
-            self.keep(kept, item, heads_per_kv)
             self.mma(
                 mma_S,
                 mma_dKV,
@@ -380,6 +386,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
                 sdO,
                 sdS,
                 sStat,
+                sKeys,
                 bars,
                 item,
                 warp_idx - 4,
@@ -394,7 +401,6 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         with cute.arch.elect_one():
             for j, field in enumerate((*item[:3], item[7], *steps)):
                 store_volatile(kept + j, field)
-        cute.arch.sync_warp()
 
     def barriers(self) -> list[tuple[str, int, int]]:
         """Kinds of mbarriers in order: name, how many, arrivals that complete a phase."""

@@ -4,9 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from codegen.tiles import STAT_COLUMNS
 from cute_kernels.cluster import Clustered
 
 
@@ -51,8 +52,8 @@ class Loads(Clustered):
     ) -> None:  # fmt: skip
         """Block by block Q, its statistics and dO."""
         kv_head, _, _, mb0, mb1 = item[:5]
-        M = self.tile_m
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        M, size = self.tile_m, 2 * self.tile_m * STAT_COLUMNS
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
         it = Int32(0)
         outer, inner = heads_per_kv, mb1 - mb0
         if const_expr(self.heads_inside):
@@ -65,10 +66,10 @@ class Loads(Clustered):
                 stage, phase = self.ring(it)
                 do_stage, do_phase = self.ring(it, self.do_stages)
                 full_q, full_do, empty_do = bars + self.FULL_Q, bars + self.FULL_DO, bars + self.EMPTY_DO
-                self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, 8 * M)
-                row = cute.local_tile(stats[h, None], (2 * M,), (mb,))  # lse2 and dpsum, with Q
+                self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, size)
+                row = cute.local_tile(stats[h, None], (M * STAT_COLUMNS,), (mb,))  # lse and dpsum, with Q
                 with cute.arch.elect_one():
-                    cute.copy(bulk, row, sStat[None, stage], mbar_ptr=full_q + stage)
+                    cute.copy(bulk, row, cute.group_modes(sStat, 0, 2)[None, stage], mbar_ptr=full_q + stage)
                 self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, do_stage, do_phase, full_do, empty_do, 0)
                 it += 1
 

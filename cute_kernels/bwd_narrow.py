@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
+from cute_kernels.bwd_stats import stat_keys, stat_product, stat_rows
 from cute_kernels.ptx import (
     bulk_add,
     bulk_store,
@@ -49,10 +50,10 @@ class State:
     mma_dKV: cute.TiledMma
     mma_dQ: cute.TiledMma
     mma_part: cute.TiledMma  # S and dP of a part of a block
+    stats: dict[Any, Any]  # what is added to S (0) and dP (1); of a part by that and its first sixteen
     frags: dict[Any, cute.Tensor]  # operands in shared memory; of a part by name and first sixteen
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
-    stat: cute.Tensor  # (4, M/16, lse2 or dpsum, stage)
     copy_dS: cute.TiledCopy
     dS_dst: cute.Tensor
     tid: Int32
@@ -64,6 +65,11 @@ class State:
     sQ: cute.Tensor
     sdO: cute.Tensor
     sStat: cute.Tensor
+
+    def stat(self, name: Any, stage: Int32) -> Any:
+        """The product that is added to S or dP of a stage."""
+        product, keys, rows = self.stats[name]
+        return product, keys, rows[None, None, None, stage]
 
 
 class NarrowBackward(BackwardFrame):
@@ -87,11 +93,6 @@ class NarrowBackward(BackwardFrame):
     @property
     def buffers(self) -> int:
         return 2  # of dS
-
-    @property
-    def early(self) -> int:
-        """Sixteens of rows whose dpsum is loaded while dP runs: all, or as many as there are registers for."""
-        return self.tile_m // 16 - (int(self.head_dim == 128) if self.want_dq else 3)
 
     @property
     def part(self) -> int:
@@ -145,6 +146,18 @@ class NarrowBackward(BackwardFrame):
         """The part of a ring of blocks that begins with the sixteen `begin` of their rows."""
         tiler = tuple(cute.make_layout(n) for n in (16 * self.part, self.head_dim, self.stages))
         return cute.composition(cute.domain_offset((16 * begin, 0, 0), s), tiler)
+
+    def statistics(self, sStat: cute.Tensor, sKeys: cute.Pointer) -> dict[Any, Any]:
+        """The products that add rows' statistics, as in `State.stats`."""
+        whole = self.tile_m // 16
+        stats: dict[Any, Any] = {}
+        for begin, end in ((0, whole), (0, self.part), (whole - self.part, whole)):
+            product = stat_product(16 * (end - begin))
+            rows = stat_rows(product, sStat, 16 * begin, 16 * (end - begin))
+            for which in (0, 1):
+                name = which if end - begin == whole else (which, begin)
+                stats[name] = product, stat_keys(product, sKeys, which), rows
+        return stats
 
     def first_block(self, item: Any) -> Int32:
         """All rows of query blocks before it precede this CTA's keys. A CTA without keys has one block left.
@@ -278,6 +291,7 @@ class NarrowBackward(BackwardFrame):
         sdO: cute.Tensor,
         sdS: cute.Tensor,
         sStat: cute.Tensor,
+        sKeys: cute.Pointer,
         bars: cute.Pointer,
         item: Any,
         warp_id: Int32,
@@ -315,9 +329,6 @@ class NarrowBackward(BackwardFrame):
         for acc, wanted in ((acc_dK, self.want_dk), (acc_dV, self.want_dv)):
             if const_expr(wanted):
                 acc.fill(0.0)
-        # The preprocess has interleaved the statistics: what a thread needs of 16 query rows is 4 floats together.
-        stat_layout = cute.make_layout((4, 4, M // 16, 2, self.stages), stride=(1, 4, 16, M, 2 * M))
-        stat = cute.make_tensor(sStat.iterator, stat_layout)[None, lane % 4, None, None, None]
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_S)
         dS_dst = copy_dS.get_slice(tid).partition_D(cute.local_tile(self.transposed(sdS), (64, M), (wg, 0, None)))
         key, key_visible = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
@@ -341,7 +352,7 @@ class NarrowBackward(BackwardFrame):
         if const_expr(self.want_dq):
             dq_dst = sdQ.iterator + (warp_id * self.dq_warp_floats + lane * 4)
         state = State(
-            mma_S, mma_dKV, mma_dQ, mma_part, frags, acc_dK, acc_dV, stat, copy_dS, dS_dst, tid, dq_dst,
+            mma_S, mma_dKV, mma_dQ, mma_part, self.statistics(sStat, sKeys), frags, acc_dK, acc_dV, copy_dS, dS_dst, tid, dq_dst,
             scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), seen, sQ, sdO, sStat,
         )  # fmt: skip
         self.walk(state, (kv_head, mb0, mb1, self.first_block(item)), heads_per_kv, kept)
@@ -412,33 +423,29 @@ class NarrowBackward(BackwardFrame):
         s, (stage, phase), chunks, m0 = state, self.ring(it), end - begin, mb * self.tile_m
         whole = 16 * chunks == self.tile_m
         mma, Q, dO = (s.mma_S, "Q", "dO") if whole else (s.mma_part, ("Q", begin), ("dO", begin))
+        stats = [s.stat(which if whole else (which, begin), stage) for which in (0, 1)]
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * chunks)), Float32) for _ in range(3)]
         cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
-        gemm(mma, acc_S, s.frags["K"], s.frags[Q][None, None, None, stage], True)
-        lse2, dpsum = [cute.make_rmem_tensor(4 * chunks, Float32) for _ in range(2)]
-        self.load_stats(s, lse2, 0, stage, begin, end)  # while S runs: a load later waits behind products
+        gemm(mma, acc_S, s.frags["K"], s.frags[Q][None, None, None, stage], True, more=stats[:1])
         cute.arch.mbarrier_wait(s.bars + self.FULL_DO + stage, phase)
         if self.want_dp:
-            gemm(mma, acc_dP, s.frags["V"], s.frags[dO][None, None, None, stage], True)
+            gemm(mma, acc_dP, s.frags["V"], s.frags[dO][None, None, None, stage], True, more=stats[1:])
         warpgroup.wait_group(1 if self.want_dp else 0)
-        self.mask_scores(s, acc_S, lse2, stage, m0, begin, end)
+        self.mask(acc_S, m0 + 16 * begin, *s.masks)
         for e in range(8 * chunks):
-            acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2 - lse2[self.stat_of(e)], fastmath=True)
-        early = begin + self.early if whole else end
-        self.load_stats(s, dpsum, 1, stage, begin, early)
+            acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2, fastmath=True)
         # The compiler moves arithmetic that should run beside dP^T behind the wait for it, but not past a branch.
         cute.arch.mbarrier_wait(s.bars + self.FULL_K, 0)  # open since the start
         warpgroup.wait_group(0)
         if self.want_dp:
             for e in range(8 * chunks):
                 dP[e] = acc_dP[e]
-        self.contain(s, dP, dpsum, stage, m0, begin, early)
-        self.load_stats(s, dpsum, 1, stage, early, end, early - begin)
+        self.contain(s, dP, stage, m0, begin)
         tP, tdS = [cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, 16 * chunks)), self.dtype) for _ in range(2)]
         round_to(acc_S, tP)
         if self.want_dp:
             for e in range(8 * chunks):
-                acc_dP[e] = acc_S[e] * (dP[e] - dpsum[self.stat_of(e)])
+                acc_dP[e] = acc_S[e] * dP[e]
             round_to(acc_dP, tdS)
         if self.want_dq:
             self.publish(s, tdS, it, begin)
@@ -480,68 +487,34 @@ class NarrowBackward(BackwardFrame):
         self.release(s.bars + self.EMPTY_Q + stage)
 
     # ---------------------------------------------------------------- what a block is made of
-    def load_stats(
-        self, state: State, values: cute.Tensor, which: int, stage: Int32, begin: int, end: int, at: int = 0
-    ) -> None:
-        """lse2 (0) or dpsum (1) of this thread's columns among rows [16 begin, 16 end): four of each 16 rows.
-
-        They come from the `at`-th four values on.
-        """
-        for c in range(begin, end):
-            cute.autovec_copy(state.stat[None, c, which, stage], part(values, 4 * (c - begin + at), 4))
-
-    def stat_of(self, e: int) -> int:
-        """Which of a thread's statistics belongs to element e of S^T or dP^T."""
-        return e // 8 * 4 + e // 4 % 2 * 2 + e % 2
-
     @cute.jit
-    def mask_scores(
-        self, state: Any, acc_S: cute.Tensor, lse2: cute.Tensor, stage: Int32, m0: Int32, begin: cutlass.Constexpr,
-        end: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
-        """As `mask`. In the blocks that it concerns, the last statistics are loaded again: it needs their registers."""
-        key, key_visible, clean_begin, clean_end = state.masks
-        if m0 + 16 * begin < clean_begin or m0 + 16 * end > clean_end:
-            self.mask(acc_S, m0 + 16 * begin, key, key_visible, clean_begin, clean_end)
-            self.load_stats(state, lse2, 0, stage, end - 1, end, end - 1 - begin)
-
-    @cute.jit
-    def contain(
-        self, state: Any, dP: cute.Tensor, dpsum: cute.Tensor, stage: Int32, m0: Int32, begin: cutlass.Constexpr,
-        early: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
+    def contain(self, state: Any, dP: cute.Tensor, stage: Int32, m0: Int32, begin: cutlass.Constexpr) -> None:
         """What is not finite in rows of Q and dO stays with the keys that see them. All MMA warps agree on it.
 
-        dP: of rows from the sixteen `begin` on. dpsum: this thread's, of which those up to `early` are loaded.
+        dP: of rows from the sixteen `begin` on.
         """
         s, (key, key_visible, clean_begin, clean_end) = state, state.masks
-        dpsums = self.dpsums(s.sStat, stage)
-        if self.any_broken(dpsums, m0, clean_begin, clean_end):
+        if self.any_broken(s.sStat, stage, m0, clean_begin, clean_end):
             if const_expr(self.want_dv):
-                self.add_not_finite(s.acc_dV, s.sdO[None, None, stage], dpsums, m0, key, key_visible)
+                self.add_not_finite(s.acc_dV, s.sdO[None, None, stage], s.sStat, stage, m0, key, key_visible)
             if const_expr(self.want_dp):
-                own = cute.domain_offset((0, begin), s.stat[None, None, 1, stage])
-                self.settle(dP, own, m0 + 16 * begin, key, key_visible, clean_begin)
+                self.settle(dP, m0 + 16 * begin, key, key_visible)
             self.clean_rows(s, stage)
-            self.load_stats(s, dpsum, 1, stage, begin, early)
 
     @cute.jit
     def contain_unseen(self, state: Any, stage: Int32, m0: Int32) -> None:
         """As `contain`, where no row sees this warp group's keys."""
         _, _, clean_begin, clean_end = state.masks
-        if self.any_broken(self.dpsums(state.sStat, stage), m0, clean_begin, clean_end):
+        if self.any_broken(state.sStat, stage, m0, clean_begin, clean_end):
             self.clean_rows(state, stage)
 
     @cute.jit
     def clean_rows(self, state: Any, stage: Int32) -> None:
-        """Q, dO and dpsum of a block without what is not finite, by all MMA warps once they have seen it."""
+        """Q and dO of a block without what is not finite, by all MMA warps once they have seen it."""
         tid, threads = cute.arch.thread_idx()[0] - 128, 128 * self.warp_groups
-        dpsum = self.dpsums(state.sStat, stage)
         cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
         self.clean(state.sQ[None, None, stage], tid, threads)
         self.clean(state.sdO[None, None, stage], tid, threads)
-        if tid < self.tile_m:
-            dpsum[tid] = cutlass.select_(dpsum[tid] == dpsum[tid], dpsum[tid], Float32(0.0))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
 

@@ -1,37 +1,46 @@
-"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query block, zeros."""
-
-import math
+"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query row, zeros."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
-from codegen.tiles import clears_ahead
+from codegen.tiles import STAT_COLUMNS, clears_ahead
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
-LOWEST = -3.4e38  # log-sum-exp of a row whose scores are not finite: exp2(score - LOWEST) is infinite, of hidden ones 0
+LARGEST = float.fromhex("0x1.fep127")  # of bf16
+
+
+def in_three(x: Float32) -> list[Float32]:
+    """Numbers of bf16 that add up to x: each has 8 of its 24 bits."""
+    parts = []
+    for _ in range(3):
+        parts.append(Float32(BFloat16(x)))
+        x = x - parts[-1]
+    return parts
 
 
 class BackwardPreprocess:
-    """lse * log2(e) and dpsum of each query row, laid out for the main kernel; its locks, and dq_acc unless
-    it clears that itself, set to zero.
+    """-lse / softmax_scale and -dpsum of each query row, as columns of an operand of the main kernel (bwd_stats); its
+    locks, and dq_acc unless it clears that itself, set to zero.
 
     Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
-        stats: [H, nm * 2 * tile_m] fp32, nm = ceil(T / tile_m): lse2 and dpsum of a block's rows. Rows past T get +inf
-            and 0, so that their probabilities are 0. 16 rows are such that what lane % 4 == b needs of an accumulator
-            of S^T, columns 2b, 2b+1, 8+2b and 8+2b+1, lies together. Every element is written. Where lse is NaN or
-            -inf, lse2 is LOWEST; where dpsum is not finite, it is NaN: see bwd_contain.
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m), of each row: three numbers that add up to
+            half of -lse / softmax_scale, three that add up to half of -dpsum, two zeros. Every element is written. The
+            first is half of LARGEST where lse is NaN or -inf, which makes P infinite, and its negative where it is inf
+            and in rows past T, which makes P 0. The fourth is LARGEST where dpsum is not finite: twice that is too
+            large for fp32, while 0 times it is 0. See bwd_contain.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
+        softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
 
     Args:
@@ -58,11 +67,13 @@ class BackwardPreprocess:
             return make_fake_tensor(self.dtype, (rows, heads, dim), strides, assumed_align=16)
 
         lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
-        width = cute.sym_int32(divisibility=2 * self.tile_m)
-        stats = make_fake_tensor(Float32, (heads, width), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
+        width = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m)
+        strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
+        stats = make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
         dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
         locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
-        return packed(), packed(), lse, stats, dq_acc, locks, make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return packed(), packed(), lse, stats, dq_acc, locks, Float32(0.0), stream
 
     @cute.jit
     def __call__(
@@ -70,13 +81,14 @@ class BackwardPreprocess:
         out: cute.Tensor,  # (T, H, D)
         dout: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
-        stats: cute.Tensor,  # (H, nm * 2 * M)
+        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
         locks: cute.Tensor,  # (H * nm * locks a block)
+        softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        num_blocks = stats.shape[1] // (2 * self.tile_m)
-        self.kernel(out, dout, lse, stats, dq_acc, locks, num_blocks).launch(
+        num_blocks = stats.shape[1] // (STAT_COLUMNS * self.tile_m)
+        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale, num_blocks).launch(
             grid=[num_blocks * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -89,6 +101,7 @@ class BackwardPreprocess:
         stats: cute.Tensor,
         dq_acc: cute.Tensor,
         locks: cute.Tensor,
+        scale: Float32,
         num_blocks: Int32,
     ) -> None:
         M, lanes, tid = self.tile_m, self.lanes, cute.arch.thread_idx()[0]
@@ -108,7 +121,6 @@ class BackwardPreprocess:
                 for e in cutlass.range_constexpr(VECTOR):
                     total += Float32(o[e]) * Float32(do[e])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
-            total += total - total  # NaN instead of an infinity
             if lane == 0 and m < M:
                 sum_of_row[m] = total
         if cutlass.const_expr(self.clear):
@@ -123,10 +135,14 @@ class BackwardPreprocess:
             locks[(Int64(h) * num_blocks + mb) * locks_a_block + tid] = Int32(0)
         cute.arch.sync_threads()
         if tid < M:
-            t, m = mb * M + tid, tid
-            place = m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
-            lse2 = Float32.inf
+            t, start = mb * M + tid, Float32(-LARGEST / 2)
             if t < num_rows:
-                lse2 = cute.arch.fmax(lse[h, t] * math.log2(math.e), Float32(LOWEST))  # of NaN too
-            stats[h, mb * 2 * M + place] = lse2
-            stats[h, mb * 2 * M + M + place] = sum_of_row[m]
+                start = cute.arch.fmax(cute.arch.fmin(lse[h, t] / (-2.0 * scale), -start), start)  # NaN: LARGEST / 2
+            half = sum_of_row[tid] * -0.5
+            half = Float32(cutlass.select_((half >= -LARGEST / 2) & (half <= LARGEST / 2), half, Float32(LARGEST)))
+            columns = cute.make_rmem_tensor(STAT_COLUMNS, BFloat16)
+            columns.fill(0.0)
+            for j, x in enumerate((*in_three(start), *in_three(half))):
+                columns[j] = BFloat16(x)
+            row = (stats[h, None].iterator + (mb * M + tid) * STAT_COLUMNS).align(16)
+            cute.autovec_copy(columns, cute.make_tensor(row, cute.make_layout(STAT_COLUMNS)))

@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_stats import stat_keys, stat_product, stat_rows
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import copy_to_peer, load_acquire, load_volatile, store_release
 
@@ -36,7 +37,7 @@ class State:
     frags: dict[str, cute.Tensor]  # operands in shared memory
     acc: Any  # dV or dK
     acc_dQ: Any  # this and dq_dst: see `with_dq`
-    stat: cute.Tensor  # (4, M/16, lse2 or dpsum, stage)
+    stats: list[Any]  # what is added to S and dP
     P: cute.Tensor  # (8, M/16): this thread's part of P^T in shared memory
     copy_dS: cute.TiledCopy
     dS_dst: cute.Tensor
@@ -49,6 +50,11 @@ class State:
     sQ: cute.Tensor
     sdO: cute.Tensor
     sStat: cute.Tensor
+
+    def stat(self, which: int, stage: Int32) -> Any:
+        """The product that is added to S (0) or dP (1) of a stage."""
+        product, keys, rows = self.stats[which]
+        return product, keys, rows[None, None, None, stage]
 
 
 class WideBackward(BackwardFrame):
@@ -219,6 +225,7 @@ class WideBackward(BackwardFrame):
         sdO: cute.Tensor,
         sdS: cute.Tensor,
         sStat: cute.Tensor,
+        sKeys: cute.Pointer,
         bars: cute.Pointer,
         item: Any,
         warp_id: Int32,
@@ -237,8 +244,9 @@ class WideBackward(BackwardFrame):
             "Qt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sQ))),
             "dOt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sdO))),
         }
-        stat_layout = cute.make_layout((4, 4, M // 16, 2, self.stages), stride=(1, 4, 16, M, 2 * M))
-        stat = cute.make_tensor(sStat.iterator, stat_layout)[None, lane % 4, None, None, None]
+        product = stat_product(M)
+        rows = stat_rows(product, sStat, 0, M)
+        stats = [(product, stat_keys(product, sKeys, which), rows) for which in (0, 1)]
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_S)
         dS_dst = copy_dS.get_slice(tid).partition_D(self.transposed(sdS))
         # P^T passes from a thread to the same thread of the other warp group: any order of elements serves.
@@ -259,7 +267,7 @@ class WideBackward(BackwardFrame):
         acc = cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32)  # dV or dK
         acc.fill(0.0)
         state = State(
-            mma_S, mma_dKV, mma_dQ, frags, acc, None, stat, P, copy_dS, dS_dst, tid, None, num_blocks,
+            mma_S, mma_dKV, mma_dQ, frags, acc, None, stats, P, copy_dS, dS_dst, tid, None, num_blocks,
             scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
         )  # fmt: skip
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
@@ -362,31 +370,21 @@ class WideBackward(BackwardFrame):
         self.add_all(state.acc_dQ, dst, 8 * self.head_dim, 0, cute.size(state.acc_dQ) // 4)
         self.pass_turn(state.bars, it)
 
-    def statistics(self, state: State, stage: Int32, which: int) -> cute.Tensor:
-        """(4, M/16): lse2 (0) or dpsum (1) of this thread's columns, asked for before the scores are awaited."""
-        values = cute.make_rmem_tensor((4, self.tile_m // 16), Float32)
-        for c in range(self.tile_m // 16):
-            cute.autovec_copy(state.stat[None, c, which, stage], values[None, c])
-        return values
-
     @cute.jit
     def contain_values(self, state: Any, stage: Int32, do_stage: Int32, m0: Int32) -> None:
         """What is not finite in rows of dO stays with the keys that see them."""
         s, (key, key_visible, *clean) = state, state.masks
-        dpsum = self.dpsums(s.sStat, stage)
-        if self.any_broken(dpsum, m0, *clean):
+        if self.any_broken(s.sStat, stage, m0, *clean):
             sdO = s.sdO[None, None, do_stage]
-            self.add_not_finite(s.acc, sdO, dpsum, m0, key, key_visible)
+            self.add_not_finite(s.acc, sdO, s.sStat, stage, m0, key, key_visible)
             self.clean_alone(sdO, s.tid, 0)
 
     @cute.jit
-    def contain_keys(self, state: Any, acc_dP: cute.Tensor, dpsum: cute.Tensor, stage: Int32, m0: Int32) -> None:
+    def contain_keys(self, state: Any, acc_dP: cute.Tensor, stage: Int32, m0: Int32) -> None:
         """And of rows of Q. The other warp group may still read them for S, where such a row's P is infinite or 0."""
         s, (key, key_visible, clean_begin, clean_end) = state, state.masks
-        if self.any_broken(self.dpsums(s.sStat, stage), m0, clean_begin, clean_end):
-            self.settle(acc_dP, dpsum, m0, key, key_visible, clean_begin)
-            for i in cutlass.range_constexpr(cute.size(dpsum)):
-                dpsum[i] = cutlass.select_(dpsum[i] == dpsum[i], dpsum[i], Float32(0.0))
+        if self.any_broken(s.sStat, stage, m0, clean_begin, clean_end):
+            self.settle(acc_dP, m0, key, key_visible)
             if const_expr(self.want_dk):
                 self.clean_alone(s.sQ[None, None, stage], s.tid, 1)
 
@@ -406,14 +404,13 @@ class WideBackward(BackwardFrame):
         dq = self.want_dq and not first
         cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
         acc_S = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-        gemm(s.mma_S, acc_S, s.frags["K"], s.frags["Q"][None, None, None, stage], True)
-        lse2 = self.statistics(s, stage, 0)
+        gemm(s.mma_S, acc_S, s.frags["K"], s.frags["Q"][None, None, None, stage], True, more=[s.stat(0, stage)])
         warpgroup.wait_group(0)
         self.mask(acc_S, mb * self.tile_m, *s.masks)
         tP = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
             for e in range(8 * c, 8 * c + 8):
-                acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2 - lse2[e // 4 % 2 * 2 + e % 2, c], fastmath=True)
+                acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2, fastmath=True)
             round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
         if self.want_dp:
             if not first:  # the other warp group has read P of that block then; it may take until here
@@ -443,26 +440,25 @@ class WideBackward(BackwardFrame):
         s, (stage, phase) = state, self.ring(it)
         do_stage, do_phase = self.ring(it, self.do_stages)
         dq = self.want_dq and not first
+        cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
         cute.arch.mbarrier_wait(s.bars + self.FULL_DO + do_stage, do_phase)
         if self.want_dp:
-            acc_dP = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-            gemm(s.mma_S, acc_dP, s.frags["V"], s.frags["dO"][None, None, None, do_stage], True)
+            acc_dP, dO = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32), s.frags["dO"]
+            gemm(s.mma_S, acc_dP, s.frags["V"], dO[None, None, None, do_stage], True, more=[s.stat(1, stage)])
         if dq:
             self.await_dS(s, it - 1)
             self.issue_own_dq(s, it - 1)
-        cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
-        dpsum = self.statistics(s, stage, 1)
         warpgroup.wait_group(1 if dq else 0)
         self.release(s.bars + self.EMPTY_DO + do_stage)
         if self.want_dp:
             cute.arch.mbarrier_wait(s.bars + self.P, it & 1)
-            self.contain_keys(s, acc_dP, dpsum, stage, mb * self.tile_m)
+            self.contain_keys(s, acc_dP, stage, mb * self.tile_m)
             tdS = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
                 cute.autovec_copy(s.P[None, c], prob)
                 for e in range(8):
-                    ds[e] = Float32(prob[e]) * (acc_dP[8 * c + e] - dpsum[e // 4 * 2 + e % 2, c])
+                    ds[e] = Float32(prob[e]) * acc_dP[8 * c + e]
                 round_to(ds, part(tdS, 8 * c, 8))
             if self.want_dq:
                 source = cute.make_tensor(tdS.iterator, cute.make_layout(acc_dP.shape))

@@ -14,7 +14,7 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
-from codegen.tiles import LOCKS, BackwardTile, ForwardTile, clears_ahead
+from codegen.tiles import LOCKS, STAT_COLUMNS, BackwardTile, ForwardTile, clears_ahead
 from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Segments
 
@@ -265,12 +265,12 @@ def backward(
         return torch.empty(shape, dtype=dtype, device=device)
 
     blocks = -(-rows // tile.tile_m)  # of query rows
-    stats = workspace(heads, blocks * 2 * tile.tile_m)
+    stats = workspace(heads, blocks * tile.tile_m * STAT_COLUMNS, dtype=torch.bfloat16)
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(heads * blocks * LOCKS if locked else 0, dtype=torch.int32)
     slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
-    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks)
+    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
     kernels["bwd"](
         q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale
     )
