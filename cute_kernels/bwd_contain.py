@@ -2,9 +2,10 @@
 
 A hidden pair has P = 0 and dS = 0, and 0 * NaN is NaN in a product. So what is not finite is taken out of the operands:
 
-- of V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and so is its dS. What sees such a K gets a NaN by way of its V, of which the first element becomes one; so does its dV.
-- of Q and dO in blocks that need the mask, if dpsum says that there is something: that of such a row is infinite, and P
-  is where a row with such a Q sees a key: the preprocess sees to both. What dO has is added to dV by hand.
+- of V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and so is its dS. What
+  sees such a K gets a NaN by way of its V, of which the first element becomes one; so does its dV.
+- of Q and dO in blocks that need the mask, if dpsum says that there is something: that of such a row is not finite, and
+  P is infinite where a row with such a Q sees a key: bwd_stats sees to both. What dO has is added to dV by hand.
 
 In other blocks every pair is visible, and the products do what mathematics says.
 """

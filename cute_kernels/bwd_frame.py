@@ -192,7 +192,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
         absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
         dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
-        width, stride = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m), cute.sym_int64(divisibility=STAT_COLUMNS)
+        width, stride = (
+            cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m),
+            cute.sym_int64(divisibility=STAT_COLUMNS),
+        )
         stats = make_fake_tensor(BFloat16, (heads, width), (stride, 1), assumed_align=16)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
         visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)

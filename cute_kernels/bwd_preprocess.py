@@ -8,19 +8,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
 from codegen.tiles import STAT_COLUMNS, clears_ahead
+from cute_kernels.bwd_stats import stat_columns
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
-LARGEST = float.fromhex("0x1.fep127")  # of bf16
-
-
-def in_three(x: Float32) -> list[Float32]:
-    """Numbers of bf16 that add up to x: each has 8 of its 24 bits."""
-    parts = []
-    for _ in range(3):
-        parts.append(Float32(BFloat16(x)))
-        x = x - parts[-1]
-    return parts
 
 
 class BackwardPreprocess:
@@ -32,11 +23,8 @@ class BackwardPreprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
-        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m), of each row: three numbers that add up to
-            half of -lse / softmax_scale, three that add up to half of -dpsum, two zeros. Every element is written. The
-            first is half of LARGEST where lse is NaN or -inf, which makes P infinite, and its negative where it is inf
-            and in rows past T, which makes P 0. The fourth is LARGEST where dpsum is not finite: twice that is too
-            large for fp32, while 0 times it is 0. See bwd_contain.
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): of each row what `bwd_stats.stat_columns`
+            says, of rows past T that P and dpsum are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.
         locks: [H * nm * locks a block] int32 or empty. Every element is written.
@@ -135,14 +123,11 @@ class BackwardPreprocess:
             locks[(Int64(h) * num_blocks + mb) * locks_a_block + tid] = Int32(0)
         cute.arch.sync_threads()
         if tid < M:
-            t, start = mb * M + tid, Float32(-LARGEST / 2)
+            t, of_row = mb * M + tid, Float32.inf
             if t < num_rows:
-                start = cute.arch.fmax(cute.arch.fmin(lse[h, t] / (-2.0 * scale), -start), start)  # NaN: LARGEST / 2
-            half = sum_of_row[tid] * -0.5
-            half = Float32(cutlass.select_((half >= -LARGEST / 2) & (half <= LARGEST / 2), half, Float32(LARGEST)))
+                of_row = lse[h, t]
             columns = cute.make_rmem_tensor(STAT_COLUMNS, BFloat16)
-            columns.fill(0.0)
-            for j, x in enumerate((*in_three(start), *in_three(half))):
-                columns[j] = BFloat16(x)
+            for j, x in enumerate(stat_columns(of_row, sum_of_row[tid], scale)):
+                columns[j] = x
             row = (stats[h, None].iterator + (mb * M + tid) * STAT_COLUMNS).align(16)
             cute.autovec_copy(columns, cute.make_tensor(row, cute.make_layout(STAT_COLUMNS)))

@@ -1,11 +1,12 @@
-"""lse and dpsum of query rows in the backward: columns of an operand, which the tensor cores add to S and dP.
+"""lse and dpsum of query rows in the backward: a few more columns of operands, so that the tensor cores add them.
 
-What P and dS are made of is S - lse / softmax_scale and dP - dpsum. Both come out of the products themselves if the rows
-of Q and dO go on with a few columns that hold the statistics, and those of K and V with ones there: a number of fp32 is
-three of bf16. So no thread loads statistics, holds them in registers or adds them.
+P and dS are made of S - lse / softmax_scale and dP - dpsum. Both come out of the products themselves if the rows of Q
+and dO go on with columns that hold the statistics, and those of K and V with ones there; a number of fp32 is three of
+bf16. So no thread loads statistics, which took a twelfth of what shared memory carries, holds them in registers or adds
+them (docs/tuning.md, "Statistics by the tensor cores").
 
-A row's columns are 16 bytes. A product takes twice as many, and is shown them twice: they hold halves. The keys' columns
-are the same for all keys, so that one matrix of eight rows stands for all.
+A row's columns are 16 bytes. A product takes twice as many, and is shown them twice: they hold halves. The keys'
+columns are the same for all keys, so one matrix of eight rows stands for all.
 """
 
 from typing import Any
@@ -19,19 +20,50 @@ from cutlass.cute.nvgpu import warpgroup
 from codegen.tiles import STAT_COLUMNS
 from cute_kernels.ptx import store_volatile
 
-ONES = 0x3F803F80  # two of bf16, the first one in the low half
-KEY_COLUMNS = (ONES, ONES & 0xFFFF, 0, 0), (0, ONES & 0x7FFF0000, ONES, 0)  # of S and dP: ones where lse or dpsum is
+LARGEST = float.fromhex("0x1.fep127")  # of bf16
+SMALLEST_SCALE = 2.0**-100
 KEYS_BYTES = 256  # of shared memory
+KEYS = (0x3F803F80, 0x00003F80, 0, 0), (0, 0x3F800000, 0x3F803F80, 0)  # ones where lse is, and dpsum; pairs, first low
 
 
-def fill_keys(sKeys: cute.Pointer) -> None:
-    """Write the keys' columns, by one warp: two matrices of eight equal rows."""
+def exponent_scale(softmax_scale: Float32) -> Float32:
+    """The scale of scores in exponents: not so small that lse / scale overflows. Scores of such scales are all 0."""
+    return cute.arch.fmax(softmax_scale, Float32(SMALLEST_SCALE))
+
+
+# ---------------------------------------------------------------- the preprocess
+def stat_columns(lse: Float32, dpsum: Float32, softmax_scale: Float32) -> list[BFloat16]:
+    """The STAT_COLUMNS numbers of a row: three that add up to half of -lse / softmax_scale, three to half of -dpsum.
+
+    lse NaN or -inf: the first is LARGEST / 2, which makes P infinite; inf: its negative, which makes P 0. dpsum not
+    finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See bwd_contain.
+    """
+    half_lse = lse / (-2.0 * exponent_scale(softmax_scale))
+    half_lse = cute.arch.fmax(cute.arch.fmin(half_lse, Float32(LARGEST / 2)), Float32(-LARGEST / 2))  # NaN: the former
+    half = dpsum * -0.5
+    known = (half >= -LARGEST / 2) & (half <= LARGEST / 2)
+    half = Float32(cutlass.select_(known, half, Float32(LARGEST)))
+    return [*_in_three(half_lse), *_in_three(half), BFloat16(0.0), BFloat16(0.0)]
+
+
+def _in_three(x: Float32) -> list[BFloat16]:
+    """Numbers that add up to x: each has 8 of its 24 bits."""
+    parts = []
+    for _ in range(3):
+        parts.append(BFloat16(x))
+        x = x - Float32(parts[-1])
+    return parts
+
+
+# ---------------------------------------------------------------- the main kernel
+def fill_keys(keys: cute.Pointer) -> None:
+    """Write the keys' columns, by one warp: of S and of dP, eight equal rows each."""
     lane = cute.arch.lane_idx()
-    for which, row in enumerate(KEY_COLUMNS):
+    for which, row in enumerate(KEYS):
         pair = Int32(0)
         for j, ones in enumerate(row):
             pair = cutlass.select_(lane % 4 == j, Int32(ones), pair)
-        store_volatile(sKeys + 64 * which + 2 * lane, pair)
+        store_volatile(keys + 64 * which + 2 * lane, pair)
 
 
 def stat_product(rows: int) -> cute.TiledMma:
@@ -58,5 +90,5 @@ def stat_rows(mma: cute.TiledMma, sStat: cute.Tensor, begin: int, rows: int) -> 
 
 
 def broken_dpsum(sStat: cute.Tensor, row: Any, stage: Int32) -> Any:
-    """Whether a row's dpsum is not finite: see the preprocess."""
-    return Float32(sStat[3, row, stage]) > Float32(2.0**127)
+    """Whether a row's dpsum is not finite."""
+    return Float32(sStat[3, row, stage]) > Float32(LARGEST / 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from codegen.tiles import LOCKS
+from codegen.tiles import LOCKS, STAT_COLUMNS
 from cute_kernels import items
 from dualkv import Layout, hopper, ops, plan, plan_backward, plan_paths
 from dualkv.layout import segments_of
@@ -116,11 +116,12 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         called = {spec.operation: arguments for spec, arguments in launches}
         dout, q, k, v, out, lse = inputs
         assert_same(called["bwd_preprocess"][:3], (out, dout, lse))
-        stats, dq_sums, locks = called["bwd_preprocess"][3:]
+        *_, stats, dq_sums, locks, scale = called["bwd_preprocess"]
         blocks = -(-tokens // tile.tile_m)
-        assert stats.shape == (heads, blocks * 2 * tile.tile_m)
+        assert scale == 0.125
+        assert stats.shape == (heads, blocks * tile.tile_m * STAT_COLUMNS)
         assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
-        assert {stats.dtype, dq_sums.dtype} == {torch.float32}
+        assert (stats.dtype, dq_sums.dtype) == (torch.bfloat16, torch.float32)
         assert locks.dtype == torch.int32
         locked = "q" in gradients and (deterministic or native <= 128)
         assert locks.numel() == (heads * blocks * LOCKS if locked else 0)
