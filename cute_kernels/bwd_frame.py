@@ -24,7 +24,7 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 from codegen.tiles import LOCKS, STAT_COLUMNS
 from cute_kernels import bwd_items as items
 from cute_kernels.bwd_contain import BackwardContainment
-from cute_kernels.bwd_load import Loads
+from cute_kernels.bwd_load import Item, Loads
 from cute_kernels.bwd_results import Results, as_pairs
 from cute_kernels.bwd_stats import KEYS_BYTES, fill_keys
 from cute_kernels.cluster import SMEM_BYTES
@@ -149,7 +149,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
 
     def first_block(self, item: Any) -> Int32:
         """This CTA adds nothing to dQ of the item's query blocks before this one."""
-        return item[3]
+        return item.block_begin
 
     def own_barriers(self) -> list[tuple[str, int, int]]:
         """Kinds of mbarriers besides those of the loads: name, how many, arrivals that complete a phase."""
@@ -340,7 +340,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         bars = smem.allocate_array(cutlass.Int64, self.num_bars)
         at = smem.allocate_array(Int32, 1)
         kept = smem.allocate_array(Int32, KEPT)
-        item = self.item(work)
+        item = Item.load(work, self.cluster, self.rank(), self.tile_n)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
@@ -400,9 +400,9 @@ class BackwardFrame(Loads, BackwardContainment, Results):
 
     def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
         """What a warp needs of the item behind its loop, during which no register holds it."""
-        steps = [(item[4] - block) * heads_per_kv for block in (self.first_block(item), item[3])]
+        steps = [(item.block_end - block) * heads_per_kv for block in (self.first_block(item), item.block_begin)]
         with cute.arch.elect_one():
-            for j, field in enumerate((*item[:3], item[7], *steps)):
+            for j, field in enumerate((item.kv_head, item.key, item.key_end, item.slab, *steps)):
                 store_volatile(kept + j, field)
 
     def barriers(self) -> list[tuple[str, int, int]]:
@@ -411,18 +411,6 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         stages, do_stages = self.stages, self.do_stages
         loads = [("FULL_Q", stages, 1), ("EMPTY_Q", stages, users), ("FULL_DO", do_stages, 1)]
         return [("FULL_K", 1, 1), ("FULL_V", 1, 1), *self.own_barriers(), *loads, ("EMPTY_DO", do_stages, users)]
-
-    def item(self, work: cute.Tensor) -> tuple[Int32, ...]:
-        """-> KV head, this CTA's first key, the item's last, query blocks [mb0, mb1), clean rows [from, to), slab, and
-        how many items come before at blocks below one, that block, how many from it on."""
-        field = [work[cute.arch.block_idx()[0] // self.cluster, f] for f in range(items.NUM_FIELDS)]
-        rank = self.rank()
-        n0 = field[items.KEY] + rank * self.tile_n
-        clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
-        blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
-        clean = n0 + self.tile_n - 1, clean_end
-        order = field[items.ORDER], field[items.PREVIOUS_END], field[items.PREVIOUS] + 1
-        return field[items.KV_HEAD], n0, field[items.KEY_END], *blocks, *clean, field[items.SLAB], order
 
     # ---------------------------------------------------------------- MMA warp groups: shared parts
     @cute.jit

@@ -1,5 +1,6 @@
 """What the loader warp of the backward's main kernels does: keys once, then Q, its statistics and dO block by block."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -8,7 +9,40 @@ from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from codegen.tiles import STAT_COLUMNS
+from cute_kernels import bwd_items as items
 from cute_kernels.cluster import Clustered
+
+
+@dataclass
+class Item:
+    """A CTA's part of a work item."""
+
+    kv_head: Any
+    key: Any  # the CTA's first one
+    key_end: Any  # one past the item's last one
+    block_begin: Any  # query blocks [block_begin, block_end)
+    block_end: Any
+    clean_begin: Any  # rows [clean_begin, clean_end) need no mask
+    clean_end: Any
+    slab: Any
+    place: Any  # in a fixed order: its own among those that add to a block, and who comes before it
+    previous_end: Any
+    previous: Any
+
+    @classmethod
+    def load(cls, work: cute.Tensor, cluster: int, rank: Int32, tile_n: int) -> "Item":
+        """That of this CTA's cluster in `work` (fields: bwd_items.py)."""
+        field = [work[cute.arch.block_idx()[0] // cluster, f] for f in range(items.NUM_FIELDS)]
+        key = field[items.KEY] + rank * tile_n
+        clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
+        blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
+        order = field[items.ORDER], field[items.PREVIOUS_END], field[items.PREVIOUS]
+        clean = key + tile_n - 1, clean_end
+        return cls(field[items.KV_HEAD], key, field[items.KEY_END], *blocks, *clean, field[items.SLAB], *order)
+
+    def turn(self, block: Int32) -> Int32:
+        """How many items add to a query block before this one."""
+        return cutlass.select_(block < self.previous_end, self.place, self.previous + 1)
 
 
 class Loads(Clustered):
@@ -40,10 +74,9 @@ class Loads(Clustered):
         sV: cute.Tensor, bars: cute.Pointer, item: Any,
     ) -> None:  # fmt: skip
         """tile_n rows of K and V."""
-        kv_head, n0 = item[:2]
-        self.load_tile(tma_K, gK[None, None, kv_head], sK, n0, bars + self.FULL_K, self.k_columns)
+        self.load_tile(tma_K, gK[None, None, item.kv_head], sK, item.key, bars + self.FULL_K, self.k_columns)
         if const_expr(self.want_dp):
-            self.load_tile(tma_V, gV[None, None, kv_head], sV, n0, bars + self.FULL_V, self.head_dim)
+            self.load_tile(tma_V, gV[None, None, item.kv_head], sV, item.key, bars + self.FULL_V, self.head_dim)
 
     @cute.jit
     def load_queries(
@@ -51,7 +84,7 @@ class Loads(Clustered):
         sQ: cute.Tensor, sdO: cute.Tensor, sStat: cute.Tensor, bars: cute.Pointer, item: Any, heads_per_kv: Int32,
     ) -> None:  # fmt: skip
         """Block by block Q, its statistics and dO."""
-        kv_head, _, _, mb0, mb1 = item[:5]
+        kv_head, mb0, mb1 = item.kv_head, item.block_begin, item.block_end
         M, size = self.tile_m, 2 * self.tile_m * STAT_COLUMNS
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
         it = Int32(0)

@@ -28,6 +28,7 @@ from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
 from cute_kernels.bwd_stats import exponent_scale, stat_keys, stat_product, stat_rows
+from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from cute_kernels.ptx import (
     bulk_add,
     bulk_store,
@@ -96,8 +97,8 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def part(self) -> int:
-        """Sixteens of rows in a part of a block: the first ones (the last ones) of one whose other rows see no keys."""
-        return -(-self.tile_m // 32)
+        """Sixteens of rows in a part of a block."""
+        return part_rows(self.tile_m) // 16
 
     @property
     def dq_warps(self) -> list[int]:
@@ -160,15 +161,10 @@ class NarrowBackward(BackwardFrame):
         return stats
 
     def first_block(self, item: Any) -> Int32:
-        """All rows of query blocks before it precede this CTA's keys. A CTA without keys has one block left.
-
-        In a fixed order it adds zeros to those too, as its turn has to be passed on.
-        """
-        _, n0, key_end, mb0, mb1, *_ = item
+        """In a fixed order it adds zeros to all blocks of the item, as its turn has to be passed on."""
         if self.deterministic:
-            return mb0
-        last = mb1 - 1
-        return cutlass.select_(n0 < key_end, cutlass.max(mb0, cutlass.min(last, n0 // self.tile_m)), last)
+            return item.block_begin
+        return first_block(item.block_begin, item.block_end, item.key, item.key_end, self.tile_m)
 
     # ---------------------------------------------------------------- beside the loader
     @cute.jit
@@ -193,14 +189,14 @@ class NarrowBackward(BackwardFrame):
         In a fixed order, the CTAs of a cluster add to the same rows one after the other. The second one's products go
         on until its next dQ is ready, so stages that the first one waits for are released.
         """
-        kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
+        kv_head, mb0, mb1, place = item.kv_head, item.block_begin, item.block_end, item.place
         mb, h, mine = mb1 - 1, kv_head * heads_per_kv, self.first_block(item)
         first, floats = 4 * wg * self.dq_warp_floats, self.dq_warps[wg] * self.dq_warp_floats
         for it in cutlass.range(0, (mb1 - mine) * heads_per_kv, 1, unroll=1):
             dst, src = self.dq_slot(dq_acc.iterator, h, num_blocks, mb) + first, sdQ.iterator + first
             if const_expr(self.deterministic):
                 lock = self.lock_of(locks, h, num_blocks, mb, wg)
-                turn = cutlass.select_(mb < end, place, before) * self.cluster
+                turn = item.turn(mb) * self.cluster
                 if const_expr(self.cluster == 2):
                     turn = cutlass.select_(self.rank() == 0, turn, place * 2 + 1)
                 while load_acquire(lock) != turn:
@@ -241,7 +237,7 @@ class NarrowBackward(BackwardFrame):
         """Zeros for the dQ of blocks that nobody has claimed yet, AHEAD of the one that this CTA is at."""
         if const_expr(self.deterministic):
             return
-        kv_head, _, _, mb0, mb1, *_ = item
+        kv_head, mb0, mb1 = item.kv_head, item.block_begin, item.block_end
         mb, h, lane, mine = mb1 - 1, kv_head * heads_per_kv, cute.arch.lane_idx(), self.first_block(item)
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
@@ -297,7 +293,8 @@ class NarrowBackward(BackwardFrame):
         warp_id: Int32,
         sdQ: cute.Tensor | None,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, *_ = item
+        kv_head, n0, key_end, mb0, mb1 = item.kv_head, item.key, item.key_end, item.block_begin, item.block_end
+        clean_begin, clean_end = item.clean_begin, item.clean_end
         D, M, N = self.head_dim, self.tile_m, self.tile_n
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         sK_D = sK  # K's first D columns
@@ -384,13 +381,8 @@ class NarrowBackward(BackwardFrame):
         this warp group's keys, and then none of the CTA's, from block `mine` down. Half a block of them is left out.
         """
         kv_head, mb0, mb1, mine = blocks
-        mb, h, M, rows = mb1 - 1, kv_head * heads_per_kv, self.tile_m, 16 * self.part
-        first, last = state.seen
-        begin = cutlass.max(mine, cutlass.min(mb1, first // M))
-        end = cutlass.max(begin, cutlass.min(mb1, (last + M - 1) // M))
-        whole_end = cutlass.select_((begin < end) & (last <= (end - 1) * M + rows), end - 1, end)
-        whole_begin = cutlass.select_((begin < whole_end) & (first >= (begin + 1) * M - rows), begin + 1, begin)
-        seen, whole, rest, unseen = ((mb1 - i) * heads_per_kv for i in (end, whole_end, whole_begin, begin))
+        mb, h, M = mb1 - 1, kv_head * heads_per_kv, self.tile_m
+        seen, whole, rest, unseen = ((mb1 - i) * heads_per_kv for i in reversed(Walk.of(mine, mb1, *state.seen, M)))
         for it in cutlass.range(0, seen, 1, unroll=1):
             self.pass_over(state, it, mb)
             mb, h = self.next_block(mb, h, mb0, mb1, kv_head, heads_per_kv)

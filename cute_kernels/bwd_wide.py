@@ -138,13 +138,13 @@ class WideBackward(BackwardFrame):
         """Deterministic: see this CTA's turn at each of its blocks come, up to two blocks ahead of the MMA warps."""
         if const_expr(not self.deterministic):
             return
-        kv_head, _, _, mb0, mb1, *_, (place, end, before) = item
+        kv_head, mb0, mb1 = item.kv_head, item.block_begin, item.block_end
         it = Int32(0)
         for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
                 mb = mb1 - 1 - j
                 lock = self.lock_of(locks, h, num_blocks, mb, self.rank())
-                expected = cutlass.select_(mb < end, place, before)
+                expected = item.turn(mb)
                 while load_acquire(lock) != expected:
                     pass
                 cute.arch.sync_warp()
@@ -161,7 +161,7 @@ class WideBackward(BackwardFrame):
         """Deterministic: pass the turn on when this CTA's sums are in memory, for which no MMA warp waits."""
         if const_expr(not self.deterministic):
             return
-        kv_head, _, _, mb0, mb1, *_, (place, _, _) = item
+        kv_head, mb0, mb1, place = item.kv_head, item.block_begin, item.block_end, item.place
         it = Int32(0)
         for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
@@ -175,7 +175,7 @@ class WideBackward(BackwardFrame):
     def load_peer_keys(self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, bars: cute.Pointer, item: Any) -> None:
         """The other CTA's rows of K, in the columns of this CTA's part of dQ. They come with this CTA's K."""
         if self.want_dq:
-            kv_head, n0, rank, shape = item[0], item[1], self.rank(), (self.tile_n, self.peer_columns)
+            kv_head, n0, rank, shape = item.kv_head, item.key, self.rank(), (self.tile_n, self.peer_columns)
             first = n0 + (1 - 2 * rank) * self.tile_n, rank * (self.head_dim - self.peer_columns)
             tile = cute.local_tile(cute.domain_offset(first, g[None, None, kv_head]), shape, (0, 0))
             ts, tg = cpasync.tma_partition(
@@ -194,7 +194,7 @@ class WideBackward(BackwardFrame):
         """
         if const_expr(not self.want_dq):
             return
-        total, size = (item[4] - item[3]) * heads_per_kv, 2 * self.tile_m * self.tile_n
+        total, size = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
         for it in cutlass.range(0, total, 1, unroll=1):
             cute.arch.mbarrier_wait(bars + self.DS, it & 1)
             full = bars + self.PEER + it % 3
@@ -231,7 +231,8 @@ class WideBackward(BackwardFrame):
         warp_id: Int32,
         sKp: cute.Tensor | None,
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1, clean_begin, clean_end, *_ = item
+        kv_head, n0, key_end, mb0, mb1 = item.kv_head, item.key, item.key_end, item.block_begin, item.block_end
+        clean_begin, clean_end = item.clean_begin, item.clean_end
         D, M, N = self.head_dim, self.tile_m, self.tile_n
         wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         rank = self.rank()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels import bwd_items as items
+from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
 from dualkv.layout import Segments, segments_of
@@ -33,24 +34,18 @@ def segments(prompts, responses):
 def computed(tile, item, rank, key_visible):
     """What of its blocks a CTA computes: (keys, the first of its N; query rows from one to below another).
 
-    Up to head dim 128 a warp group leaves out blocks and half blocks whose rows see none of its keys, as does
-    `NarrowBackward.walk`; nothing is added to dQ of blocks before `mine`.
+    Up to head dim 128 a warp group leaves out blocks and half blocks whose rows see none of its keys.
     """
     M, N, begin, end = tile.tile_m, tile.tile_n, item[items.BLOCK_BEGIN], item[items.BLOCK_END]
     if N != 128:
         return [(0, N, mb * M, mb * M + M) for mb in range(begin, end)]
-    n0, half, found = item[items.KEY] + rank * N, 16 * -(-M // 32), []
-    mine = begin
+    n0, part, found, mine = item[items.KEY] + rank * N, part_rows(M), [], begin
     if not tile.deterministic:
-        mine = max(begin, min(end - 1, n0 // M)) if n0 < item[items.KEY_END] else end - 1
+        mine = first_block(begin, end, n0, item[items.KEY_END], M)
     for wg in range(2):
-        first, last = n0 + 64 * wg, key_visible[64 * wg : 64 * wg + 64].max()
-        low = max(mine, min(end, first // M))
-        high = max(low, min(end, -(-last // M)))
-        whole_high = high - (low < high and last <= (high - 1) * M + half)
-        whole_low = low + (low < whole_high and first >= (low + 1) * M - half)
-        for mb in range(low, high):
-            rows = (0, half) if mb >= whole_high else (M - half, M) if mb < whole_low else (0, M)
+        walk = Walk.of(mine, end, n0 + 64 * wg, key_visible[64 * wg : 64 * wg + 64].max(), M)
+        for mb in range(walk.begin, walk.end):
+            rows = (0, part) if mb >= walk.whole_end else (M - part, M) if mb < walk.whole_begin else (0, M)
             found.append((64 * wg, 64, mb * M + rows[0], mb * M + rows[1]))
     return found
 

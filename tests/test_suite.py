@@ -21,6 +21,7 @@ FAILED tests/gpu/test_a.py::test_other[1] - AssertionError: dq
 OTHER = """
 XFAIL tests/gpu/test_b.py::test_c - a reason
 PASSED tests/gpu/test_b.py::test_d
+PASSED tests/gpu/test_a.py::test_it[fp32]
 ERROR tests/gpu/test_b.py::test_e - OSError
 """
 
@@ -36,7 +37,7 @@ def test_split_runs_are_counted_together(tmp_path):
     made = json.loads((tmp_path / "r").read_text())
     assert set(made) == {*suite.ABOUT, "modules", "notes"}
     assert made["modules"] == {
-        "tests/gpu/test_a.py": {"failed": 1, "passed": 2, "skipped": 2},
+        "tests/gpu/test_a.py": {"failed": 1, "passed": 3, "skipped": 2},
         "tests/gpu/test_b.py": {"error": 1, "passed": 1, "xfail": 1},
     }
     assert made["notes"] == [

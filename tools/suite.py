@@ -46,9 +46,12 @@ def main(
 ) -> None:
     about = json.loads(of.read_text())
     counted = [count(path.read_text()) for path in logs]
-    modules = {name: some for one in counted for name, some in one["modules"].items()}
+    modules: dict[str, Counter[str]] = {}
+    for one in counted:
+        for name, outcomes in one["modules"].items():
+            modules.setdefault(name, Counter()).update(outcomes)
     made = {key: about[key] for key in ABOUT} | {
-        "modules": modules,
+        "modules": {name: dict(sorted(outcomes.items())) for name, outcomes in sorted(modules.items())},
         "notes": [n for one in counted for n in one["notes"]],
     }
     json_to.write_text(json.dumps(made, indent=1) + "\n")

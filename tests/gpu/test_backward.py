@@ -47,7 +47,7 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):
     return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
 
 
-def run(q, k, v, dout, out, lse, layout, deterministic=False, gradients="qkv"):
+def run(q, k, v, dout, out, lse, layout, deterministic=False, gradients="qkv", scale=None):
     """(dq, dk, dv) of the kernels; outputs and workspace start as NaN and large integers."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
@@ -56,7 +56,7 @@ def run(q, k, v, dout, out, lse, layout, deterministic=False, gradients="qkv"):
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills what it makes
     try:
         assert torch.empty(1, device="cuda").isnan()
-        scale = q.shape[2] ** -0.5
+        scale = scale or q.shape[2] ** -0.5
         return hopper.backward(dout, q, k, v, out, lse, layout._segments, scale, deterministic, gradients)
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
@@ -66,21 +66,21 @@ def check(q, k, v, dout, layout, deterministic=False):
     check_draws([(q, k, v, dout)], layout, deterministic)
 
 
-def check_draws(draws, layout, deterministic=False):
+def check_draws(draws, layout, deterministic=False, scale=None):
     """The bound: twice plain PyTorch's error in the same dtype, over all draws of inputs; and the same bits twice."""
     errors, plain_errors, wanted = ([[], [], []] for _ in range(3))
     for q, k, v, dout in draws:
-        arguments = layout.offsets, layout.parent, q.shape[2] ** -0.5, dout
+        arguments = layout.offsets, layout.parent, scale or q.shape[2] ** -0.5, dout
         out, lse, *wants = oracle.attention_and_grads(q, k, v, *arguments)
         saved = out.to(q.dtype), lse.float()
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         plain = torch.autograd.grad(oracle.attention(*leaves, *arguments[:3])[0], leaves, dout)
-        got = run(q, k, v, dout, *saved, layout, deterministic)
+        got = run(q, k, v, dout, *saved, layout, deterministic, scale=scale)
         for i, (x, p, want) in enumerate(zip(got, plain, wants, strict=True)):
             errors[i].append(x.double() - want)
             plain_errors[i].append(p.double() - want)
             wanted[i].append(want)
-        again = run(q, k, v, dout, *saved, layout, deterministic)
+        again = run(q, k, v, dout, *saved, layout, deterministic, scale=scale)
         for a, b in zip(got[0 if deterministic else 1 :], again[0 if deterministic else 1 :], strict=True):
             assert torch.equal(a, b)
     for name, *found in zip(("dq", "dk", "dv"), errors, plain_errors, wanted, strict=True):
@@ -107,6 +107,30 @@ def test_deterministic(name, head_dim):
     layout = LAYOUTS[name]
     draws = 16 if layout.num_tokens < 16 else 1
     check_draws([inputs(layout, head_dim=head_dim, seed=seed) for seed in range(draws)], layout, deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("scale", [1e-37, 1e-3, 0.5])
+def test_scales(scale, head_dim, dtype):
+    """lse / scale is a part of a product: it is as exact where it is as large as fp32 gets, or hardly more than 0."""
+    layout = LAYOUTS["ragged groups"]
+    draws = [inputs(layout, head_dim=head_dim, dtype=dtype)]
+    check_draws(draws, layout, scale=scale)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
+def test_gradients_follow_the_size_of_dout(size, head_dim):
+    """To the last bit, for a power of two: dpsum, which goes through products in parts, loses none."""
+    layout = LAYOUTS["ragged groups"]
+    q, k, v, dout = inputs(layout, head_dim=head_dim)
+    out, lse = oracle.attention(q, k, v, layout.offsets, layout.parent, head_dim**-0.5)
+    for x, y in zip(
+        *(run(q, k, v, dout * by, out.to(q.dtype), lse.float(), layout, deterministic=True) for by in (size, 1.0)),
+        strict=True,
+    ):
+        assert torch.equal(x.float(), y.float() * size)
 
 
 @pytest.mark.parametrize("ratio", [*range(1, 17), 17, 40])
