@@ -40,8 +40,8 @@ def gemm(
     """
     warpgroup.fence()
     _issue(mma, acc, a, b, zero, first)
-    for product in more:
-        _issue(*product[:1], acc, *product[1:], False, 0)
+    for other, x, y in more:
+        _issue(other, acc, x, y, False, 0)
     warpgroup.commit_group()
 
 

@@ -30,7 +30,7 @@ from cute_kernels.bwd_stats import KEYS_BYTES, fill_keys
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import store_volatile
 
-KEPT = 6  # numbers that a warp keeps in shared memory
+KEPT = 6  # numbers of the item in shared memory
 
 
 def split_rows(head_dim: int) -> bool:
@@ -167,7 +167,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         raise NotImplementedError
 
     def smem_bytes(self) -> int:
-        """K and V, Q and dO stages, P and dS, dQ, statistics, mbarriers, what warps keep, alignment."""
+        """K and V, Q and dO stages, P and dS, dQ, statistics, mbarriers, what is kept, alignment."""
         keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
         rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
@@ -192,11 +192,9 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
         absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
         dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
-        width, stride = (
-            cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m),
-            cute.sym_int64(divisibility=STAT_COLUMNS),
-        )
-        stats = make_fake_tensor(BFloat16, (heads, width), (stride, 1), assumed_align=16)
+        width = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m)
+        strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
+        stats = make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
         visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
         locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
@@ -399,7 +397,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             self.sync_cluster()  # no CTA leaves while its peer may still write into it
 
     def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
-        """What a warp needs of the item behind its loop, during which no register holds it."""
+        """What warps need of the item behind their loops, during which no register holds it."""
         steps = [(item.block_end - block) * heads_per_kv for block in (self.first_block(item), item.block_begin)]
         with cute.arch.elect_one():
             for j, field in enumerate((item.kv_head, item.key, item.key_end, item.slab, *steps)):
