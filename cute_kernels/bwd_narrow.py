@@ -442,6 +442,8 @@ class NarrowBackward(BackwardFrame):
             round_to(acc_dP, tdS)
         if self.want_dq:
             self.publish(s, tdS, it, begin)
+        else:  # nor dS behind the issue of dV, for which there are not the registers
+            cute.arch.mbarrier_wait(s.bars + self.FULL_K, 0)
         if self.want_dv:
             gemm(s.mma_dKV, s.acc_dV, tP, s.frags["dOt"][None, None, None, stage], False, begin)
         if self.want_dq:
