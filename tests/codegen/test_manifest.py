@@ -39,8 +39,6 @@ SPECS = sorted(
     | {backward_specs("bf16", 256, gradients=part).main for part in ("q", "kv")},
     key=str,
 )
-# One part has no registers left for three words of its work item: it keeps them in 16 bytes of local memory.
-SPILLED = (256, "qk")
 NOT_RECORDED = [(64, "k"), (96, "qv"), (128, "v"), (128, "qk"), (192, "qv"), (256, "k"), (192, "v"), (256, "qk")]
 
 
@@ -95,11 +93,7 @@ def test_gradients_that_are_not_asked_cost_no_products(described):
     now = dict(manifest.describe(specs, ROOT / "build" / "kernels", os.cpu_count() or 1))
     now |= {spec: described[spec] for spec in recorded}
     for spec, found in now.items():
-        if (spec.head_dim, spec.gradients) == SPILLED:
-            assert found["stack"] == 16
-            assert not found["wgmma_warnings"]
-        else:
-            assert manifest.problems(spec, found) == [], spec
+        assert manifest.problems(spec, found) == [], spec
         full = described[backward_specs("bf16", spec.head_dim).main]
         assert products(found) < products(full), spec
         assert any(name.startswith(manifest.SUMS) for name in found["instructions"]) == ("q" in spec.gradients), spec
