@@ -32,7 +32,6 @@ class BackwardContainment:
     head_dim: int
     tile_m: int
     tile_n: int
-    stages: int
     warp_groups: int
     want_dq: bool
     k_columns: int
