@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,15 @@ from dualkv.layout import IntArray, Segments, positions
 from dualkv.plan import visible_end_over
 
 Table = npt.NDArray[np.int32]
+Order = Literal["waves", "reads", "longest first"]
 
 SHARES = 3  # no item longer than a cluster's share of all work divided by this ...
 SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
-WAVE = 16  # neighbouring items of a KV head that start together, before those of the next: all add to the same dQ
+WAVE, WAVE_OF_TREES = 22, 16  # neighbouring items of a KV head that start together: all add to the same dQ
 TAIL = 0.04  # of all steps of a tree: the last ones to start
 FEW = 16  # items a cluster: fewer may start longest first, whichever queries they read ...
 GAIN = 1.02  # ... if by their lengths they are done earlier by this factor: reading the same queries is worth as much
+MANY = 64  # items a cluster: so many are done at about the same time in any order
 FINER = 3  # of so few, pieces of a third of that length are tried too
 PIECE = 1  # query blocks that beginning and ending an item take, about
 SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
@@ -35,8 +38,8 @@ SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
 class BackwardWork:
     """
     Attributes:
-        items: [n, items.NUM_FIELDS] int32, in the order in which they should start: longest first, those that read the
-            same queries together.
+        items: [n, items.NUM_FIELDS] int32, in the order in which they should start: those that read the same queries
+            together, long ones first.
         sums: [m, items.NUM_SUM_FIELDS] int32: which slabs make the dK and dV of split items.
         num_slabs: partial sums that the items write.
     """
@@ -119,13 +122,21 @@ def backward_work(
     slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
     clusters = max(num_sms // tile.cluster, 1)
 
-    def cut(length: IntArray, longest_first: bool = False) -> BackwardWork:
-        return _cut(uncut, length, segments, tile, kv_heads, clusters, slab_budget, deterministic, longest_first)
+    def cut(length: IntArray, order: Order = "waves") -> BackwardWork:
+        return _cut(uncut, length, segments, tile, kv_heads, clusters, slab_budget, deterministic, order)
 
     limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * clusters)
     lengths = _piece_length(blocks, run, per_kv, limit, slab_budget)
     if len(blocks) * kv_heads >= FEW * clusters:
-        return cut(next(lengths))
+        length = next(lengths)
+        of_prompt = segments.parent[segments.lengths > 0][run] == -1
+        at_once = np.bincount(group[of_prompt], minlength=1).max() <= clusters
+        if at_once and tile.heads_inside and not deterministic and segments.max_depth <= 2:
+            work = cut(length, "reads")
+            taken = work.items[:, items.BLOCK_END] - work.items[:, items.BLOCK_BEGIN]
+            if len(taken) >= MANY * clusters or _span(taken, clusters) < GAIN * (taken + PIECE).sum() / clusters:
+                return work
+        return cut(length)
     lengths = itertools.chain(lengths, _piece_length(blocks, run, per_kv, limit // FINER, slab_budget))
     first, *others = ((_span(_longest_first(blocks, x, kv_heads), clusters), x) for x in lengths)
     span, length = min(first, *others, key=lambda spanned: spanned[0])
@@ -133,14 +144,15 @@ def backward_work(
     taken = in_waves.items[:, items.BLOCK_END] - in_waves.items[:, items.BLOCK_BEGIN]
     if deterministic or _span(taken, clusters) < GAIN * span:
         return in_waves
-    return cut(length, longest_first=True)
+    return cut(length, "longest first")
 
 
 def _cut(
     uncut: Uncut, length: IntArray, segments: Segments, tile: BackwardTile, kv_heads: int, clusters: int,
-    slab_budget: int, deterministic: bool, longest_first: bool,
+    slab_budget: int, deterministic: bool, order_by: Order,
 ) -> BackwardWork:  # fmt: skip
-    """Items cut into pieces of so many query blocks each, in their order: `longest_first`, or neighbours in waves."""
+    """Items cut into pieces of so many query blocks each, in their order: longest first, neighbours in waves, or with
+    those that read the same (`_by_reads`)."""
     key, group, run, block_begin, block_end = uncut.key, uncut.group, uncut.run, uncut.block_begin, uncut.block_end
     blocks = block_end - block_begin
     turn, apart = np.zeros_like(group), np.zeros(len(group), bool)
@@ -171,23 +183,27 @@ def _cut(
     base[:, items.SLAB] = np.where(split[item], first_slab[item] + piece, -1)
     base[:, items.ORDER], base[:, items.PREVIOUS] = item, uncut.previous[item]
     base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
-    part = run[item]
+    part, wave = run[item], WAVE
     if deterministic:
         order = np.lexsort((piece, item, turn[item] + 2 * (apart[item] & (piece == pieces[item] - 1))))
     elif segments.max_depth > 2:
         ends, then = _tree_order(block_end[item], piece_begin, piece_end)
         order = np.lexsort((item, then, ends))
-        part = ends * (segments.total + 1) - then
+        part, wave = ends * (segments.total + 1) - then, WAVE_OF_TREES
+    elif order_by == "reads":
+        order, part = np.argsort(piece, kind="stable"), np.zeros_like(item)
     else:
         longest = np.zeros(run.max(initial=-1) + 1, np.int64)
         np.maximum.at(longest, run[item], piece_end - piece_begin)
         order = np.lexsort((item, piece, run[item], -longest[run[item]]))
     starts = np.append(True, np.diff(part[order]) != 0)[: len(order)]  # of parts, and of the waves in them
-    if tile.heads_inside:
+    if tile.heads_inside and order_by != "reads":
         within = positions(np.diff(np.append(np.flatnonzero(starts), len(order))))
-        starts |= (within % WAVE == 0) & ~split[item[order]]
+        starts |= (within % wave == 0) & ~split[item[order]]
     work = _by_kv_head(base[order], np.flatnonzero(starts), kv_heads, num_slabs)
-    if longest_first:
+    if order_by == "reads":
+        work = work[_by_reads(group[item[order]], piece_begin[order], piece_end[order], kv_heads, clusters)]
+    if order_by == "longest first":
         work = work[np.argsort(work[:, items.BLOCK_BEGIN] - work[:, items.BLOCK_END], kind="stable")]
 
     sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
@@ -196,6 +212,29 @@ def _cut(
     sums[:, :, items.SUM_FIRST] = first_slab[split] + np.arange(kv_heads)[:, None] * num_slabs
     sums[:, :, items.SUM_COUNT] = pieces[split]
     return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_slabs * kv_heads)
+
+
+def _by_reads(group: IntArray, begin: IntArray, end: IntArray, kv_heads: int, clusters: int) -> IntArray:
+    """Places of items, KV head by KV head, so that those that read the same queries and add to the same sums of dQ do
+    so at the same time.
+
+    Those are the items of a group and KV head, and they walk from the last block on: the prompt's start together, any
+    other one when the prompt's have come to where it ends. Groups and KV heads follow as the ones before are done, the
+    longest group first, but none so late that its prompt would end behind all others.
+
+    Args:
+        group, begin, end: of the items of a KV head; they take query blocks [begin, end).
+    """
+    last, longest = np.zeros((2, group.max() + 1), np.int64)
+    np.maximum.at(last, group, end)
+    np.maximum.at(longest, group, end - begin)  # of pieces, where the prompt's items are split: these start together
+    load = np.bincount(group, end - begin + PIECE) / clusters  # of a KV head, in blocks
+    order = np.argsort(-longest, kind="stable")
+    first = np.empty_like(load)
+    first[order] = (np.cumsum(load[order]) - load[order]) * kv_heads
+    latest = np.maximum(load.sum() * kv_heads - longest, 0)
+    start = np.minimum(first + load * np.arange(kv_heads)[:, None], latest)  # [Hk, groups]
+    return np.argsort((start[:, group] + (last[group] - end) % np.maximum(longest, 1)[group]).ravel(), kind="stable")
 
 
 def _tree_cuts(segments: Segments, step: int, more: int) -> IntArray:
