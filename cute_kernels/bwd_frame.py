@@ -322,8 +322,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         mma_dQ: cute.TiledMma,
     ) -> None:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        # What is small lies in front: memcheck takes the first operand of a product for 2 KB a warp, wherever it ends,
-        # and reports what of that is past the end of shared memory (NVIDIA/compute-sanitizer-samples, issue 19).
+        # What is small lies in front: with it behind the tiles memcheck did not come to an end, as it takes the first
+        # operand of a product for 2 KB a warp, it seems, which reached past the end (docs/sanitizers.md).
         smem = SmemAllocator()
         sStat = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)
         sKeys = smem.allocate_tensor(BFloat16, cute.make_layout(KEYS_BYTES // 2), 16).iterator

@@ -28,8 +28,8 @@ WAVE, WAVE_OF_TREES = 22, 16  # neighbouring items of a KV head that start toget
 TAIL = 0.04  # of all steps of a tree: the last ones to start
 FEW = 16  # items a cluster: fewer may start longest first, whichever queries they read ...
 GAIN = 1.02  # ... if by their lengths they are done earlier by this factor: reading the same queries is worth as much
-MANY = 64  # items a cluster: so many are done at about the same time in any order
 FINER = 3  # of so few, pieces of a third of that length are tried too
+MANY = 64  # items a cluster: so many are done at about the same time, however they are sorted
 PIECE = 1  # query blocks that beginning and ending an item take, about
 SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
 
