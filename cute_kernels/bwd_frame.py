@@ -174,6 +174,15 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         probs = self.buffers * self.tile_m * self.tile_n
         return -(-small // 1024) * 1024 + 2 * (keys + rows + probs) + 4 * self.staged_floats
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        """What lies where in shared memory, from its first address on; worth 1 % (docs/tuning.md, "What lies where").
+
+        "small": statistics, keys' columns, mbarriers and what is kept. Not last: memcheck takes the first operand of a
+        product for 2 KB a warp, it seems, which then reached past the end (docs/sanitizers.md).
+        """
+        raise NotImplementedError
+
     def slab_floats(self) -> int:
         """Floats of an item's partial dK and dV: [cluster, 2, tile_n * head_dim]."""
         return self.cluster * 2 * self.tile_n * self.head_dim
@@ -322,24 +331,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         mma_dQ: cute.TiledMma,
     ) -> None:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        # What is small lies in front: with it behind the tiles memcheck did not come to an end, as it takes the first
-        # operand of a product for 2 KB a warp, it seems, which reached past the end (docs/sanitizers.md).
-        smem = SmemAllocator()
-        sStat = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)
-        sKeys = smem.allocate_tensor(BFloat16, cute.make_layout(KEYS_BYTES // 2), 16).iterator
-        bars = smem.allocate_array(cutlass.Int64, self.num_bars)
-        at = smem.allocate_array(Int32, 1)
-        kept = smem.allocate_array(Int32, KEPT)
-        sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (N, k_columns)
-        sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)  # (N, D)
-        sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (M, D, stages)
-        sdO = smem.allocate_tensor(self.dtype, sdO_layout.outer, 1024, sdO_layout.inner)  # (M, D, do_stages)
-        sdS = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)  # (M, N, buffers)
-        own = None
-        if const_expr(self.peer_columns):
-            own = smem.allocate_tensor(self.dtype, sKp_layout.outer, 1024, sKp_layout.inner)  # (N, peer_columns)
-        if const_expr(self.staged_floats):
-            own = smem.allocate_tensor(Float32, cute.make_layout(self.staged_floats), 128)
+        tiles = {"K": sK_layout, "V": sV_layout, "Q": sQ_layout, "dO": sdO_layout, "dS": sdS_layout, "own": sKp_layout}
+        s = self.allocate(tiles)
+        sK, sV, sQ, sdO, sdS, own = (s[name] for name in ("K", "V", "Q", "dO", "dS", "own"))
+        sStat, sKeys, bars, at, kept = s["small"]
         item = Item.load(work, self.cluster, self.rank(), self.tile_n)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
@@ -397,6 +392,26 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             )
         if const_expr(self.cluster > 1):
             self.sync_cluster()  # no CTA leaves while its peer may still write into it
+
+    def allocate(self, tiles: dict[str, cute.ComposedLayout | None]) -> dict[str, Any]:
+        """What lies in shared memory, in `order`.
+
+        tiles: those in 16 bits. K (N, k_columns), V (N, D), Q (M, D, stages), dO (M, D, do_stages), dS (M, N, buffers),
+            and as "own" the other CTA's K (N, peer_columns); where there is none, dQ is staged in its place.
+        """
+        smem, s = SmemAllocator(), dict[str, Any](own=None)
+        for name in self.order:
+            tile = tiles.get(name)
+            if name == "small":
+                sStat = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)
+                sKeys = smem.allocate_tensor(BFloat16, cute.make_layout(KEYS_BYTES // 2), 16).iterator
+                bars = smem.allocate_array(cutlass.Int64, self.num_bars)
+                s[name] = sStat, sKeys, bars, smem.allocate_array(Int32, 1), smem.allocate_array(Int32, KEPT)
+            elif tile is not None:
+                s[name] = smem.allocate_tensor(self.dtype, tile.outer, 1024, tile.inner)
+            elif self.staged_floats:
+                s[name] = smem.allocate_tensor(Float32, cute.make_layout(self.staged_floats), 128)
+        return s
 
     def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
         """What warps need of the item behind their loops, during which no register holds it."""

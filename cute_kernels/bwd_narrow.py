@@ -109,6 +109,12 @@ class NarrowBackward(BackwardFrame):
     def staged_floats(self) -> int:
         return self.tile_m * self.head_dim if self.want_dq else 0
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        if split_rows(self.head_dim) or not self.staged_floats:
+            return "small", "K", "V", "Q", "dO", "dS", "own"
+        return "K", "Q", "V", "dO", "dS", "small", "own"
+
     def own_barriers(self) -> list[tuple[str, int, int]]:
         """A block's dS written and the one before used; a warp group's dQ in shared memory; gone from there."""
         return [("MET", 1, 8), ("STAGED", 2, 4), ("FREE", 2, 1)] if self.want_dq else []

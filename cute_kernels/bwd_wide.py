@@ -89,6 +89,10 @@ class WideBackward(BackwardFrame):
         """P; dS of this CTA, which is read until the other CTA has released a block of dO; dS of the other CTA."""
         return 1 + (self.do_stages + 1) + 3
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        return "K", "V", "Q", "dO", "dS", "small", "own"
+
     def own_barriers(self) -> list[tuple[str, int, int]]:
         """P, dS; the order of dQ's sums; dS of the other CTA."""
         warps = 4 * self.warp_groups
