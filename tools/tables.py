@@ -179,8 +179,9 @@ def tuned(direction: str) -> str:
 
 def drawn() -> str:
     """Drawn workloads: how fast ours is against the peer, for each head dim, and what was not measured."""
-    run = _load("random-h200")
-    measured, rows = _measured(run["results"]), []
+    runs = [_load(f"random-{direction}-h200") for direction in ("forward", "backward")]
+    results = [result for run in runs for result in run["results"]]
+    measured, rows = _measured(results), []
     for head_dim in sorted({r["workload"]["head_dim"] for r in measured}):
         row = [str(head_dim)]
         for direction in ("fwd", "bwd"):
@@ -193,9 +194,9 @@ def drawn() -> str:
     head = ["head dim", "forward: slowest, median, fastest ratio", "backward"]
     slower = [f"{_drawn(r)} {_ratio(r):.2f}" for r in sorted(measured, key=_ratio) if _ratio(r) < 1]
     said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
-    missing = len(run["results"]) - len(measured)
-    said += f" Not measured: {missing} of {len(run['results'])}." if missing else ""
-    return markdown_table(head, rows) + f"\n\n{said}" + _recorded(run)
+    missing = len(results) - len(measured)
+    said += f" Not measured: {missing} of {len(results)}." if missing else ""
+    return markdown_table(head, rows) + f"\n\n{said}" + "".join(map(_recorded, runs))
 
 
 def _ratio(result: dict[str, Any]) -> float:
