@@ -111,7 +111,7 @@ class NarrowBackward(BackwardFrame):
 
     @property
     def order(self) -> tuple[str, ...]:
-        if split_rows(self.head_dim) or not self.staged_floats:
+        if split_rows(self.head_dim) or not self.staged_floats:  # the former 1 % faster so; the latter have no "own"
             return "small", "K", "V", "Q", "dO", "dS", "own"
         return "K", "Q", "V", "dO", "dS", "small", "own"
 

@@ -159,6 +159,8 @@ def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
     assert "| 96 | 1: 2.00, 2.00, 2.00 |  |" in text
     slower = "Slower than the peer: random-1-2 bwd (D=64 H=8 Hk=2 P=300 N=2 R=5..9) 0.96. Not measured: 1 of 6."
     assert slower in text
+    assert "\n\nForward. Recorded 2026-01-02 at" in text
+    assert "\n\nBackward. Recorded 2026-01-02 at" in text
 
 
 def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):

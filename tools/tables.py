@@ -88,10 +88,10 @@ def _speed(side: dict[str, Any]) -> str:
     return f"{side['sustained_ms']:.2f} ({side['sustained_tflops']:.0f})"
 
 
-def _recorded(run: dict[str, Any]) -> str:
-    """A line on when and how, for below a table, and on what there was no time for."""
+def _recorded(run: dict[str, Any], part: str = "") -> str:
+    """A line on when and how a table, or a `part` of it, was made, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
-    said = f"\n\nRecorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
+    said = f"\n\n{part}Recorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
     done, asked = len(run["results"]), run.get("asked", len(run["results"]))
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
 
@@ -179,8 +179,8 @@ def tuned(direction: str) -> str:
 
 def drawn() -> str:
     """Drawn workloads: how fast ours is against the peer, for each head dim, and what was not measured."""
-    runs = [_load(f"random-{direction}-h200") for direction in ("forward", "backward")]
-    results = [result for run in runs for result in run["results"]]
+    runs = {direction: _load(f"random-{direction}-h200") for direction in ("forward", "backward")}
+    results = [result for run in runs.values() for result in run["results"]]
     measured, rows = _measured(results), []
     for head_dim in sorted({r["workload"]["head_dim"] for r in measured}):
         row = [str(head_dim)]
@@ -196,7 +196,8 @@ def drawn() -> str:
     said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
     missing = len(results) - len(measured)
     said += f" Not measured: {missing} of {len(results)}." if missing else ""
-    return markdown_table(head, rows) + f"\n\n{said}" + "".join(map(_recorded, runs))
+    recorded = (_recorded(run, f"{direction.title()}. ") for direction, run in runs.items())
+    return markdown_table(head, rows) + f"\n\n{said}" + "".join(recorded)
 
 
 def _ratio(result: dict[str, Any]) -> float:
