@@ -17,7 +17,7 @@ class ForwardTile:
         tile_n: keys a block.
         warp_groups: MMA warp groups a CTA, 64 query rows each.
         stages: K blocks (and V blocks) in flight.
-        q_in_registers: the query operand of S = Q K^T comes from registers, which frees its shared memory.
+        q_in_registers: the query operand of S = Q K^T comes from registers, not from shared memory.
         cluster: CTAs that walk the same keys and share them by multicast.
     """
 
@@ -34,11 +34,13 @@ class ForwardTile:
 
 FORWARD_TILES = {
     64: ForwardTile(tile_n=128, warp_groups=3, stages=3, q_in_registers=False, cluster=1),
-    96: ForwardTile(tile_n=128),
-    128: ForwardTile(tile_n=128),
+    96: ForwardTile(tile_n=96, warp_groups=3, stages=3, q_in_registers=False),
+    128: ForwardTile(tile_n=64, warp_groups=3, stages=4, q_in_registers=False),
     192: ForwardTile(tile_n=96, q_in_registers=False),
     256: ForwardTile(tile_n=64, q_in_registers=False),
 }
+FEW_HEADS = 3  # packed heads up to which a tile has so many tokens that their keys differ
+FEW_HEADS_TILES = {128: ForwardTile(tile_n=128)}
 
 
 def kernel_head_dim(head_dim: int) -> int:
@@ -60,9 +62,11 @@ def packed_heads(heads_per_kv: int) -> int:
     return max(divisors, key=lambda n: (64 // n * n, n))
 
 
-def forward_tile(head_dim: int) -> ForwardTile:
-    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes): ratios 1, 4 and 8 want the same."""
-    return FORWARD_TILES[kernel_head_dim(head_dim)]
+def forward_tile(head_dim: int, packed_heads: int) -> ForwardTile:
+    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes) and a number of packed heads."""
+    native = kernel_head_dim(head_dim)
+    few = packed_heads <= FEW_HEADS and native in FEW_HEADS_TILES
+    return (FEW_HEADS_TILES if few else FORWARD_TILES)[native]
 
 
 # ---------------------------------------------------------------- backward

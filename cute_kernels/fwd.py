@@ -90,9 +90,6 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
                     gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
                     warpgroup.wait_group(0)
                     self.arrive(bars + self.EMPTY_K + stage)
-                    if const_expr(self.q_in_registers):
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
                     masking = tile.mask_arguments(Int32(0))
                     self.mask(acc_S, rows.token, g.bounds, *masking)
                     online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
@@ -100,12 +97,17 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
                     self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
 
                     masked = cutlass.select_(turn == 0, tile.masked, tile.blocks)
+                    if tile.blocks > 1:
+                        self.await_early(bars, self.after(at))
                     for i in cutlass.range(1, masked, 1, unroll=1):
                         masking = tile.mask_arguments(i)
-                        at = self.masked_block(x, rows, scale_log2, bars, at, g.bounds, masking)
+                        at = self.masked_block(x, rows, scale_log2, bars, at, i + 1 < tile.blocks, g.bounds, masking)
                         self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
-                    for _ in cutlass.range(masked, tile.blocks, 1, unroll=1):
-                        at = self.whole_block(x, rows, scale_log2, bars, at)
+                    for i in cutlass.range(masked, tile.blocks, 1, unroll=1):
+                        at = self.whole_block(x, rows, scale_log2, bars, at, i + 1 < tile.blocks)
+                    if const_expr(self.o_apart):
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
 
                     # last block: O += P V
                     stage, phase = self.ring(at)
@@ -143,19 +145,39 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
     def products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> None:
         """Both products in flight, S of the next block and O += P V of this one; wait for S."""
         (v_stage, v_phase), (k_stage, k_phase) = self.ring(at), self.ring(self.after(at))
-        cute.arch.mbarrier_wait(bars + self.FULL_K + k_stage, k_phase)
+        if not self.k_early:
+            cute.arch.mbarrier_wait(bars + self.FULL_K + k_stage, k_phase)
         gemm(self.mma_qk(), acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
         cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
         gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
         warpgroup.wait_group(1)
         self.arrive(bars + self.EMPTY_K + k_stage)
 
-    def finish_products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> Int32:
-        """Wait for O; the next block's probabilities take the place of this one's. Returns the next one's place."""
+    @cute.jit
+    def finish_products(
+        self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32, more: cutlass.Boolean
+    ) -> Int32:
+        """Wait for O; the next block's probabilities take the place of this one's. Returns the next one's place.
+
+        more: there is a block behind the next one.
+        """
+        if more:
+            self.await_early(bars, self.after(self.after(at)))
         warpgroup.wait_group(0)
         self.arrive(bars + self.EMPTY_V + self.ring(at)[0])
         round_to(acc_S, x.tOrP)
         return self.after(at)
+
+    @cute.jit
+    def await_early(self, bars: cute.Pointer, at: Int32) -> None:
+        """Wait for the K block at place `at` a step before it is used.
+
+        It is there by then. The wait is a branch, and ptxas moves no exponential of the step across it, past the wait
+        for O: the three warp groups then waste less between their products (two do with some behind that wait).
+        """
+        if const_expr(self.k_early):
+            stage, phase = self.ring(at)
+            cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
 
     @cute.jit
     def masked_block(
@@ -165,6 +187,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         scale_log2: Float32,
         bars: cute.Pointer,
         at: Int32,
+        more: cutlass.Boolean,
         bounds: cute.Tensor,
         masking: Any,  # the last arguments of mask()
     ) -> Int32:
@@ -173,20 +196,22 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         self.products(acc_S, x, bars, at)
         self.mask(acc_S, rows.token, bounds, *masking)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-        at = self.finish_products(acc_S, x, bars, at)
+        at = self.finish_products(acc_S, x, bars, at, more)
         rescale(x.acc_O, rows.scale)
         return at
 
     @cute.jit
-    def whole_block(self, x: Operands, rows: Rows, scale_log2: Float32, bars: cute.Pointer, at: Int32) -> Int32:
+    def whole_block(
+        self, x: Operands, rows: Rows, scale_log2: Float32, bars: cute.Pointer, at: Int32, more: cutlass.Boolean
+    ) -> Int32:
         """As masked_block, of a block without a mask: the references stand."""
         acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
         self.products(acc_S, x, bars, at)
         if const_expr(self.dtype is cutlass.BFloat16):
             fixed_softmax(acc_S, rows.max, rows.sum, scale_log2)
-            return self.finish_products(acc_S, x, bars, at)
+            return self.finish_products(acc_S, x, bars, at, more)
         half_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-        at = self.finish_products(acc_S, x, bars, at)
+        at = self.finish_products(acc_S, x, bars, at, more)
         rescale(x.acc_O, rows.scale)
         return at
 
@@ -258,7 +283,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         wg, lane = warp_id // 4, cute.arch.lane_idx()
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
-        if const_expr(self.q_in_registers):
+        if const_expr(self.o_apart):
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous tile's O has left shared memory
         cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # ... or all warps are done with Q
         token = self.first_token(tile, wg)
@@ -283,11 +308,12 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
                 if lane % 4 == 0:
                     g.lse[head, row] = row_lse[j]
                 if not whole:
+                    # From the thread's first pair on: places of all its pairs would be kept in registers throughout.
+                    pairs = cute.domain_offset((lane % 4,), g.pairs[row, head, None])
                     for e in row_elements(acc_O, j)[::2]:
-                        pair = lane % 4 + column(e) // 2
-                        if pair < g.pairs.shape[2]:
-                            g.pairs[row, head, pair] = values[e // 2]
-        if const_expr(not self.q_in_registers):
+                        if column(e) // 2 < g.pairs.shape[2] - lane % 4:
+                            pairs[column(e) // 2] = values[e // 2]
+        if const_expr(not self.o_apart):
             self.release_Q(s.bars + self.EMPTY_Q + wg, warp_id)
 
     @cute.jit

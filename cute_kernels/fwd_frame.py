@@ -128,6 +128,9 @@ class ForwardFrame(Clustered):
         self.FULL_Q, self.EMPTY_Q = 0, warp_groups
         first = 2 * warp_groups
         self.FULL_K, self.EMPTY_K, self.FULL_V, self.EMPTY_V, self.num_bars = [first + j * stages for j in range(5)]
+        self.k_early = warp_groups == 3  # see fwd.await_early
+        self.o_apart = True  # O has a place of its own if there is room, so that the next tile's Q comes earlier
+        self.o_apart = self.smem_bytes() <= SMEM_BYTES
         if self.smem_bytes() > SMEM_BYTES:
             raise ValueError(
                 f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups need "
@@ -136,7 +139,7 @@ class ForwardFrame(Clustered):
 
     def smem_bytes(self) -> int:
         """Q (and O, unless it takes Q's place), K and V stages, mbarriers and `again`, alignment."""
-        q_tiles = 2 if self.q_in_registers else 1
+        q_tiles = 2 if self.o_apart else 1
         rows = q_tiles * self.warp_groups * WG_ROWS + 2 * self.stages * self.tile_n
         return rows * self.head_dim * 2 + self.num_bars * 8 + (1 + AGAIN_WORDS) * 4 + 1024
 
@@ -267,8 +270,8 @@ class ForwardFrame(Clustered):
         sQ = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
         sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
         sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        sO = sQ  # O takes Q's place unless Q leaves it early
-        if const_expr(self.q_in_registers):
+        sO = sQ
+        if const_expr(self.o_apart):
             sO = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
         bars = allocator.allocate_array(cutlass.Int64, self.num_bars)
         again = allocator.allocate_tensor(Int32, cute.make_layout(1 + AGAIN_WORDS), 8)
@@ -339,7 +342,7 @@ class ForwardFrame(Clustered):
     @cute.jit
     def init_barriers(self, bars: cute.Pointer) -> None:
         readers = 4 * self.warp_groups * self.cluster  # warps that release a K or V stage
-        q_readers = 4 if self.q_in_registers else 1  # its warps, or the one that stores O from there
+        q_readers = 4 if self.o_apart else 1  # its warps, or the one that stores O from there
         kinds = (
             (self.FULL_Q, self.warp_groups, 1),
             (self.EMPTY_Q, self.warp_groups, q_readers),
