@@ -39,7 +39,8 @@ FORWARD_TILES = {
     192: ForwardTile(tile_n=96, q_in_registers=False),
     256: ForwardTile(tile_n=64, q_in_registers=False),
 }
-FEW_HEADS = 3  # packed heads up to which a tile has so many tokens that their keys differ
+# Of up to so many packed heads: a tile has more tokens then, and more pairs that no row sees.
+FEW_HEADS = 3
 FEW_HEADS_TILES = {128: ForwardTile(tile_n=128)}
 
 

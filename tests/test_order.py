@@ -27,7 +27,8 @@ def places(order):
 
 def planned(workload: Workload):
     """(blocks of each tile and what a tile costs besides, as docs/tuning.md has it; the order; clusters)"""
-    tile, packed = forward_tile(workload.head_dim), packed_heads(workload.heads // workload.kv_heads)
+    packed = packed_heads(workload.heads // workload.kv_heads)
+    tile = forward_tile(workload.head_dim, packed)
     layout = workload.layout()
     seg = segments_of(layout.offsets, layout.parent)
     work = forward_work(seg, tile.tokens(packed), tile.tile_n).astype(int)
@@ -89,10 +90,10 @@ def test_few_rounds_take_the_longest_tiles_of_all_heads_first_and_go_to_and_fro(
         (group(6600, (1312, 670, 1058), 32, 8, 64), 0.97),
         (group(4096, (512,) * 8, 32, 8, 128), 0.98),
         (group(2048, (256,) * 4, 32, 32, 128), 0.96),
-        (group(1000, (300,) * 4, 32, 8, 128), 0.92),  # 4 rounds
+        (group(1000, (300,) * 4, 32, 8, 128), 0.91),  # 3 rounds
         (group(2300, (), 32, 32, 256), 0.89),
         (group(8192, (512,) * 8, 28, 4, 128), 0.98),  # 21 rounds
-        (group(16384, (1024,) * 15, 4, 1, 128), 0.97),  # of one head group
+        (group(16384, (1024,) * 15, 4, 1, 128), 0.96),  # of one head group
     ],
 )
 def test_few_rounds_end_together(workload, least):

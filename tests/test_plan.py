@@ -180,7 +180,7 @@ def test_every_head_dim_and_ratio_has_a_tile():
         heads = packed_heads(ratio)
         assert ratio % heads == 0
         assert heads == ratio or ratio > MAX_PACKED_HEADS
-        assert forward_tile(128).tokens(heads) >= 1
+        assert all(forward_tile(head_dim, heads).tokens(heads) >= 1 for head_dim in FORWARD_TILES)
     for wrong in (0, 4, 100, 264):
         with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
             kernel_head_dim(wrong)
@@ -211,7 +211,7 @@ def test_a_plan_is_quick(head_dim, heads):
     slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it
     takes 2.5 to 3.4 times as long where there are many items)."""
     rng = np.random.default_rng(0)
-    responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
+    responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim, heads)
 
     def milliseconds():
         seg = segments([1024] * 64, responses)  # nothing of it is derived yet

@@ -140,7 +140,7 @@ def test_empty_layouts():
 def test_a_plan_is_quick():
     """Ten thousand segments of up to 64 levels in 100 ms; the best of a few, as other work shares the machine."""
     seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
-    tile = forward_tile(128)
+    tile = forward_tile(128, 4)
     path_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
 
     def milliseconds():

@@ -9,18 +9,19 @@ import typer
 from typer.testing import CliRunner
 
 from codegen import KernelError
-from codegen.spec import backward_specs
-from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS
+from codegen.spec import backward_specs, forward_spec
+from codegen.tiles import BACKWARD_TILES, FEW_HEADS_TILES, FORWARD_TILES, HEAD_DIMS
 from tools import tables as tables_of_documents
 from tools import tune
 
 
 @pytest.fixture
 def tables():
-    before = dict(FORWARD_TILES), dict(BACKWARD_TILES)
+    every = FORWARD_TILES, FEW_HEADS_TILES, BACKWARD_TILES
+    before = [dict(table) for table in every]
     yield
-    FORWARD_TILES.update(before[0])
-    BACKWARD_TILES.update(before[1])
+    for table, entries in zip(every, before, strict=True):
+        table.update(entries)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -37,6 +38,14 @@ def test_a_candidate_is_what_kernels_are_chosen_by_until_the_next(tables):
     assert backward_specs("bf16", 80).main.tile == other.tile
     standing.use()
     assert backward_specs("bf16", 80).main.tile == standing.tile != other.tile
+
+
+def test_a_candidate_runs_at_every_ratio_and_the_table_has_another_tile_for_few_heads(tables):
+    standing, other = tune.candidates("fwd", 128, ["cluster=1"])
+    few, many = (forward_spec("bf16", 128, ratio).tile for ratio in (1, 4))
+    assert few != many == standing.tile
+    assert {spec.tile for spec in other.specs([1, 4])} == {other.tile}
+    assert [spec.tile for spec in standing.specs([1, 4])] == [few, many]
 
 
 def test_what_does_not_compile_or_spills_is_left_out(tables, tmp_path, monkeypatch):

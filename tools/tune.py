@@ -22,21 +22,22 @@ import typer
 
 from codegen import KernelError, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
+from codegen.tiles import FEW_HEADS_TILES
 from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import Workload, parse
 from tools import filed
-from tools.ncu.job import TABLES, changed, read_tile
+from tools.ncu.job import TABLES, changed, read_tile, use
 from tools.tables import MAIN
 
 STANDS = "as it stands"
 CANDIDATES: dict[str, dict[int, list[str]]] = {
     "fwd": {
         64: ["tile_n=192,warp_groups=2,cluster=2,q_in_registers=1", "stages=4"],
-        96: ["tile_n=160", "stages=3"],
-        128: ["tile_n=144", "tile_n=176,q_in_registers=0", "cluster=1"],
+        96: ["tile_n=128,warp_groups=2,stages=2,q_in_registers=1", "tile_n=80,stages=4", "tile_n=64,stages=4"],
+        128: ["tile_n=128,warp_groups=2,stages=2,q_in_registers=1", "tile_n=80,stages=2", "cluster=1"],
         192: ["tile_n=112", "tile_n=80"],
         256: ["tile_n=80"],
     },
@@ -61,11 +62,14 @@ class Candidate:
         """
         self.table, self.direction, self.head_dim, self.name = TABLES[direction], direction, head_dim, changes or STANDS
         self.tile = changed(self.table[head_dim], read_tile(changes.split(",")) if changes else {})
+        self.few = FEW_HEADS_TILES.get(head_dim) if direction == "fwd" and not changes else None
 
     def use(self) -> None:
         """Make it the table's entry; what was chosen by the one before is forgotten."""
         if self.table[self.head_dim] is not self.tile:
-            self.table[self.head_dim] = self.tile
+            use(self.direction, self.head_dim, self.tile)
+            if self.few:
+                FEW_HEADS_TILES[self.head_dim] = self.few
             hopper._kernel.cache_clear()
             hopper._backward_kernels.cache_clear()
 

@@ -1,7 +1,7 @@
 """The kernels' machine code against its record: registers, spills, shared memory, wgmma, TMA and register budgets.
 
-A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other boxes
-and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left
+A head dim decides the tile and so the code, at head dim 128 also whether few heads are packed; the dtype only names
+other operand types, the packed heads only other boxes and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows left
 over, 16: the most), every number of packed heads at one head dim, both dtypes, and the forward of trees where its tile
 is of another kind. That the others are as recorded follows from the sources, which are those that all of them were
 compiled from. `make check-kernels` compiles and compares all. After a change that is meant, `make manifest` records it.
