@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
+from codegen.tiles import FEW_HEADS_TILES, FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
 from cute_kernels import items
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin
 from tests.pace import against_writing
 
-TILES = sorted(set(FORWARD_TILES.values()), key=repr)
+TILES = sorted({*FORWARD_TILES.values(), *FEW_HEADS_TILES.values()}, key=repr)
 
 
 def segments(prompts, responses):

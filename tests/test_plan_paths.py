@@ -7,14 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
+from codegen.tiles import FEW_HEADS_TILES, FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
 from cute_kernels import path_items as items
 from dualkv import Layout
 from dualkv.layout import segments_of
 from dualkv.plan_paths import NEAR_ROWS, path_work
 from tests.strategies import binary_tree, random_tree, trees
 
-TILES = sorted(set(FORWARD_TILES.values()), key=repr)
+TILES = sorted({*FORWARD_TILES.values(), *FEW_HEADS_TILES.values()}, key=repr)
 
 
 def of(layout):
