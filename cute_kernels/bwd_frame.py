@@ -175,7 +175,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         return -(-small // 1024) * 1024 + 2 * (keys + rows + probs) + 4 * self.staged_floats
 
     @property
-    def order(self) -> tuple[str, ...]:
+    def smem_order(self) -> tuple[str, ...]:
         """What lies where in shared memory, from its first address on; worth 1 % (docs/tuning.md, "What lies where").
 
         "small": statistics, keys' columns, mbarriers and what is kept. Not last: memcheck takes the first operand of a
@@ -394,13 +394,13 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             self.sync_cluster()  # no CTA leaves while its peer may still write into it
 
     def allocate(self, tiles: dict[str, cute.ComposedLayout | None]) -> dict[str, Any]:
-        """What lies in shared memory, in `order`.
+        """What lies in shared memory, in `smem_order`.
 
         tiles: those in 16 bits. K (N, k_columns), V (N, D), Q (M, D, stages), dO (M, D, do_stages), dS (M, N, buffers),
             and as "own" the other CTA's K (N, peer_columns); where there is none, dQ is staged in its place.
         """
         smem, s = SmemAllocator(), dict[str, Any](own=None)
-        for name in self.order:
+        for name in self.smem_order:
             tile = tiles.get(name)
             if name == "small":
                 sStat = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)

@@ -110,7 +110,7 @@ class NarrowBackward(BackwardFrame):
         return self.tile_m * self.head_dim if self.want_dq else 0
 
     @property
-    def order(self) -> tuple[str, ...]:
+    def smem_order(self) -> tuple[str, ...]:
         if split_rows(self.head_dim) or not self.staged_floats:  # the former 1 % faster so; the latter have no "own"
             return "small", "K", "V", "Q", "dO", "dS", "own"
         return "K", "Q", "V", "dO", "dS", "small", "own"

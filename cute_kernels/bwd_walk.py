@@ -5,7 +5,7 @@ Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/test_p
 
 from typing import Any, NamedTuple
 
-from cute_kernels.order import select
+from cute_kernels.integers import larger, select, smaller
 
 
 def part_rows(tile_m: int) -> int:
@@ -19,7 +19,7 @@ def first_block(begin: Any, end: Any, key: Any, key_end: Any, tile_m: int) -> An
     A CTA without keys has the last one left.
     """
     last = end - 1
-    return select(key < key_end, _larger(begin, _smaller(last, key // tile_m)), last)
+    return select(key < key_end, larger(begin, smaller(last, key // tile_m)), last)
 
 
 class Walk(NamedTuple):
@@ -43,16 +43,8 @@ class Walk(NamedTuple):
         Where first >= last there are none.
         """
         part = part_rows(tile_m)
-        begin = _larger(begin, _smaller(end, first // tile_m))
-        end = _larger(begin, _smaller(end, (last + tile_m - 1) // tile_m))
+        begin = larger(begin, smaller(end, first // tile_m))
+        end = larger(begin, smaller(end, (last + tile_m - 1) // tile_m))
         whole_end = select((begin < end) & (last <= (end - 1) * tile_m + part), end - 1, end)
         whole_begin = select((begin < whole_end) & (first >= (begin + 1) * tile_m - part), begin + 1, begin)
         return cls(begin, whole_begin, whole_end, end)
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return select(a < b, a, b)
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return select(a > b, a, b)

@@ -90,7 +90,7 @@ class WideBackward(BackwardFrame):
         return 1 + (self.do_stages + 1) + 3
 
     @property
-    def order(self) -> tuple[str, ...]:
+    def smem_order(self) -> tuple[str, ...]:
         return "K", "V", "Q", "dO", "dS", "small", "own"
 
     def own_barriers(self) -> list[tuple[str, int, int]]:

@@ -1,6 +1,7 @@
 """Attention forward on Hopper over packed groups: one launch for a whole micro-batch. Here is what warp groups compute.
 
-Softmax does not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
+A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and lets the others pass. Softmax
+does not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
 The unmasked loop takes no maximum: the reference of a row stands where the masked blocks left it, as 16-bit and fp32
 probabilities exp2(s - reference) beyond 1 are as exact as others. In fp16 a warp moves it where they come near 2^16.
@@ -21,8 +22,8 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
 from cute_kernels.fwd_contain import ForwardContainment
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
+from cute_kernels.fwd_walk import Walk
 from cute_kernels.mask import mask
-from cute_kernels.order import Order
 from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, half_softmax, normalize, online_softmax, rescale
 from cute_kernels.work import Tile, first_and_step
 
@@ -54,85 +55,78 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
     mask = staticmethod(mask)
 
     @cute.jit
-    def mma(
-        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, order: Order, groups_per_kv: Int32, warp_id: Int32
-    ) -> None:
+    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, groups_per_kv: Int32, warp_id: Int32) -> None:
         bars = s.bars
         wg, lane = warp_id // 4, cute.arch.lane_idx()
         scale_log2 = scale * math.log2(math.e)
-        mma_qk = self.mma_qk()
-        x = self.operands(s, wg)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
         tile_row = warp_id % 4 * 16 + lane // 4  # of this warp group's 64: the thread has tile_row and tile_row + 8
-        copy_Q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
-        thr_Q = copy_Q.get_slice(cute.arch.thread_idx()[0] % 128)
-        at, q_phase = Int32(0), Int32(0)  # at: place of the block whose probabilities are in x.tOrP
+        copy_Q = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        thr_Q = cute.make_tiled_copy_A(copy_Q, self.mma_qk()).get_slice(cute.arch.thread_idx()[0] % 128)
+        at = Int32(0)  # place of the block whose probabilities are in x.tOrP
         first, step = first_and_step(self.cluster)
-        stop = order.items
+        count, stop = Int32(self.first_count), self.share(g)
         for turn in cutlass.range(2, unroll=1):
-            for item in cutlass.range(first, stop, step, unroll=1):
-                if turn == 0 or self.noted(s.again, item):
-                    index, head_group = self.place(order, item)
-                    tile = self.tile(g, index)
-                    for r in cutlass.range_constexpr(2):  # rows past the tile's end count as its last
-                        rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), tile.row_end - 1)
+            for n in cutlass.range(0, stop, 1, unroll=1):
+                if self.wanted(s.again, n, turn):
+                    place, phase = self.q_place(count, wg)
+                    x = self.operands(s, place)
                     for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
                         state.fill(initial)
-
-                    # first block: S = Q K^T, softmax
-                    cute.arch.mbarrier_wait(bars + self.FULL_Q + wg, q_phase)
-                    q_phase ^= 1
+                    if const_expr(self.q_stages == 1):
+                        self.release_Q(bars, self.q_place(count - 1, wg)[0], warp_id)
+                    cute.arch.mbarrier_wait(bars + self.FULL_Q + place, phase)
+                    tile = self.tile(g, s.item[None, place])
+                    head_group, *walk = [s.item[j, place] for j in range(self.num_fields, self.item_words)]
+                    walk = Walk(*walk) if self.walks else Walk(Int32(0), tile.blocks, tile.blocks, tile.masked)
+                    for r in cutlass.range_constexpr(2):  # rows past the warp group's last one count as that
+                        rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), self.last_token(tile, wg))
                     if const_expr(self.q_in_registers):
-                        cute.copy(copy_Q, thr_Q.partition_S(s.Q[None, None, wg]), thr_Q.retile(x.tSrQ))
-                    stage, phase = self.ring(at)
-                    acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((WG_ROWS, self.tile_n)), Float32)
-                    cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
-                    gemm(mma_qk, acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
-                    warpgroup.wait_group(0)
-                    self.arrive(bars + self.EMPTY_K + stage)
-                    masking = tile.mask_arguments(Int32(0))
-                    self.mask(acc_S, rows.token, g.bounds, *masking)
-                    online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-                    round_to(acc_S, x.tOrP)
-                    self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
+                        cute.copy(thr_Q, thr_Q.partition_S(s.Q[None, None, place]), thr_Q.retile(x.tSrQ))
+                    if const_expr(self.q_stages > 1):
+                        self.release_Q(bars, self.q_place(count - 1, wg)[0], warp_id)
 
-                    masked = cutlass.select_(turn == 0, tile.masked, tile.blocks)
-                    if tile.blocks > 1:
-                        self.await_early(bars, self.after(at))
-                    for i in cutlass.range(1, masked, 1, unroll=1):
-                        masking = tile.mask_arguments(i)
-                        at = self.masked_block(x, rows, scale_log2, bars, at, i + 1 < tile.blocks, g.bounds, masking)
-                        self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
-                    for i in cutlass.range(masked, tile.blocks, 1, unroll=1):
-                        at = self.whole_block(x, rows, scale_log2, bars, at, i + 1 < tile.blocks)
-                    if const_expr(self.o_apart):
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + wg)  # the next tile's Q may come
+                    masked = cutlass.select_(turn == 0, walk.masked, tile.blocks)
+                    if const_expr(self.walks):
+                        done, begin, end = Int32(0), walk.begin, walk.end
+                        for _ in cutlass.range(2, unroll=1):
+                            for _ in cutlass.range(done, begin, 1, unroll=1):
+                                at = self.pass_over(bars, at)
+                            if begin < end:
+                                at = self.stretch(x, rows, scale_log2, g, s, tile, wg, at, begin, end, masked, done > 0)
+                            done, begin, end = end, walk.rest, tile.blocks
+                    else:
+                        of_all = Int32(0), tile.blocks, masked, cutlass.Boolean(False)
+                        at = self.stretch(x, rows, scale_log2, g, s, tile, wg, at, *of_all)
 
-                    # last block: O += P V
-                    stage, phase = self.ring(at)
-                    cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
-                    gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
-                    warpgroup.wait_group(0)
-                    self.arrive(bars + self.EMPTY_V + stage)
-                    at = self.after(at)
                     normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
                     if not self.fits(x.acc_O, rows.sum, tile, wg, tile_row):
-                        self.note(s.again, item)
+                        self.note(s.again, n)
                     if turn == 1 and tile.straddles:
-                        place = index, wg, tile_row, head_group, head_group // groups_per_kv
-                        self.contain(x.acc_O, rows.scale, rows.token, g, *place, scale)
-                    self.store(x.acc_O, rows.scale, atoms.O, g, s, head_group, tile, tile_row, warp_id)
+                        fields, kv_head = g.work[g.schedule[first + n * step, 0], None], head_group // groups_per_kv
+                        of_tile = fields, wg, tile_row, head_group, kv_head
+                        self.contain(x.acc_O, rows.scale, rows.token, g, *of_tile, scale)
+                    sO = s.Q[None, None, place]
+                    self.store(x.acc_O, rows.scale, atoms.O, g, sO, head_group, tile, tile_row, warp_id)
+                    count += 1
             cute.arch.cp_async_bulk_wait_group(0)  # O is out: the next turn may store it again, and the CTA may end
             stop = self.end_turn(s)
 
-    def operands(self, s: Shared, wg: Int32) -> Operands:
+    def pass_over(self, bars: cute.Pointer, at: Int32) -> Int32:
+        """Leave out the block at place `at`, which no row of the warp group sees; returns the next one's place."""
+        stage, phase = self.ring(at)
+        for full, empty in ((self.FULL_K, self.EMPTY_K), (self.FULL_V, self.EMPTY_V)):
+            cute.arch.mbarrier_wait(bars + full + stage, phase)
+            self.arrive(bars + empty + stage)
+        return self.after(at)
+
+    def operands(self, s: Shared, place: Int32) -> Operands:
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         if self.q_in_registers:
             tSrQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((WG_ROWS, self.head_dim)), self.dtype)
         else:
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, wg]
+            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, place]
         sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (D, N, stages)
         return Operands(
             tSrQ,
@@ -178,6 +172,74 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         if const_expr(self.k_early):
             stage, phase = self.ring(at)
             cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
+
+    @cute.jit
+    def stretch(
+        self,
+        x: Operands,
+        rows: Rows,
+        scale_log2: Float32,
+        g: Global,
+        s: Shared,
+        tile: Any,
+        wg: Int32,
+        at: Int32,
+        begin: Int32,
+        end: Int32,
+        masked: Int32,
+        others: cutlass.Boolean,
+    ) -> Int32:
+        """The blocks [begin, end) of a tile, the first one at place `at`; returns the place after the last one.
+
+        masked: from this block on, but for the first one, they need no mask.
+        others: O has other blocks in it.
+        """
+        bars, masking = s.bars, tile.mask_arguments(begin)
+        self.first_block(x, rows, scale_log2, bars, at, others, g.bounds, masking)
+        self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
+        if begin + 1 < end:
+            self.await_early(bars, self.after(at))
+        for i in cutlass.range(begin + 1, cutlass.min(masked, end), 1, unroll=1):
+            masking = tile.mask_arguments(i)
+            at = self.masked_block(x, rows, scale_log2, bars, at, i + 1 < end, g.bounds, masking)
+            self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
+        for i in cutlass.range(cutlass.max(masked, begin + 1), end, 1, unroll=1):
+            at = self.whole_block(x, rows, scale_log2, bars, at, i + 1 < end)
+        return self.last_block(x, bars, at)
+
+    @cute.jit
+    def first_block(
+        self,
+        x: Operands,
+        rows: Rows,
+        scale_log2: Float32,
+        bars: cute.Pointer,
+        at: Int32,
+        others: cutlass.Boolean,
+        bounds: cute.Tensor,
+        masking: Any,  # the last arguments of mask()
+    ) -> None:
+        """A stretch's first block, at place `at`: its probabilities. With `others`, O may have to be rescaled."""
+        acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
+        stage, phase = self.ring(at)
+        cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
+        gemm(self.mma_qk(), acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
+        warpgroup.wait_group(0)
+        self.arrive(bars + self.EMPTY_K + stage)
+        self.mask(acc_S, rows.token, bounds, *masking)
+        online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
+        round_to(acc_S, x.tOrP)
+        if others:
+            rescale(x.acc_O, rows.scale)
+
+    def last_block(self, x: Operands, bars: cute.Pointer, at: Int32) -> Int32:
+        """O += P V of a stretch's last block; returns the place after it."""
+        stage, phase = self.ring(at)
+        cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
+        gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        self.arrive(bars + self.EMPTY_V + stage)
+        return self.after(at)
 
     @cute.jit
     def masked_block(
@@ -273,7 +335,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         row_lse: cute.Tensor,  # (2)
         tma_O: cute.CopyAtom,
         g: Global,
-        s: Shared,
+        sO: cute.Tensor,  # (64, D), in the place of Q
         head_group: Int32,
         tile: Tile,
         tile_row: Int32,
@@ -283,9 +345,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         wg, lane = warp_id // 4, cute.arch.lane_idx()
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
-        if const_expr(self.o_apart):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous tile's O has left shared memory
-        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # ... or all warps are done with Q
+        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # all warps are done with Q
         token = self.first_token(tile, wg)
         whole = token + self.tokens_wg <= tile.row_end
         if whole:
@@ -293,11 +353,11 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.mma_pv()
             )
             thr_O = copy_O.get_slice(cute.arch.thread_idx()[0] % 128)
-            cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(s.O[None, None, wg]))
+            cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(sO))
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
             if warp_id % 4 == 0:
-                tOs, tOg = self.partition(tma_O, s.O[None, None, wg], self.box(g.O, head_group, token))
+                tOs, tOg = self.partition(tma_O, sO, self.box(g.O, head_group, token))
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()
         values = cute.recast_tensor(tOrO, Int32)
@@ -313,13 +373,11 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
                     for e in row_elements(acc_O, j)[::2]:
                         if column(e) // 2 < g.pairs.shape[2] - lane % 4:
                             pairs[column(e) // 2] = values[e // 2]
-        if const_expr(not self.o_apart):
-            self.release_Q(s.bars + self.EMPTY_Q + wg, warp_id)
 
     @cute.jit
-    def release_Q(self, bar: cute.Pointer, warp_id: Int32) -> None:
-        """The warp that stored O from Q's place lets the next tile's Q come."""
+    def release_Q(self, bars: cute.Pointer, place: Int32, warp_id: Int32) -> None:
+        """The warp that stored the last tile's O lets Q come to where it was."""
         if warp_id % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bar)
+                cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + place)

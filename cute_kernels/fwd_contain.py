@@ -32,7 +32,7 @@ class ForwardContainment:
         lse: cute.Tensor,  # (2)
         token: cute.Tensor,  # (2) packed row of each of the thread's query rows
         g: Any,  # Global
-        index: Int32,  # of the tile
+        fields: cute.Tensor,  # of the tile
         wg: Int32,
         tile_row: Int32,
         head_group: Int32,
@@ -40,7 +40,7 @@ class ForwardContainment:
         scale: Float32,
     ) -> None:
         """Rows of O that are not finite though their log-sum-exp is, a warp at a time: sums over the keys they see."""
-        tile, broken = self.tile(g, index), cute.make_rmem_tensor(2, Int32)
+        tile, broken = self.tile(g, fields), cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
             total = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)])  # of this thread's columns
             total = cute.arch.warp_reduction_sum(total, threads_in_group=4) * 0.0  # NaN if any part is not finite
@@ -50,7 +50,7 @@ class ForwardContainment:
                 for e in row_elements(acc_O, r):
                     acc_O[e] = cutlass.select_(broken[r] != 0, Float32(0.0), acc_O[e])
             for r in cutlass.range_constexpr(2):  # one after the other: there are not the registers for both
-                tile = self.tile(g, index)
+                tile = self.tile(g, fields)
                 head = head_group * self.packed_heads + (tile_row + 8 * r) % self.packed_heads
                 for i in cutlass.range(0, tile.blocks, 1, unroll=1):
                     first, masking = tile.key_row(i), tile.mask_arguments(i)

@@ -16,9 +16,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from cute_kernels import items
+from cute_kernels import fwd_walk, items
 from cute_kernels.cluster import SMEM_BYTES, Clustered
-from cute_kernels.order import Order
+from cute_kernels.fwd_walk import Walk
 from cute_kernels.work import Tile, first_and_step
 
 WG_ROWS = 64  # query rows of a warp group
@@ -47,6 +47,7 @@ class Global(NamedTuple):
     pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
+    schedule: cute.Tensor  # (items, 2)
     bounds: cute.Tensor  # what the mask reads: (T) segment_begin of rows, or in a tree (T + N) visible_end of keys
     regions: cute.Tensor | None = None  # (m, 2), of trees
 
@@ -54,11 +55,11 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Tensors and barriers in shared memory."""
 
-    Q: cute.Tensor  # (64, D, warp groups)
+    Q: cute.Tensor  # (64, D, q_places), and O
     K: cute.Tensor  # (N, D, stages)
     V: cute.Tensor  # (N, D, stages)
-    O: cute.Tensor  # (64, D, warp groups)
     bars: cute.Pointer
+    item: cute.Tensor  # (words, q_places) whose Q is there: the tile's fields, its head group, the warp group's Walk
     again: cute.Tensor  # (1 + AGAIN_WORDS) one past the last item to be done again; a bit for each of the cluster's
 
 
@@ -74,7 +75,9 @@ class ForwardFrame(Clustered):
         k, v: [T, Hk, D], dtype of q.
         out: [T, H, D], dtype of q. Every element is written.
         lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
-        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile, longest first (fields: items.py).
+        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile (fields: items.py).
+        schedule: [n * H / packed_heads, 2] int32, `dualkv.schedule` for as many clusters as are launched: every tile of
+            every head group once, as (tile, head group). Of c clusters, each takes every c-th.
         segment_begin: [T] int32, the packed row where each row's segment begins.
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.
@@ -94,7 +97,12 @@ class ForwardFrame(Clustered):
         ValueError: a configuration that does not fit, in one sentence.
     """
 
-    sorted_rows = items.SORTED_ROWS
+    num_fields = items.NUM_FIELDS
+    walks = True  # a warp group walks the blocks that its rows see, not all of the tile's
+
+    @property
+    def item_words(self) -> int:
+        return self.num_fields + 1 + (len(Walk._fields) if self.walks else 0)
 
     def __init__(
         self,
@@ -124,24 +132,28 @@ class ForwardFrame(Clustered):
         self.tokens_wg = WG_ROWS // packed_heads
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest computes and is dropped
         self.regs_load, self.regs_mma = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[warp_groups]
-        # mbarriers: for Q one a warp group, for K and V one a stage
-        self.FULL_Q, self.EMPTY_Q = 0, warp_groups
-        first = 2 * warp_groups
-        self.FULL_K, self.EMPTY_K, self.FULL_V, self.EMPTY_V, self.num_bars = [first + j * stages for j in range(5)]
-        self.k_early = warp_groups == 3  # see fwd.await_early
-        self.o_apart = True  # O has a place of its own if there is room, so that the next tile's Q comes earlier
-        self.o_apart = self.smem_bytes() <= SMEM_BYTES
-        if self.smem_bytes() > SMEM_BYTES:
+        # O takes its Q's place. If there is room, the next tile's Q has another one, and comes as early as its keys.
+        self.q_stages = 2 if self.smem_bytes(q_stages=2) <= SMEM_BYTES else 1
+        if self.smem_bytes(self.q_stages) > SMEM_BYTES:
             raise ValueError(
                 f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups need "
-                f"{self.smem_bytes()} bytes of shared memory, a CTA has {SMEM_BYTES}"
+                f"{self.smem_bytes(self.q_stages)} bytes of shared memory, a CTA has {SMEM_BYTES}"
             )
+        # mbarriers: for Q one a place, for K and V one a stage
+        self.q_places = self.q_stages * warp_groups
+        self.FULL_Q, self.EMPTY_Q = 0, self.q_places
+        first = 2 * self.q_places
+        self.FULL_K, self.EMPTY_K, self.FULL_V, self.EMPTY_V, self.num_bars = [first + j * stages for j in range(5)]
+        self.first_count = 2 * self.q_stages  # so that those of tiles before are not negative
+        self.k_early = warp_groups == 3  # see fwd.await_early
 
-    def smem_bytes(self) -> int:
-        """Q (and O, unless it takes Q's place), K and V stages, mbarriers and `again`, alignment."""
-        q_tiles = 2 if self.o_apart else 1
-        rows = q_tiles * self.warp_groups * WG_ROWS + 2 * self.stages * self.tile_n
-        return rows * self.head_dim * 2 + self.num_bars * 8 + (1 + AGAIN_WORDS) * 4 + 1024
+    def smem_bytes(self, q_stages: int) -> int:
+        """Q and O, K and V stages, mbarriers, `item` and `again`, alignment."""
+        q_places = q_stages * self.warp_groups
+        rows = q_places * WG_ROWS + 2 * self.stages * self.tile_n
+        bars = 2 * q_places + 4 * self.stages
+        words = q_places * self.item_words + 1 + AGAIN_WORDS
+        return rows * self.head_dim * 2 + bars * 8 + words * 4 + 1024
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -153,10 +165,11 @@ class ForwardFrame(Clustered):
 
         lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=16)
+        schedule = make_fake_tensor(Int32, (cute.sym_int32(), 2), (2, 1), assumed_align=8)
         segment_begin = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
         q, k, v, out = packed(heads), packed(kv_heads), packed(kv_heads), packed(heads)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, out, lse, work, segment_begin, Float32(0.0), Int32(0), stream
+        return q, k, v, out, lse, work, schedule, segment_begin, Float32(0.0), Int32(0), stream
 
     # ---------------------------------------------------------------- host side
     @cute.jit
@@ -168,12 +181,13 @@ class ForwardFrame(Clustered):
         out: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, 8)
+        schedule: cute.Tensor,  # (n * head groups, 2)
         segment_begin: cute.Tensor,  # (T)
         softmax_scale: Float32,
         num_sms: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.launch(q, k, v, out, lse, work, (segment_begin,), softmax_scale, num_sms, stream)
+        self.launch(q, k, v, out, lse, work, schedule, (segment_begin,), softmax_scale, num_sms, stream)
 
     def launch(
         self,
@@ -183,6 +197,7 @@ class ForwardFrame(Clustered):
         out: cute.Tensor,
         lse: cute.Tensor,
         work: cute.Tensor,
+        schedule: cute.Tensor,
         tables: tuple[cute.Tensor, ...],  # the rest of Global
         softmax_scale: Float32,
         num_sms: Int32,
@@ -201,14 +216,12 @@ class ForwardFrame(Clustered):
             (q.shape[0], q.shape[1], q.shape[2] // 2), stride=(out.stride[0] // 2, out.stride[1] // 2, 1)
         )
         pairs = cute.make_tensor(cute.recast_ptr(out.iterator, dtype=Int32), pairs_layout)
-        head_groups = q.shape[1] // self.packed_heads
-        num_clusters = cutlass.min(work.shape[0] * head_groups, num_sms // self.cluster)
+        num_clusters = cutlass.min(schedule.shape[0], num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, q, k, v, pairs, lse, work, *tables),
+            Global(gQ, gK, gV, gO, q, k, v, pairs, lse, work, schedule, *tables),
             softmax_scale,
-            Order.of(work.shape[0], head_groups, num_clusters, k.shape[1], k.shape[0], self.head_dim, self.sorted_rows),
-            head_groups // k.shape[1],
+            q.shape[1] // self.packed_heads // k.shape[1],
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
             block=[128 * (1 + self.warp_groups), 1, 1],
@@ -232,8 +245,8 @@ class ForwardFrame(Clustered):
         return warpgroup.make_smem_layout_atom(kind, self.dtype)
 
     def q_layout(self) -> cute.ComposedLayout:
-        """(64, D, warp groups), of Q and O in shared memory."""
-        return cute.tile_to_shape(self.smem_atom(), (WG_ROWS, self.head_dim, self.warp_groups), (0, 1, 2))
+        """(64, D, q_places), of Q and O in shared memory."""
+        return cute.tile_to_shape(self.smem_atom(), (WG_ROWS, self.head_dim, self.q_places), (0, 1, 2))
 
     def kv_layout(self) -> cute.ComposedLayout:
         """(N, D, stages), of K and V in shared memory."""
@@ -263,19 +276,17 @@ class ForwardFrame(Clustered):
 
     # ---------------------------------------------------------------- kernel: set-up and roles
     @cute.kernel
-    def kernel(self, atoms: Atoms, g: Global, scale: Float32, order: Order, groups_per_kv: Int32) -> None:
+    def kernel(self, atoms: Atoms, g: Global, scale: Float32, groups_per_kv: Int32) -> None:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         q_layout, kv_layout = self.q_layout(), self.kv_layout()
         sQ = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
         sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
         sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        sO = sQ
-        if const_expr(self.o_apart):
-            sO = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
         bars = allocator.allocate_array(cutlass.Int64, self.num_bars)
+        item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_words, self.q_places)), 8)
         again = allocator.allocate_tensor(Int32, cute.make_layout(1 + AGAIN_WORDS), 8)
-        s = Shared(sQ, sK, sV, sO, bars, again)
+        s = Shared(sQ, sK, sV, bars, item, again)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -286,49 +297,49 @@ class ForwardFrame(Clustered):
         self.sync_cluster()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            self.load(atoms, g, s, order, groups_per_kv, warp_idx)
+            self.load(atoms, g, s, groups_per_kv, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            self.mma(atoms, g, s, scale, order, groups_per_kv, warp_idx - 4)
+            self.mma(atoms, g, s, scale, groups_per_kv, warp_idx - 4)
 
-    def mma(
-        self, atoms: Atoms, g: Global, s: Shared, scale: Float32, order: Order, groups_per_kv: Int32, warp_id: Int32
-    ) -> None:
+    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, groups_per_kv: Int32, warp_id: Int32) -> None:
         """What an MMA warp does."""
         raise NotImplementedError
 
-    def tile(self, g: Global, index: Int32) -> Any:
-        """A work item."""
-        return Tile.load(g.work, index, self.tile_n)
+    def tile(self, g: Global, fields: cute.Tensor) -> Any:
+        """A work item of these fields."""
+        return Tile.load(fields, self.tile_n)
+
+    # ---------------------------------------------------------------- items, and which are done again
+    def share(self, g: Global) -> Int32:
+        """How many items the cluster has."""
+        first, step = first_and_step(self.cluster)
+        return (g.schedule.shape[0] - first + step - 1) // step
 
     @cute.jit
-    def place(self, order: Order, item: Int32) -> tuple[Int32, Int32]:
-        """`order.place`: (tile, head group). Of many rounds by one division: a tile's start waits for it."""
-        index, head_group = item % order.num_tiles, item // order.num_tiles
-        if order.run < order.items:
-            index, head_group = order.place(item)
-        return index, head_group
+    def wanted(self, again: cute.Tensor, n: Int32, turn: Int32) -> cutlass.Boolean:
+        """Whether the cluster's n-th item is done in a turn."""
+        wanted = turn == 0
+        if not wanted:
+            word, bit = self.again_bit(n)
+            wanted = (again[word] & bit) != 0
+        return wanted
 
-    # ---------------------------------------------------------------- items that are done again
     @cute.jit
-    def note(self, again: cute.Tensor, item: Int32) -> None:
-        """A warp notes an item for the next turn, in every CTA of the cluster."""
-        word, bit = self.again_bit(item)
+    def note(self, again: cute.Tensor, n: Int32) -> None:
+        """A warp notes the cluster's n-th item for the next turn, in every CTA of the cluster."""
+        word, bit = self.again_bit(n)
         for rank in cutlass.range_constexpr(self.cluster):
             place = again.iterator
             if const_expr(self.cluster > 1):
                 place = cute.arch.map_dsmem_ptr(place, rank)
             with cute.arch.elect_one():
-                cute.arch.atomic_max(place, item + 1, sem="relaxed", scope="cluster")
+                cute.arch.atomic_max(place, n + 1, sem="relaxed", scope="cluster")
                 cute.arch.atomic_or(place + word, bit, sem="relaxed", scope="cluster")
 
-    def noted(self, again: cute.Tensor, item: Int32) -> cutlass.Boolean:
-        word, bit = self.again_bit(item)
-        return (again[word] & bit) != 0
-
-    def again_bit(self, item: Int32) -> tuple[Int32, Int32]:
-        """Where `again` has the item: (word, bit of it)."""
-        n = item // first_and_step(self.cluster)[1] % (32 * AGAIN_WORDS)
+    def again_bit(self, n: Int32) -> tuple[Int32, Int32]:
+        """Where `again` has the cluster's n-th item: (word, bit of it)."""
+        n = n % (32 * AGAIN_WORDS)
         return 1 + n // 32, Int32(1) << n % 32
 
     def end_turn(self, s: Shared) -> Int32:
@@ -342,10 +353,9 @@ class ForwardFrame(Clustered):
     @cute.jit
     def init_barriers(self, bars: cute.Pointer) -> None:
         readers = 4 * self.warp_groups * self.cluster  # warps that release a K or V stage
-        q_readers = 4 if self.o_apart else 1  # its warps, or the one that stores O from there
         kinds = (
-            (self.FULL_Q, self.warp_groups, 1),
-            (self.EMPTY_Q, self.warp_groups, q_readers),
+            (self.FULL_Q, self.q_places, 1),
+            (self.EMPTY_Q, self.q_places, 1),  # the warp that stores O from there
             (self.FULL_K, self.stages, 1),
             (self.EMPTY_K, self.stages, readers),
             (self.FULL_V, self.stages, 1),
@@ -362,9 +372,17 @@ class ForwardFrame(Clustered):
         """The next block's place."""
         return cutlass.select_(at == 2 * self.stages - 1, Int32(0), at + 1)
 
+    def q_place(self, count: Int32, wg: Int32) -> tuple[Int32, Int32]:
+        """(place, phase) of a warp group's Q of the count-th tile; tiles are counted from `first_count` on.
+
+        The MMA warps let go of a tile's place as they begin the next one. So as they begin a tile, the place for the
+        one q_stages - 1 later becomes empty, which makes the phase of EMPTY_Q that of count + 1 - q_stages.
+        """
+        return count % self.q_stages * self.warp_groups + wg, count // self.q_stages % 2
+
     def first_token(self, tile: Tile, wg: Int32) -> Int32:
         """Packed row of a warp group's first token."""
-        return tile.row + (self.rank() * self.warp_groups + wg) * self.tokens_wg
+        return tile.row + (wg * self.cluster + self.rank()) * self.tokens_wg
 
     def token(self, tile: Tile, wg: Int32, tile_row: Int32) -> Int32:
         """Packed row of one of a warp group's 64 rows."""
@@ -373,6 +391,20 @@ class ForwardFrame(Clustered):
     def in_use(self, tile: Tile, wg: Int32, tile_row: Int32) -> cutlass.Boolean:
         """Whether one of a warp group's 64 rows is a query's; the others hold anything and are not stored."""
         return (tile_row < self.rows_wg) & (self.token(tile, wg, tile_row) < tile.row_end)
+
+    def last_token(self, tile: Tile, wg: Int32) -> Int32:
+        """Its last one's, or the tile's."""
+        return cutlass.min(self.first_token(tile, wg) + self.tokens_wg, tile.row_end) - 1
+
+    @cute.jit
+    def walk(self, g: Global, tile: Tile, wg: Int32) -> Walk:
+        """The blocks of a tile that a warp group walks; one without rows, those of the last row."""
+        last = self.last_token(tile, wg)
+        first = cutlass.min(self.first_token(tile, wg), last)
+        first_begin, last_begin = tile.own_begin, tile.own_begin
+        if tile.straddles:
+            first_begin, last_begin = g.bounds[first], g.bounds[last]
+        return fwd_walk.walk(tile, first, last, first_begin, last_begin)
 
     def box(self, x: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
         """The ((packed_heads, tokens_wg), D) box of q or out that starts at `token`."""
@@ -388,20 +420,29 @@ class ForwardFrame(Clustered):
 
     # ---------------------------------------------------------------- producer warps
     @cute.jit
-    def load(self, atoms: Atoms, g: Global, s: Shared, order: Order, groups_per_kv: Int32, warp_idx: Int32) -> None:
+    def load(self, atoms: Atoms, g: Global, s: Shared, groups_per_kv: Int32, warp_idx: Int32) -> None:
         """Warp 0 loads, the others only take part at the end of a turn."""
-        at, q_phase = Int32(0), Int32(1)
+        at, count, stop = Int32(0), Int32(self.first_count), self.share(g)
         first, step = first_and_step(self.cluster)
-        stop = order.items
+        word = self.look_up(g, first)
         for turn in cutlass.range(2, unroll=1):
             if warp_idx == 0:
-                for item in cutlass.range(first, stop, step, unroll=1):
-                    if turn == 0 or self.noted(s.again, item):
-                        index, head_group = self.place(order, item)
-                        tile = self.tile(g, index)
-                        at = self.load_tile(atoms, g, s, tile, head_group, head_group // groups_per_kv, at, q_phase)
-                        q_phase ^= 1
+                for n in cutlass.range(0, stop, 1, unroll=1):
+                    if self.wanted(s.again, n, turn):
+                        if turn != 0:
+                            word = self.look_up(g, first + n * step)
+                        then = cutlass.min(first + (n + 1) * step, g.schedule.shape[0] - 1)
+                        at, word = self.load_tile(atoms, g, s, word, then, groups_per_kv, at, count)
+                        count += 1
             stop = self.end_turn(s)
+
+    @cute.jit
+    def look_up(self, g: Global, item: Int32) -> Int32:
+        """An item, a word a lane: its tile's fields, then its head group. Two loads, one after the other."""
+        lane, word = cute.arch.lane_idx(), g.schedule[item, 1]
+        if lane < self.num_fields:
+            word = g.work[g.schedule[item, 0], lane]
+        return word
 
     @cute.jit
     def load_tile(
@@ -409,25 +450,43 @@ class ForwardFrame(Clustered):
         atoms: Atoms,
         g: Global,
         s: Shared,
-        tile: Tile,
-        head_group: Int32,
-        kv_head: Int32,
+        word: Int32,
+        then: Int32,
+        groups_per_kv: Int32,
         at: Int32,
-        q_phase: Int32,
-    ) -> Int32:
-        """A tile's Q and key blocks, the first one at place `at`; returns the place after the last one."""
+        count: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Q and key blocks of an item, the first one at place `at`.
+
+        word: of the item, from `look_up`.
+        then: number of the item to look up meanwhile.
+
+        Returns the place after the last block, and the word of `then`.
+        """
+        lane = cute.arch.lane_idx()
+        *fields, head_group = [cute.arch.shuffle_sync(word, j) for j in range(self.num_fields + 1)]
+        tile, kv_head = self.tile(g, fields), head_group // groups_per_kv
         K = (atoms.K, g.K[None, None, kv_head], s.K, s.bars + self.FULL_K, s.bars + self.EMPTY_K)
         V = (atoms.V, g.V[None, None, kv_head], s.V, s.bars + self.FULL_V, s.bars + self.EMPTY_V)
         previous = tile.key_row(Int32(0))
         self.load_block(*K, previous, at)
         for wg in cutlass.range_constexpr(self.warp_groups):
-            full = s.bars + self.FULL_Q + wg
-            cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + wg, q_phase)
+            place, phase = self.q_place(count, wg)[0], self.q_place(count + 1 - self.q_stages, wg)[1]
+            full = s.bars + self.FULL_Q + place
+            cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + place, phase)
+            box = self.box(g.Q, head_group, self.first_token(tile, wg))
+            tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], box)
+            cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
+            if lane <= self.num_fields:
+                s.item[lane, place] = word
+            if const_expr(self.walks):
+                with cute.arch.elect_one():
+                    for j, value in enumerate(self.walk(g, tile, wg)):
+                        s.item[self.num_fields + 1 + j, place] = value
+            cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows_wg * self.head_dim * 2)
-            box = self.box(g.Q, head_group, self.first_token(tile, wg))
-            tQs, tQg = self.partition(atoms.Q, s.Q[None, None, wg], box)
-            cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
+        word = self.look_up(g, then)
         for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K runs one block ahead of V, as it is used
             row = tile.key_row(i)
             self.load_block(*K, row, self.after(at))
@@ -435,7 +494,7 @@ class ForwardFrame(Clustered):
             previous = row
             at = self.after(at)
         self.load_block(*V, previous, at)
-        return self.after(at)
+        return self.after(at), word
 
     def load_block(
         self,

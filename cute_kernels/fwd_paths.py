@@ -32,11 +32,11 @@ class PathTile:
     tile_n: int
 
     @classmethod
-    def load(cls, g: Global, index: Int32, tile_n: int) -> "PathTile":
-        row, row_end, region, masked, blocks, key, limit = [g.work[index, f] for f in range(items.NUM_FIELDS)]
+    def load(cls, fields: cute.Tensor, regions: cute.Tensor, tile_n: int) -> "PathTile":
+        row, row_end, region, masked, blocks, key, limit = [fields[f] for f in range(items.NUM_FIELDS)]
         run = cute.make_rmem_tensor(3, Int32)
         run[0], run[1], run[2] = region, Int32(1), key
-        return cls(row, row_end, masked, blocks, key, limit, region, g.regions, run, tile_n)
+        return cls(row, row_end, masked, blocks, key, limit, region, regions, run, tile_n)
 
     @property
     def straddles(self) -> cutlass.Boolean:
@@ -93,7 +93,8 @@ def mask_path(
 class PathForwardKernel(ForwardKernel):
     """The forward over trees: arguments as of :class:`ForwardFrame`, but for these after lse:
 
-        work: [n, 7] int32, the tiles of `dualkv.plan_paths` for this kernel's tile, longest first.
+        work: [n, 7] int32, the tiles of `dualkv.plan_paths` for this kernel's tile.
+        schedule: as there.
         regions: [m, 2] int32, of the same plan (both: path_items.py).
         visible_end: [T + tile_n] int32, zeros past T.
 
@@ -101,16 +102,17 @@ class PathForwardKernel(ForwardKernel):
     """
 
     mask = staticmethod(mask_path)
-    sorted_rows = items.SORTED_ROWS
+    num_fields = items.NUM_FIELDS
+    walks = False  # what the rows of a warp group see is not in the tables
 
     def fake_arguments(self) -> tuple[object, ...]:
-        q, k, v, out, lse, _, _, *rest = super().fake_arguments()
+        q, k, v, out, lse, _, schedule, _, *rest = super().fake_arguments()
 
         def table(fields: int) -> cute.Tensor:
             return make_fake_tensor(Int32, (cute.sym_int32(), fields), (fields, 1), assumed_align=4)
 
         visible_end = make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4)
-        return q, k, v, out, lse, table(items.NUM_FIELDS), table(2), visible_end, *rest
+        return q, k, v, out, lse, table(items.NUM_FIELDS), schedule, table(2), visible_end, *rest
 
     @cute.jit
     def __call__(
@@ -121,16 +123,17 @@ class PathForwardKernel(ForwardKernel):
         out: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, 7)
+        schedule: cute.Tensor,  # (n * head groups, 2)
         regions: cute.Tensor,  # (m, 2)
         visible_end: cute.Tensor,  # (T + N)
         softmax_scale: Float32,
         num_sms: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.launch(q, k, v, out, lse, work, (visible_end, regions), softmax_scale, num_sms, stream)
+        self.launch(q, k, v, out, lse, work, schedule, (visible_end, regions), softmax_scale, num_sms, stream)
 
-    def tile(self, g: Global, index: Int32) -> PathTile:
-        return PathTile.load(g, index, self.tile_n)
+    def tile(self, g: Global, fields: cute.Tensor) -> PathTile:
+        return PathTile.load(fields, g.regions, self.tile_n)
 
     def first_unseen(self, key_row: Int32, limit: Int32, by_key: cutlass.Boolean, tile_row: Int32) -> Int32:
         return cutlass.select_(by_key, Int32(0), limit - key_row)

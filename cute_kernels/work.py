@@ -34,8 +34,8 @@ class Tile:
     tile_n: int
 
     @classmethod
-    def load(cls, work: cute.Tensor, index: Int32, tile_n: int) -> "Tile":
-        field = [work[index, f] for f in range(items.NUM_FIELDS)]
+    def load(cls, fields: cute.Tensor, tile_n: int) -> "Tile":
+        field = [fields[f] for f in range(items.NUM_FIELDS)]
         row, row_end, own_begin = field[items.ROW], field[items.ROW_END], field[items.OWN_BEGIN]
         context_begin, context_end = field[items.CONTEXT_BEGIN], field[items.CONTEXT_END]
         context_blocks = (context_end - context_begin + tile_n - 1) // tile_n

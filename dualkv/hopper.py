@@ -15,7 +15,7 @@ from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
 from codegen.tiles import LOCKS, STAT_COLUMNS, BackwardTile, ForwardTile, clears_ahead
-from dualkv import plan, plan_backward, plan_paths
+from dualkv import plan, plan_backward, plan_paths, schedule
 from dualkv.layout import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -60,27 +60,52 @@ class Plan:
 
 
 class ForwardPlan(Plan):
-    """What the forward reads, for one kernel.
+    """What the forward reads, for one kernel and numbers of heads.
 
     Attributes:
-        tables: int32, as the kernel takes them: work items and segment_begin [T], or of trees work items, regions and
-            visible_end [T + tile_n].
+        tables: int32, as the kernel takes them: work items, schedule and segment_begin [T], or of trees work items,
+            schedule, regions and visible_end [T + tile_n].
+    """
+
+    def __init__(
+        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
+    ) -> None:
+        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
+        tiles = segments.made(key, lambda: ForwardTiles(segments, device, spec))
+        clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 4 * spec.head_dim * segments.total
+        head_groups = heads // spec.packed_heads
+        items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
+        self.tables = tiles.work, _upload(items, device), *tiles.tables
+        super().__init__(*self.tables)
+
+
+class ForwardTiles:
+    """The part of a plan that numbers of heads share, for one operation, tokens a tile and keys a block.
+
+    Attributes:
+        work: work items.
+        tables: what the kernel takes after the schedule.
+        cost: [n] numpy, time that each item takes, of one head group.
+        longest_first: items come so.
     """
 
     def __init__(self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> None:
         tokens, tile_n = spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
         if spec.trees:
             made = plan_paths.path_work(segments, tokens, tile_n)
-            work = [_upload(made.items, device), _upload(made.regions, device)]
-            of_rows = segments.made(
+            work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
+            visible_end = segments.made(
                 ("visible_end", device, tile_n),
                 lambda: _upload(np.append(segments.visible_end, np.zeros(tile_n)).astype(np.int32), device),
             )
+            self.tables = [_upload(made.regions, device), visible_end]
         else:
-            work = [_upload(plan.forward_work(segments, tokens, tile_n), device)]
-            of_rows = segments.made(("segment_begin", device), lambda: _upload(plan.segment_begin(segments), device))
-        self.tables = *work, of_rows
-        super().__init__(*self.tables)
+            work = plan.forward_work(segments, tokens, tile_n)
+            self.cost, near_rows = plan.tile_cost(work, tile_n), plan.L2_ROWS
+            self.tables = [
+                segments.made(("segment_begin", device), lambda: _upload(plan.segment_begin(segments), device))
+            ]
+        self.work, self.longest_first = _upload(work, device), segments.total <= near_rows
 
 
 class BackwardPlan(Plan):
@@ -122,10 +147,12 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
     return found
 
 
-def forward_plan(segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> ForwardPlan:
+def forward_plan(
+    segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
+) -> ForwardPlan:
     """The forward's plan; see `_planned`."""
-    key = spec.operation, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
-    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec))
+    key = "forward", spec.operation, spec.head_dim, spec.tile, heads, kv_heads
+    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads))
 
 
 def backward_plan(
@@ -217,7 +244,7 @@ def forward(
     """
     device, (rows, heads, head_dim) = q.device, q.shape
     spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, segments.max_depth > 2)
-    planned = forward_plan(segments, device, spec)
+    planned = forward_plan(segments, device, spec, heads, k.shape[1])
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((heads, rows), dtype=torch.float32)

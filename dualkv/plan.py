@@ -20,6 +20,9 @@ Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits
 
 PART_TILES = 2**14  # what is computed at a time stays in a core's cache, and in memory that the process already has
 L2_ROWS = items.SORTED_ROWS  # of one KV head: K and V of head_dim 128 are 16 MB, of an H200's 50 MB of L2
+# What a masked block takes besides what a whole one does, in whole blocks; less if not all rows see it. Fitted to times
+# of clusters (docs/tuning.md). It has in it what a tile takes to begin and end: at least one block is masked.
+MASKED, MASKED_OF_SOME = 1.1, 0.4
 SORTED_BLOCKS = np.uint16(2**16 - 1)  # longer tiles count as equal: numpy sorts 16-bit keys five times as fast
 
 
@@ -108,6 +111,14 @@ def _tiles(
         (items.STRADDLES, straddles),
     ):
         work[:, field] = values.take(order)
+
+
+def tile_cost(work: WorkItems, tile_n: int) -> Rows:
+    """[n] time that the tiles take, in whole blocks."""
+    context = _blocks(work[:, items.CONTEXT_BEGIN], work[:, items.CONTEXT_END], tile_n)
+    own = _blocks(work[:, items.OWN_BEGIN], work[:, items.ROW_END], tile_n)
+    masked = work[:, items.CONTEXT_MASKED] + work[:, items.OWN_MASKED]
+    return context + own + np.where(work[:, items.STRADDLES], MASKED_OF_SOME, MASKED) * masked
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cute_kernels import path_items as items
 from dualkv.layout import IntArray, Segments, positions
-from dualkv.plan import longest_first, segment_at, visible_end_over
+from dualkv.plan import MASKED, longest_first, segment_at, visible_end_over
 
 NEAR_ROWS = items.SORTED_ROWS  # of dim 128: K and V are 8 MB, of an H200's 50 MB of L2; 2**13 and 2**15 are slower
 
@@ -108,6 +108,11 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     order = longest_first(work[:, items.BLOCKS])
     order = order[np.argsort(row[order] // NEAR_ROWS, kind="stable")]
     return PathWork(work.take(order, axis=0), regions)
+
+
+def tile_cost(work: Table) -> npt.NDArray[np.float64]:
+    """[n] time that the tiles take, in whole blocks."""
+    return work[:, items.BLOCKS] + MASKED * work[:, items.MASKED]
 
 
 def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:

@@ -196,10 +196,11 @@ def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
     assert arguments[3] is out
     assert arguments[4] is lse
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (8, layout.num_tokens), torch.float32)
-    work, begin, scale, sms = arguments[5:]
+    work, items_of_clusters, begin, scale, sms = arguments[5:]
     expected = plan.forward_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
     assert np.array_equal(work.numpy(), expected)
     assert work.shape[1] == items.NUM_FIELDS
+    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
     assert begin.tolist() == plan.segment_begin(segments(layout)).tolist()
     assert (scale, sms) == (0.1, 132)
 
@@ -209,9 +210,10 @@ def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
     hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 96, torch.float16), segments(layout), 0.1)
     ((spec, arguments),) = launches
     assert spec == forward_spec("fp16", 96, 4, trees=True)
-    work, regions, visible_end, scale, sms = arguments[5:]
+    work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
     expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
     assert np.array_equal(work.numpy(), expected.items)
+    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
     assert np.array_equal(regions.numpy(), expected.regions)
     assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
     assert visible_end.dtype == torch.int32
@@ -229,7 +231,8 @@ def test_the_plan_is_made_once_for_all_layers_and_shapes_that_share_it(launches,
     assert len(made) == 1
     hopper.forward(*random_inputs(layout.num_tokens, 8, 1, 128), segments(layout), 0.1)
     assert len(made) == 2
-    assert len({id(arguments[6]) for _, arguments in launches}) == 1, "one segment_begin"
+    assert len({id(arguments[7]) for _, arguments in launches}) == 1, "one segment_begin"
+    assert len({id(arguments[6]) for _, arguments in launches}) == 3, "a schedule for each number of heads"
 
 
 def test_slices_of_a_fused_projection_are_read_where_they_lie():

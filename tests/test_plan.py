@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from codegen.tiles import FEW_HEADS_TILES, FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
-from cute_kernels import items
+from cute_kernels import fwd_walk, items
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin
@@ -47,13 +48,25 @@ def visible(item, q, begin, keys, own):
     return seen & (keys >= begin) if own and item[items.STRADDLES] else seen
 
 
-def tile_rows(item, tile, heads):
-    """(token, head) of each accumulator row that is stored, as ranks, warp groups and rows take them."""
+def warp_group_tokens(item, tile, heads):
+    """[first, end) of the tokens of each warp group of the cluster; past the tile's end, end is not above first."""
     per_wg = 64 // heads
-    for rank, wg, r in itertools.product(range(tile.cluster), range(tile.warp_groups), range(per_wg * heads)):
-        token = item[items.ROW] + (rank * tile.warp_groups + wg) * per_wg + r // heads
-        if token < item[items.ROW_END]:
-            yield token, r % heads
+    for wg, rank in itertools.product(range(tile.warp_groups), range(tile.cluster)):
+        first = item[items.ROW] + (wg * tile.cluster + rank) * per_wg
+        yield first, min(first + per_wg, item[items.ROW_END])
+
+
+def walk_of(item, begin, first, last, tile_n):
+    """What the kernel's producer says of a warp group with rows [first, last]."""
+    own = -(-(item[items.ROW_END] - item[items.OWN_BEGIN]) // tile_n)
+    context = -(-(item[items.CONTEXT_END] - item[items.CONTEXT_BEGIN]) // tile_n)
+    masked, straddles = item[items.OWN_MASKED] + item[items.CONTEXT_MASKED], bool(item[items.STRADDLES])
+    tile = SimpleNamespace(
+        tile_n=tile_n, own_begin=item[items.OWN_BEGIN], own_blocks=own, context_begin=item[items.CONTEXT_BEGIN],
+        context_blocks=context, own_masked=item[items.OWN_MASKED], masked=masked, straddles=straddles,
+    )  # fmt: skip
+    begins = (begin[first], begin[last]) if straddles else (item[items.OWN_BEGIN],) * 2
+    return fwd_walk.walk(tile, first, last, *begins)
 
 
 def walk(seg, tile, heads):
@@ -62,21 +75,38 @@ def walk(seg, tile, heads):
     stores, pairs = np.zeros((total, heads), int), np.zeros((total, total + tile.tile_n), int)
     work = forward_work(seg, tile.tokens(heads), tile.tile_n)
     assert work.dtype == np.int32
-    for item in work:
-        for token, head in tile_rows(item, tile, heads):
-            stores[token, head] += 1
-        q = np.arange(item[items.ROW], item[items.ROW_END])[:, None]
+    for item in work.tolist():
         blocks = list(key_blocks(item, tile.tile_n))
         assert blocks[0][2], "a tile begins with a masked block"
-        referenced = np.zeros(len(q), bool)
-        for row, own, masked in blocks:
-            keys = np.arange(row, row + tile.tile_n)[None]
-            seen = visible(item, q, begin[q], keys, own)
-            assert masked or seen.all(), "a block without a mask needs none"
-            pairs[q, keys] += seen
-            referenced |= masked & seen.any(1)
-        assert referenced.all(), "every row sees a key of a masked block"
+        walks = []
+        for first, end in warp_group_tokens(item, tile, heads):
+            stores[first:end] += 1
+            walk = walk_of(item, begin, min(first, end - 1), end - 1, tile.tile_n)
+            assert 0 <= walk.begin < walk.end <= walk.rest <= len(blocks)
+            assert walk.rest < len(blocks) or walk.end == len(blocks), "a walk ends with the tile's last block"
+            if first < end:
+                walks.append((slice(first - item[items.ROW], end - item[items.ROW]), walk))
+        walk_blocks(item, blocks, walks, begin, tile.tile_n, pairs)
     return stores, pairs
+
+
+def walk_blocks(item, blocks, walks, begin, tile_n, pairs):
+    """Add a tile's pairs of rows and keys, its rows as slices with their walks."""
+    q = np.arange(item[items.ROW], item[items.ROW_END])[:, None]
+    referenced = np.zeros(len(q), bool)
+    for i, (row, own, needs_mask) in enumerate(blocks):
+        keys = np.arange(row, row + tile_n)[None]
+        seen = visible(item, q, begin[q], keys, own)
+        assert needs_mask or seen.all(), "a block without a mask needs none"
+        for rows, walk in walks:
+            if walk.begin <= i < walk.end or i >= walk.rest:
+                masked = i < walk.masked or i in (walk.begin, walk.rest)
+                assert masked or seen[rows].all(), "nor does one that a warp group walks without"
+                pairs[q[rows], keys] += seen[rows]
+                referenced[rows] |= masked & seen[rows].any(1)
+            else:
+                assert not seen[rows].any(), "no row sees a block that is passed over"
+    assert referenced.all(), "every row sees a key of a masked block"
 
 
 def check(seg, tile, heads):
@@ -130,6 +160,44 @@ def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch, tile):
     monkeypatch.setitem(globals(), "forward_work", lambda *args: work)
     with pytest.raises(AssertionError):
         check(seg, tile, 4)
+
+
+@pytest.mark.parametrize("change", [
+    lambda walk: walk._replace(begin=walk.begin + (walk.begin + 1 < walk.end)),
+    lambda walk: walk._replace(rest=walk.rest + 1),
+    lambda walk: walk._replace(masked=1),
+])  # fmt: skip
+def test_a_walk_that_leaves_out_too_much_is_noticed(monkeypatch, change):
+    seg, tile, right = segments([200], [[300, 100]]), forward_tile(128, 4), fwd_walk.walk
+    check(seg, tile, 4)
+    monkeypatch.setattr(fwd_walk, "walk", lambda *args: change(right(*args)))
+    with pytest.raises(AssertionError):
+        check(seg, tile, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "all_blocks", "walked", "with_mask"),
+    [
+        (4096, [2048] * 28, 1.018, 1.0065, 0.019),
+        (4096, [256] * 64, 1.026, 1.012, 0.025),
+        (8191, [1100] * 8, 1.015, 1.007, 0.021),  # a block of the prompt needs the mask too
+    ],
+)
+def test_warp_groups_walk_little_that_they_do_not_see(prompt, responses, all_blocks, walked, with_mask):
+    """Pairs of queries and keys that are multiplied, over those that are visible; and how many are masked."""
+    seg, tile = segments([prompt], [responses]), forward_tile(128, 4)
+    begin, sums = segment_begin(seg), np.zeros(3)
+    for item in forward_work(seg, tile.tokens(4), tile.tile_n).tolist():
+        blocks = len(list(key_blocks(item, tile.tile_n)))
+        for first, end in warp_group_tokens(item, tile, 4):
+            walk = walk_of(item, begin, min(first, end - 1), end - 1, tile.tile_n)
+            masked = sum(i < walk.masked or i in (walk.begin, walk.rest)
+                         for i in (*range(walk.begin, walk.end), *range(walk.rest, blocks)))  # fmt: skip
+            sums += 64 // 4 * tile.tile_n * np.array([blocks, walk.end - walk.begin + blocks - walk.rest, masked])
+    position = np.arange(seg.total) - begin
+    visible = (position + 1 + np.where(begin > 0, prompt, 0)).sum()
+    assert (sums / visible < [all_blocks + 0.002, walked, with_mask]).all()
+    assert sums[0] / visible > all_blocks - 0.002
 
 
 def test_long_contexts_are_mostly_unmasked():

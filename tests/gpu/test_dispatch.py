@@ -265,7 +265,7 @@ def test_a_dropped_layout_leaves_its_plan_to_the_kernel(only_the_kernel):
     garbage = [Layout.from_lengths([64 * i + 5], [[64 * i] * 4]) for i in range(1, 30)]
     for layout_ in garbage:
         spec, _ = hopper._kernel(q.dtype, 128, 4, q.device)
-        hopper.forward_plan(layout_._segments, q.device, spec)
+        hopper.forward_plan(layout_._segments, q.device, spec, 8, 2)
         hopper.backward_plan(layout_._segments, q.device, backward_specs("bf16", 128, True).main.tile, 8, 2)
     assert not torch.cuda.current_stream().query(), "the sleep is too short to tell"
     torch.cuda.synchronize()

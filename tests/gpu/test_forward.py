@@ -49,7 +49,7 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
 def run(q, k, v, layout, num_sms=None):
     """(out, lse) of the kernel, into outputs filled with NaN."""
     spec, kernel = hopper._kernel(q.dtype, q.shape[2], q.shape[1] // k.shape[1], q.device, layout.depth > 2)
-    plan = hopper.forward_plan(layout._segments, q.device, spec)
+    plan = hopper.forward_plan(layout._segments, q.device, spec, q.shape[1], k.shape[1])
     out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device="cuda")
     sms = num_sms or hopper._num_sms(q.device)

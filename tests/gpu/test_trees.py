@@ -185,7 +185,7 @@ def test_two_levels_as_a_tree():
         layout = fwd.LAYOUTS[name]
         q, k, v = fwd.inputs(layout)
         spec, kernel = hopper._kernel(q.dtype, 128, 4, q.device, True)
-        plan = hopper.forward_plan(layout._segments, q.device, spec)
+        plan = hopper.forward_plan(layout._segments, q.device, spec, 8, 2)
         out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
         lse = torch.full((8, len(q)), float("nan"), device="cuda")
         kernel(q, k, v, out, lse, *plan.tables, 128**-0.5, hopper._num_sms(q.device))
