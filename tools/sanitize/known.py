@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+# By kernel: what passes between warps through shared memory and an mbarrier.
+HANDED_OVER = {
+    "bwd_wide": "one warp group hands P to the other",
+    "fwd": "the forward's producer tells the warp groups their tile",
+}
+
 
 def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
     """Why a report is a false positive, None where it is an error.
@@ -18,10 +24,11 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
     if tool == "racecheck" and copied:
         return _bulk_copy(shown)
     handed = len(instructions) > 1 and all(name.startswith(("STS", "LDS")) for name in instructions)
-    if tool == "racecheck" and handed and report["kernel"].startswith("bwd_wide") and shown.get("exchange"):
+    passing = next((how for kernel, how in HANDED_OVER.items() if report["kernel"].startswith(kernel)), None)
+    if tool == "racecheck" and handed and passing and shown.get("exchange"):
         return (
-            "racecheck does not follow mbarriers between warps: the control exchange, which hands values over as one "
-            "warp group hands P to the other (store, __syncwarp, one lane arrives; wait, load), is reported too"
+            "racecheck does not follow mbarriers between warps: the control exchange, which hands values over as "
+            f"{passing} (store, __syncwarp, one lane arrives; wait, load), is reported too"
         )
     if tool == "racecheck" and _polls(report) and shown.get("polled"):
         return (
