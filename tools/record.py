@@ -36,7 +36,7 @@ _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
-_TURNS, _SHORT_TURNS = "--seconds 1 --rounds 2", "--seconds 0.6 --rounds 2"
+_TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
 
 # name: options of `dualkv bench`
 RECORDS = {

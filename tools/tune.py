@@ -149,7 +149,7 @@ def main(
         list[str] | None, typer.Option(help="NAME=NUMBER,...: fields that differ from the table's.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of a turn.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="Turns of a candidate: the very first one follows a pause.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Turns of a candidate.")] = 3,
     only_compile: Annotated[bool, typer.Option("--compile", help="Compile, which needs no GPU; no more.")] = False,
     json_to: Annotated[Path | None, typer.Option("--json", help="File what was measured here.")] = None,
 ) -> None:

@@ -1,7 +1,9 @@
 """Sides in turns on one workload, and the report of a run: figures, machine, versions, commit.
 
 All sides run in one process, in turns. Power, not the clock rate, limits an H200, so every round runs one side back to
-back for a while (*sustained*) before the next; the median over rounds counts. *Cold* is single calls after a pause.
+back for a while (*sustained*) before the next; the median over rounds counts. A turn of the last side goes before and
+is not counted: the first one then follows another side's turn, as all others do, not a pause. *Cold* is single calls
+after a pause.
 TFLOP/s are counted on deduplicated work (:meth:`Workload.flops`), the prompt once, whatever a side repeats.
 """
 
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +94,7 @@ def bench(
     made = inputs.Inputs(workload)
     reference: tuple[torch.Tensor, ...] | None = None
 
-    def attempt(name: str, step: Callable[[], None]) -> None:
+    def attempt(name: str, step: Callable[[], Any]) -> None:
         if "error" in figures[name]:
             return
         try:
@@ -128,6 +131,9 @@ def bench(
         attempt(name, prepare)
         attempt(name, single)
     turns = [name for _ in range(rounds) for name in names]
+    last = next((name for name in reversed(cold) if name in ready), None)
+    if turns and last:
+        attempt(last, partial(sustained, ready[last].call, cold[last], seconds, meter))
     for name in track(turns, f"{what}: sustained", len(turns)):
 
         def turn(name: str = name) -> None:

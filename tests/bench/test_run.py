@@ -134,6 +134,26 @@ def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
         assert failed == {"error": "NotImplementedError: head_dim 16 is not supported"}
 
 
+def test_the_first_turn_follows_one_of_the_last_side(no_gpu, monkeypatch):
+    """After a pause the card takes more power for a while: no side's figures have that."""
+    calls, turns = [], []
+
+    def maker(inputs, direction):
+        side = constant(1.0)(inputs, direction)
+        calls.append(side.call)
+        return side
+
+    def sustained(call, *rest):
+        turns.append(calls.index(call))
+        return {"ms": float(len(turns)), "calls": 1}
+
+    monkeypatch.setattr(run, "sustained", sustained)
+    _, result = measured(monkeypatch, {"dualkv": maker, "flex": maker})
+    assert turns == [1, 0, 1, 0, 1, 0, 1]
+    rounds = {name: [turn["ms"] for turn in side["rounds"]] for name, side in result["sides"].items()}
+    assert rounds == {"dualkv": [2.0, 4.0, 6.0], "flex": [3.0, 5.0, 7.0]}
+
+
 def test_a_side_that_computes_something_else_is_not_timed(no_gpu, monkeypatch):
     _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.25)})
     assert "sustained_ms" not in result["sides"]["flex"]

@@ -55,9 +55,9 @@ kernel = store.load(forward_spec("bf16", 64, 1))
 assert store.counts == {"kernel_dir": 1}, store.counts
 assert not [m for m in set(sys.modules) - before if m.split(".")[0] in ("cutlass", "cuda")]
 x = torch.zeros(5, 2, 64, dtype=torch.bfloat16)
-work, rows = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+work, schedule, rows = (torch.zeros(shape, dtype=torch.int32) for shape in ((1, 8), (2, 2), (5,)))
 try:
-    kernel(x, x, x, x, torch.zeros(2, 5), work, rows, 0.1, 132)
+    kernel(x, x, x, x, torch.zeros(2, 5), work, schedule, rows, 0.1, 132)
 except ValueError as e:
     print(e)
 try:
@@ -73,7 +73,7 @@ def test_a_stored_kernel_loads_and_checks_its_arguments_without_the_dsl(compiled
     assert done.returncode == 0, done.stderr
     on_the_cpu, too_few = done.stdout.splitlines()
     assert "expected device_type=cuda" in on_the_cpu
-    assert "Expects 9 parameters" in too_few
+    assert "Expects 10 parameters" in too_few
 
 
 def test_no_linker_and_no_compiler_are_said(monkeypatch, tmp_path):
