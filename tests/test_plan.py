@@ -24,10 +24,15 @@ def segments(prompts, responses):
     return segments_of(layout.offsets, layout.parent)
 
 
+def blocks_of(item, tile_n):
+    """Blocks of the own region and of the context, whole and masked."""
+    own = -(-(item[items.ROW_END] - item[items.OWN_BEGIN]) // tile_n)
+    return own, -(-(item[items.CONTEXT_END] - item[items.CONTEXT_BEGIN]) // tile_n)
+
+
 def key_blocks(item, tile_n):
     """(first key row, in the own region, masked) of each block in the kernel's order; see cute_kernels/work.py."""
-    own = -(-(item[items.ROW_END] - item[items.OWN_BEGIN]) // tile_n)
-    context = -(-(item[items.CONTEXT_END] - item[items.CONTEXT_BEGIN]) // tile_n)
+    own, context = blocks_of(item, tile_n)
     own_masked, masked = item[items.OWN_MASKED], item[items.OWN_MASKED] + item[items.CONTEXT_MASKED]
     context_whole = context - item[items.CONTEXT_MASKED]
     for i in range(own + context):
@@ -58,8 +63,7 @@ def warp_group_tokens(item, tile, heads):
 
 def walk_of(item, begin, first, last, tile_n):
     """What the kernel's producer says of a warp group with rows [first, last]."""
-    own = -(-(item[items.ROW_END] - item[items.OWN_BEGIN]) // tile_n)
-    context = -(-(item[items.CONTEXT_END] - item[items.CONTEXT_BEGIN]) // tile_n)
+    own, context = blocks_of(item, tile_n)
     masked, straddles = item[items.OWN_MASKED] + item[items.CONTEXT_MASKED], bool(item[items.STRADDLES])
     tile = SimpleNamespace(
         tile_n=tile_n, own_begin=item[items.OWN_BEGIN], own_blocks=own, context_begin=item[items.CONTEXT_BEGIN],

@@ -81,7 +81,7 @@ def test_few_rounds_take_the_longest_tiles_of_all_heads_first():
 
 
 def test_the_longest_item_of_a_round_goes_to_who_has_had_least():
-    assert deal(np.array([5.0, 3.0, 9.0, 1.0]), 2)[:2].tolist() in ([0, 1], [1, 0])
+    assert deal(np.array([5.0, 3.0, 9.0, 1.0]), 2).tolist() == [0, 1, 3, 2]
     cost = np.array([5.0, 3.0, 9.0, 1.0, 2.0])
     places = deal(cost, 2)
     of_cluster = [cost[places[c::2]].tolist() for c in range(2)]
@@ -90,27 +90,27 @@ def test_the_longest_item_of_a_round_goes_to_who_has_had_least():
 
 
 @pytest.mark.parametrize(
-    ("workload", "least"),
+    ("workload", "by_head", "dealt"),
     [
-        (random_workload(1, 20), 0.96),  # 12 rounds of heads of which half stay in L2
-        (group(6600, (1312, 670, 1058), 32, 8, 64), 0.97),
-        (group(4096, (512,) * 8, 32, 8, 128), 0.98),
-        (group(2048, (256,) * 4, 32, 32, 128), 0.96),
-        (group(1000, (300,) * 4, 32, 8, 128), 0.90),  # 3 rounds
-        (group(2300, (), 32, 32, 256), 0.89),
-        (group(8192, (512,) * 8, 28, 4, 128), 0.98),  # 21 rounds
-        (group(16384, (1024,) * 15, 4, 1, 128), 0.98),  # of one head group
-        (NAMED["n28-p4096-r2048"], 0.995),
-        (NAMED["n32-p8192-r2048"], 0.995),
-        (NAMED["n32-p8192-uniform"], 0.995),
-        (NAMED["n64-p4096-r256"], 0.98),
-        (NAMED["g64-n8"], 0.999),
+        (random_workload(1, 20), 0.85, 0.98),  # 12 rounds of heads of which half stay in L2
+        (group(6600, (1312, 670, 1058), 32, 8, 64), 0.83, 0.995),
+        (group(4096, (512,) * 8, 32, 8, 128), 0.91, 0.995),
+        (group(2048, (256,) * 4, 32, 32, 128), 0.81, 0.965),
+        (group(1000, (300,) * 4, 32, 8, 128), 0.69, 0.955),  # 3 rounds
+        (group(2300, (), 32, 32, 256), 0.70, 0.93),
+        (group(8192, (512,) * 8, 28, 4, 128), 0.92, 0.995),  # 21 rounds
+        (group(16384, (1024,) * 15, 4, 1, 128), 0.89, 0.98),  # of one head group
+        (NAMED["n28-p4096-r2048"], 0.983, 0.995),
+        (NAMED["n32-p8192-r2048"], 0.991, 0.997),
+        (NAMED["n32-p8192-uniform"], 0.957, 0.997),
+        (NAMED["n64-p4096-r256"], 0.967, 0.986),
+        (NAMED["g64-n8"], 0.987, 0.9995),
     ],
 )
-def test_clusters_end_together(workload, least):
+def test_clusters_end_together(workload, by_head, dealt):
     cost, head_groups, clusters, made = planned(workload)
-    assert evenness(np.tile(cost, head_groups), clusters) < least - 0.004, "head by head"
-    assert evenness(cost[made[:, 0]], clusters) > least
+    assert evenness(np.tile(cost, head_groups), clusters) < by_head
+    assert evenness(cost[made[:, 0]], clusters) > dealt
 
 
 def test_no_drawn_workload_is_less_even_than_head_by_head():
