@@ -126,7 +126,7 @@ def forward_spec(dtype: str, head_dim: int, heads_per_kv: int, trees: bool = Fal
     trees: the one for layouts deeper than two levels.
     """
     operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
-    return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim, packed))
+    return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim))
 
 
 class BackwardSpecs(NamedTuple):

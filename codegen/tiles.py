@@ -39,9 +39,6 @@ FORWARD_TILES = {
     192: ForwardTile(tile_n=96, q_in_registers=False),
     256: ForwardTile(tile_n=64, q_in_registers=False),
 }
-# Of up to so many packed heads: a tile has more tokens then, and more pairs that no row sees.
-FEW_HEADS = 3
-FEW_HEADS_TILES = {128: ForwardTile(tile_n=128)}
 
 
 def kernel_head_dim(head_dim: int) -> int:
@@ -63,11 +60,9 @@ def packed_heads(heads_per_kv: int) -> int:
     return max(divisors, key=lambda n: (64 // n * n, n))
 
 
-def forward_tile(head_dim: int, packed_heads: int) -> ForwardTile:
-    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes) and a number of packed heads."""
-    native = kernel_head_dim(head_dim)
-    few = packed_heads <= FEW_HEADS and native in FEW_HEADS_TILES
-    return (FEW_HEADS_TILES if few else FORWARD_TILES)[native]
+def forward_tile(head_dim: int) -> ForwardTile:
+    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share it."""
+    return FORWARD_TILES[kernel_head_dim(head_dim)]
 
 
 # ---------------------------------------------------------------- backward

@@ -306,7 +306,7 @@ class ForwardFrame(Clustered):
         """What an MMA warp does."""
         raise NotImplementedError
 
-    def tile(self, g: Global, fields: cute.Tensor) -> Any:
+    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> Any:
         """A work item of these fields."""
         return Tile.load(fields, self.tile_n)
 

@@ -32,7 +32,7 @@ class PathTile:
     tile_n: int
 
     @classmethod
-    def load(cls, fields: cute.Tensor, regions: cute.Tensor, tile_n: int) -> "PathTile":
+    def load(cls, fields: cute.Tensor | list[Int32], regions: cute.Tensor, tile_n: int) -> "PathTile":
         row, row_end, region, masked, blocks, key, limit = [fields[f] for f in range(items.NUM_FIELDS)]
         run = cute.make_rmem_tensor(3, Int32)
         run[0], run[1], run[2] = region, Int32(1), key
@@ -132,7 +132,7 @@ class PathForwardKernel(ForwardKernel):
     ) -> None:
         self.launch(q, k, v, out, lse, work, schedule, (visible_end, regions), softmax_scale, num_sms, stream)
 
-    def tile(self, g: Global, fields: cute.Tensor) -> PathTile:
+    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> PathTile:
         return PathTile.load(fields, g.regions, self.tile_n)
 
     def first_unseen(self, key_row: Int32, limit: Int32, by_key: cutlass.Boolean, tile_row: Int32) -> Int32:

@@ -15,5 +15,3 @@ CONTEXT_MASKED = 5  # how many of the context's last blocks need the mask
 OWN_MASKED = 6  # how many of the own region's last blocks need the mask
 STRADDLES = 7  # 1: rows of several segments, whose own keys begin at segment_begin[row]; 0: all own keys k <= row
 NUM_FIELDS = 8
-
-SORTED_ROWS = 2**15  # tiles come longest first if there are no more packed rows, else in runs of so many that do

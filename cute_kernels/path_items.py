@@ -19,5 +19,3 @@ BLOCKS = 4  # blocks in all
 KEY = 5  # first key of the first masked block
 LIMIT = 6  # its limit
 NUM_FIELDS = 7
-
-SORTED_ROWS = 2**14  # tiles come longest first if there are no more packed rows, else in runs of so many that do

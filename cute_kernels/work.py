@@ -34,7 +34,7 @@ class Tile:
     tile_n: int
 
     @classmethod
-    def load(cls, fields: cute.Tensor, tile_n: int) -> "Tile":
+    def load(cls, fields: cute.Tensor | list[Int32], tile_n: int) -> "Tile":
         field = [fields[f] for f in range(items.NUM_FIELDS)]
         row, row_end, own_begin = field[items.ROW], field[items.ROW_END], field[items.OWN_BEGIN]
         context_begin, context_end = field[items.CONTEXT_BEGIN], field[items.CONTEXT_END]

@@ -19,7 +19,9 @@ WorkItems = npt.NDArray[np.int32]
 Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits
 
 PART_TILES = 2**14  # what is computed at a time stays in a core's cache, and in memory that the process already has
-L2_ROWS = items.SORTED_ROWS  # of one KV head: K and V of head_dim 128 are 16 MB, of an H200's 50 MB of L2
+# Tiles come longest first if there are no more packed rows, else in runs of so many that do. Of one KV head: K and V of
+# head_dim 128 are 16 MB, of an H200's 50 MB of L2.
+L2_ROWS = 2**15
 # What a masked block takes besides what a whole one does, in whole blocks; less if not all rows see it. Fitted to times
 # of clusters (docs/tuning.md). It has in it what a tile takes to begin and end: at least one block is masked.
 MASKED, MASKED_OF_SOME = 1.1, 0.4

@@ -14,7 +14,7 @@ from cute_kernels import path_items as items
 from dualkv.layout import IntArray, Segments, positions
 from dualkv.plan import MASKED, longest_first, segment_at, visible_end_over
 
-NEAR_ROWS = items.SORTED_ROWS  # of dim 128: K and V are 8 MB, of an H200's 50 MB of L2; 2**13 and 2**15 are slower
+NEAR_ROWS = 2**14  # as plan.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**13 and 2**15 are slower
 
 Table = npt.NDArray[np.int32]
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from codegen import store
 from codegen.spec import backward_specs, forward_spec
-from codegen.tiles import FEW_HEADS_TILES
 from dualkv import Layout
 from dualkv.bench.workloads import Workload, parse
 from tools.ncu import collect, lines, metrics, show
@@ -277,7 +276,7 @@ def test_jobs_survive_json():
 
 def test_another_tile():
     job = Job(SMALL, "fwd", tile=read_tile(["tile_n=144"]))
-    with mock.patch.dict(TABLES["fwd"]), mock.patch.dict(FEW_HEADS_TILES):
+    with mock.patch.dict(TABLES["fwd"]):
         job.use_tile()
         assert job.specs()["fwd"].tile.tile_n == 144
     assert job.specs()["fwd"].tile.tile_n != 144

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FEW_HEADS_TILES, FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
 from cute_kernels import fwd_walk, items
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin
 from tests.pace import against_writing
 
-TILES = sorted({*FORWARD_TILES.values(), *FEW_HEADS_TILES.values()}, key=repr)
+TILES = list(FORWARD_TILES.values())
 
 
 def segments(prompts, responses):
@@ -172,7 +172,7 @@ def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch, tile):
     lambda walk: walk._replace(masked=1),
 ])  # fmt: skip
 def test_a_walk_that_leaves_out_too_much_is_noticed(monkeypatch, change):
-    seg, tile, right = segments([200], [[300, 100]]), forward_tile(128, 4), fwd_walk.walk
+    seg, tile, right = segments([200], [[300, 100]]), forward_tile(128), fwd_walk.walk
     check(seg, tile, 4)
     monkeypatch.setattr(fwd_walk, "walk", lambda *args: change(right(*args)))
     with pytest.raises(AssertionError):
@@ -189,7 +189,7 @@ def test_a_walk_that_leaves_out_too_much_is_noticed(monkeypatch, change):
 )
 def test_warp_groups_walk_little_that_they_do_not_see(prompt, responses, all_blocks, walked, with_mask):
     """Pairs of queries and keys that are multiplied, over those that are visible; and how many are masked."""
-    seg, tile = segments([prompt], [responses]), forward_tile(128, 4)
+    seg, tile = segments([prompt], [responses]), forward_tile(128)
     begin, sums = segment_begin(seg), np.zeros(3)
     for item in forward_work(seg, tile.tokens(4), tile.tile_n).tolist():
         blocks = len(list(key_blocks(item, tile.tile_n)))
@@ -252,7 +252,7 @@ def test_every_head_dim_and_ratio_has_a_tile():
         heads = packed_heads(ratio)
         assert ratio % heads == 0
         assert heads == ratio or ratio > MAX_PACKED_HEADS
-        assert all(forward_tile(head_dim, heads).tokens(heads) >= 1 for head_dim in FORWARD_TILES)
+        assert all(forward_tile(head_dim).tokens(heads) >= 1 for head_dim in FORWARD_TILES)
     for wrong in (0, 4, 100, 264):
         with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
             kernel_head_dim(wrong)
@@ -283,7 +283,7 @@ def test_a_plan_is_quick(head_dim, heads):
     slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it
     takes 2.5 to 3.4 times as long where there are many items)."""
     rng = np.random.default_rng(0)
-    responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim, heads)
+    responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
 
     def milliseconds():
         seg = segments([1024] * 64, responses)  # nothing of it is derived yet

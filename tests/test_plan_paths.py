@@ -7,14 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FEW_HEADS_TILES, FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
 from cute_kernels import path_items as items
 from dualkv import Layout
 from dualkv.layout import segments_of
 from dualkv.plan_paths import NEAR_ROWS, path_work
 from tests.strategies import binary_tree, random_tree, trees
 
-TILES = sorted({*FORWARD_TILES.values(), *FEW_HEADS_TILES.values()}, key=repr)
+TILES = list(FORWARD_TILES.values())
 
 
 def of(layout):
@@ -140,7 +140,7 @@ def test_empty_layouts():
 def test_a_plan_is_quick():
     """Ten thousand segments of up to 64 levels in 100 ms; the best of a few, as other work shares the machine."""
     seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
-    tile = forward_tile(128, 4)
+    tile = forward_tile(128)
     path_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
 
     def milliseconds():

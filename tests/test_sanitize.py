@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from codegen.tiles import BACKWARD_TILES, FEW_HEADS_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
 from dualkv.plan_backward import backward_work
 from tools.sanitize import __main__ as sanitize
 from tools.sanitize import cases, controls, known, reading
@@ -48,7 +48,7 @@ def test_every_native_head_dim_is_there_and_a_padded_one():
 def test_edges_are_those_of_the_tiles():
     """A length of every tile size in use, of one less and of one more, as a prompt and as a response."""
     layout = cases.LAYOUTS["edges"]
-    sizes = {tile.tile_n for table in (FORWARD_TILES, FEW_HEADS_TILES) for tile in table.values()}
+    sizes = {tile.tile_n for tile in FORWARD_TILES.values()}
     sizes |= {size for tile in BACKWARD_TILES.values() for size in (tile.tile_m, tile.tile_n)}
     wanted = {size + d for size in sizes for d in (-1, 0, 1)} | {0, 1}
     assert wanted <= set(layout.prompt_lens)

@@ -22,14 +22,13 @@ import typer
 
 from codegen import KernelError, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
-from codegen.tiles import FEW_HEADS_TILES
 from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import Workload, parse
 from tools import filed
-from tools.ncu.job import TABLES, changed, read_tile, use
+from tools.ncu.job import TABLES, changed, read_tile
 from tools.tables import MAIN
 
 STANDS = "as it stands"
@@ -62,14 +61,11 @@ class Candidate:
         """
         self.table, self.direction, self.head_dim, self.name = TABLES[direction], direction, head_dim, changes or STANDS
         self.tile = changed(self.table[head_dim], read_tile(changes.split(",")) if changes else {})
-        self.few = FEW_HEADS_TILES.get(head_dim) if direction == "fwd" and not changes else None
 
     def use(self) -> None:
         """Make it the table's entry; what was chosen by the one before is forgotten."""
         if self.table[self.head_dim] is not self.tile:
-            use(self.direction, self.head_dim, self.tile)
-            if self.few:
-                FEW_HEADS_TILES[self.head_dim] = self.few
+            self.table[self.head_dim] = self.tile
             hopper._kernel.cache_clear()
             hopper._backward_kernels.cache_clear()
 

@@ -1,11 +1,11 @@
 """The kernels' machine code against its record: registers, spills, shared memory, wgmma, TMA and register budgets.
 
-A head dim decides the tile and so the code, at head dim 128 also whether few heads are packed; the dtype only names
-other operand types, the packed heads only other boxes and divisions. So the CPU suite compiles every head dim at the
-packed heads that differ in kind (1, 4, 7: rows left over, 16: the most), every number of packed heads at one head dim,
-both dtypes, and the forward of trees where its tile is of another kind. That the others are as recorded follows from
-the sources, which are those that all of them were compiled from. `make check-kernels` compiles and compares all. After
-a change that is meant, `make manifest` records it.
+A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other
+boxes and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows
+left over, 16: the most), every number of packed heads at one head dim, both dtypes, and the forward of trees where
+its tile is of another kind. That the others are as recorded follows from the sources, which are those that all of
+them were compiled from. `make check-kernels` compiles and compares all. After a change that is meant, `make manifest`
+records it.
 
 Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels
 around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16. Of parts

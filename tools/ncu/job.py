@@ -17,13 +17,6 @@ DIRECTIONS = ("fwd", "bwd")
 TABLES: dict[str, dict[int, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
 
 
-def use(direction: str, native: int, entry: Any) -> None:
-    """Make `entry` the tile of a head dim in this process, whatever the GQA ratio."""
-    TABLES[direction][native] = entry
-    if direction == "fwd":
-        tiles.FEW_HEADS_TILES.pop(native, None)
-
-
 def changed(entry: Any, given: Mapping[str, int]) -> Any:
     """A tile configuration with other values.
 
@@ -65,7 +58,7 @@ class Job:
     def use_tile(self) -> None:
         """Make `tile` the table's in this process, before any kernel is chosen."""
         if self.tile:
-            use(self.direction, self.native, changed(TABLES[self.direction][self.native], self.tile))
+            TABLES[self.direction][self.native] = changed(TABLES[self.direction][self.native], self.tile)
 
     def specs(self) -> dict[str, KernelSpec]:
         """By operation, in the order of their launches."""

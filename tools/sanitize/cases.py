@@ -25,9 +25,9 @@ LAYOUTS = {
     "short edges": Layout.from_lengths([63, 65, 0], [[1, 64], [40], [3, 5]]),
     "short prompt": Layout.from_lengths([256], [[256]]),  # split key blocks too
 }
-# (H, Hk). Of fp16 and the others two query heads a KV head: at head dim 128 their tile is another one than four heads'.
+# (H, Hk). Of fp16 and the others two query heads a KV head, so that tiles of more tokens are there as well.
 HEADS = {"long prompt": (8, 1), "short prompt": (8, 1), "edges": (4, 1), "short edges": (4, 1), "tree": (4, 1)}
-FEW_HEADS = (4, 2)
+TWO_A_KV_HEAD = (4, 2)
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # all native ones, and a padded one
 
 
@@ -57,7 +57,7 @@ class Case:
     @property
     def heads(self) -> tuple[int, int]:
         """(H, Hk)"""
-        return FEW_HEADS if self.dtype == "fp16" else HEADS.get(self.layout, FEW_HEADS)
+        return TWO_A_KV_HEAD if self.dtype == "fp16" else HEADS.get(self.layout, TWO_A_KV_HEAD)
 
     def specs(self) -> list[KernelSpec]:
         """The kernels that it runs."""
