@@ -58,7 +58,8 @@ class Job:
     def use_tile(self) -> None:
         """Make `tile` the table's in this process, before any kernel is chosen."""
         if self.tile:
-            TABLES[self.direction][self.native] = changed(TABLES[self.direction][self.native], self.tile)
+            table = TABLES[self.direction]
+            table[self.native] = changed(table[self.native], self.tile)
 
     def specs(self) -> dict[str, KernelSpec]:
         """By operation, in the order of their launches."""
