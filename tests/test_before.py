@@ -1,0 +1,55 @@
+"""Kernels of an earlier commit beside today's: what needs no GPU of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from codegen import store
+from codegen.spec import forward_spec
+from dualkv import hopper
+from tools import before
+
+SPEC = forward_spec("bf16", 128, 4)
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "kernel.json").write_text(json.dumps({"spec": SPEC.to_dict(), "sources": "of another commit"}))
+    monkeypatch.setattr(store, "open_entry", lambda path, spec: f"{path.name} {spec.symbol}")
+    monkeypatch.setattr(store, "load", store.load)
+    monkeypatch.setattr(store, "load_all", store.load_all)
+    monkeypatch.setattr(before.Kernels, "current", None)
+    return tmp_path
+
+
+def test_an_earlier_kernel_is_found_by_its_specification(entries):
+    assert before.earlier(entries)(SPEC) == f"old {SPEC.symbol}"
+
+
+def test_a_kernel_that_is_not_there_is_named(entries):
+    with pytest.raises(ValueError, match="has no kernel fwd bf16 head_dim=64"):
+        before.earlier(entries)(forward_spec("bf16", 64, 4))
+
+
+def test_a_folder_without_kernels_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected a folder that `dualkv precompile --out` made"):
+        before.kernels_in(tmp_path)
+
+
+def test_calls_take_the_kernels_of_their_side(entries, monkeypatch):
+    for lookup in (hopper._kernel, hopper._backward_kernels):
+        monkeypatch.setattr(lookup, "cache_clear", lambda: None, raising=False)
+    old, new = before.Kernels("before", before.earlier(entries)), before.Kernels("now", lambda spec: "new")
+    for one, expected in ((old, f"old {SPEC.symbol}"), (new, "new"), (old, f"old {SPEC.symbol}")):
+        one.use()
+        assert store.load(SPEC) == expected
+        assert store.load_all([SPEC]) == [expected]
+
+
+def test_speed_is_the_earlier_time_over_todays():
+    times = {"before": (10.0, 12.0), "now": (10.0, 10.0)}
+    sides = {n: {"sustained_ms": sum(t) / 2, "rounds": [{"ms": ms} for ms in t]} for n, t in times.items()}
+    assert before.speeds({"sides": sides}) == {"speed": 1.1, "lowest": 1.0, "highest": 1.2}

@@ -1,0 +1,144 @@
+"""`python -m tools.before FOLDER`: kernels of an earlier commit and today's, in turns in one process.
+
+FOLDER holds the earlier commit's kernels, made there: `dualkv precompile --out FOLDER --head-dims 128 --gqa 4
+--deterministic`. Both are called by today's host code, so they must take the same arguments. Results are compared too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from codegen import precompiled, store
+from codegen.spec import KernelSpec
+from codegen.store import Kernel
+from dualkv import hopper
+from dualkv.bench import run, sides
+from dualkv.bench.inputs import Inputs, Side
+from dualkv.bench.show import markdown_table
+from dualkv.bench.workloads import NAMED, parse
+from tools import filed
+from tools.tables import MAIN
+
+BEFORE, NOW = "before", "now"
+EIGHT = [name for name, workload in NAMED.items() if not name.startswith(f"{MAIN}-") and not workload.parent]
+
+
+def kernels_in(folder: Path) -> dict[KernelSpec, Callable[[], Kernel]]:
+    """What loads each kernel in a folder, whatever sources and compiler made it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[KernelSpec, Callable[[], Kernel]] = {}
+    for path in sorted(p.parent for p in folder.glob("*/kernel.json")):
+        spec = KernelSpec.from_json(store.canonical_json(precompiled.record_of(path)["spec"]))
+        found[spec] = lambda path=path, spec=spec: store.open_entry(path, spec)  # type: ignore[misc]
+    if not found:
+        raise ValueError(f"FOLDER is {str(folder)!r}, expected a folder that `dualkv precompile --out` made")
+    return found
+
+
+class Kernels:
+    """One of the two sets of kernels; calls of its sides load from it."""
+
+    current: str | None = None
+
+    def __init__(self, name: str, load: Callable[[KernelSpec], Kernel]) -> None:
+        self.name, self.load = name, load
+
+    def use(self) -> None:
+        if Kernels.current != self.name:
+            Kernels.current = self.name
+            store.load = self.load  # type: ignore[assignment]
+            store.load_all = lambda specs: [self.load(spec) for spec in specs]
+            hopper._kernel.cache_clear()
+            hopper._backward_kernels.cache_clear()
+
+    def side(self, deterministic: bool) -> Callable[[Inputs, str], Side]:
+        def made(inputs: Inputs, direction: str) -> Side:
+            self.use()
+            side = sides.ours(inputs, direction, deterministic)
+
+            def call() -> Any:
+                self.use()
+                return side.call()
+
+            return replace(side, call=call)
+
+        return made
+
+
+def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
+    """Loads the earlier kernels, each once."""
+    known, loaded = kernels_in(folder), dict[KernelSpec, Kernel]()
+
+    def load(spec: KernelSpec) -> Kernel:
+        if spec not in loaded:
+            if spec not in known:
+                raise ValueError(f"{folder} has no kernel {spec}: make it there with the earlier commit")
+            loaded[spec] = known[spec]()
+        return loaded[spec]
+
+    return load
+
+
+def speeds(result: dict[str, Any]) -> dict[str, float]:
+    """The earlier time over today's, by mode: of the medians, and the lowest and the highest of the rounds."""
+    before, now = (result["sides"][name] for name in (BEFORE, NOW))
+    rounds = [b["ms"] / n["ms"] for b, n in zip(before["rounds"], now["rounds"], strict=True)]
+    return {"speed": before["sustained_ms"] / now["sustained_ms"], "lowest": min(rounds), "highest": max(rounds)}
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Kernels of the earlier commit.")],
+    workload: Annotated[list[str] | None, typer.Option("-w", help="By name or lengths. Default: the eight.")] = None,
+    direction: Annotated[list[str] | None, typer.Option("-d", help="fwd, bwd, deterministic. Default: all.")] = None,
+    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 0.6,
+    rounds: Annotated[int, typer.Option(help="Turns of each.")] = 3,
+    json_to: Annotated[Path | None, typer.Option("--json", help="File what was measured here.")] = None,
+) -> None:
+    """Time an earlier commit's kernels against today's."""
+    kernels = [Kernels(BEFORE, earlier(folder)), Kernels(NOW, store.load)]
+    meter = run.Meter()
+    results: list[dict[str, Any]] = []
+    load, load_all = store.load, store.load_all
+    try:
+        for name in workload or EIGHT:
+            for asked in direction or ["fwd", "bwd", "deterministic"]:
+                fixed = asked == "deterministic"
+                sides.SIDES.update({one.name: one.side(fixed) for one in kernels})
+                made = run.bench(
+                    parse(name), "bwd" if fixed else asked, [BEFORE, NOW], seconds, rounds, run.Clock(None), meter
+                )
+                if errors := [side["error"] for side in made["sides"].values() if "error" in side]:
+                    raise RuntimeError(f"{name} {asked}: {errors[0]}")
+                results.append({"workload": name, "direction": asked, **speeds(made)})
+                shown = [f"{results[-1][key]:.4f}" for key in ("speed", "lowest", "highest")]
+                print(f"{name} {asked}: {' '.join(shown)}", flush=True)
+                torch.cuda.empty_cache()
+    finally:
+        store.load, store.load_all = load, load_all
+        for one in kernels:
+            sides.SIDES.pop(one.name, None)
+    by_direction: dict[str, list[float]] = {}
+    for r in results:
+        by_direction.setdefault(r["direction"], []).append(r["speed"])
+    rows = [
+        [name, f"{statistics.geometric_mean(s):.4f}", f"{min(s):.4f}", f"{max(s):.4f}"]
+        for name, s in by_direction.items()
+    ]
+    print(markdown_table(("earlier time over today's", "mean", "lowest", "highest"), rows))
+    if json_to:
+        settings = {"seconds": seconds, "rounds": rounds}
+        json_to.write_text(filed.text(run.environment(meter) | {"settings": settings, "results": results}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
