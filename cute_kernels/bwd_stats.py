@@ -21,14 +21,8 @@ from codegen.tiles import STAT_COLUMNS
 from cute_kernels.ptx import store_volatile
 
 LARGEST = float.fromhex("0x1.fep127")  # of bf16
-SMALLEST_SCALE = 2.0**-100
 KEYS_BYTES = 256  # of shared memory
 KEYS = (0x3F803F80, 0x00003F80, 0, 0), (0, 0x3F800000, 0x3F803F80, 0)  # ones where lse is, and dpsum; pairs, first low
-
-
-def exponent_scale(softmax_scale: Float32) -> Float32:
-    """The scale of scores in exponents: not so small that lse / scale overflows. Scores of such scales are all 0."""
-    return cute.arch.fmax(softmax_scale, Float32(SMALLEST_SCALE))
 
 
 # ---------------------------------------------------------------- the preprocess
@@ -38,7 +32,7 @@ def stat_columns(lse: Float32, dpsum: Float32, softmax_scale: Float32) -> list[B
     lse NaN or -inf: the first is LARGEST / 2, which makes P infinite; inf: its negative, which makes P 0. dpsum not
     finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See bwd_contain.
     """
-    half_lse = lse / (-2.0 * exponent_scale(softmax_scale))
+    half_lse = lse / (-2.0 * softmax_scale)
     half_lse = cute.arch.fmax(cute.arch.fmin(half_lse, Float32(LARGEST / 2)), Float32(-LARGEST / 2))  # NaN: the former
     half = dpsum * -0.5
     known = (half >= -LARGEST / 2) & (half <= LARGEST / 2)

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame
-from cute_kernels.bwd_stats import exponent_scale, stat_keys, stat_product, stat_rows
+from cute_kernels.bwd_stats import stat_keys, stat_product, stat_rows
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import copy_to_peer, load_acquire, load_volatile, store_release
 
@@ -280,7 +280,7 @@ class WideBackward(BackwardFrame):
         acc.fill(0.0)
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, acc, None, stats, P, copy_dS, dS_dst, tid, None, num_blocks,
-            exponent_scale(scale) * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
+            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
         )  # fmt: skip
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         values, keys = [self.with_dq(state, i, dq_acc.iterator, sK, sKp, sdS) for i in range(2)]

@@ -237,7 +237,7 @@ def forward(
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
         k, v: [T, Hk, D], H a multiple of Hk.
         segments: the layout of the T rows.
-        softmax_scale: a positive number.
+        softmax_scale: from 2^-100 to 2^100.
 
     Raises:
         RuntimeError: the kernel cannot be compiled or loaded, or a CUDA graph is captured at one of those first calls.
