@@ -7,7 +7,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
-from codegen.tiles import STAT_COLUMNS, clears_ahead
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, clears_ahead
 from cute_kernels.bwd_stats import stat_columns
 
 THREADS = 256
@@ -16,7 +16,7 @@ VECTOR = 8  # elements of a 128-bit load
 
 class BackwardPreprocess:
     """-lse / softmax_scale and -dpsum of each query row, as columns of an operand of the main kernel (bwd_stats); its
-    locks, and dq_acc unless it clears that itself, set to zero.
+    locks and counter, and dq_acc unless it clears that itself, set to zero.
 
     Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
 
@@ -27,7 +27,7 @@ class BackwardPreprocess:
             says, of rows past T that P and dpsum are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.
-        locks: [H * nm * locks a block] int32 or empty. Every element is written.
+        locks: [lock_words(H * nm)] int32 or empty. Every element is written.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
 
@@ -71,7 +71,7 @@ class BackwardPreprocess:
         lse: cute.Tensor,  # (H, T)
         stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
-        locks: cute.Tensor,  # (H * nm * locks a block)
+        locks: cute.Tensor,  # (lock_words(H * nm))
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
@@ -118,9 +118,11 @@ class BackwardPreprocess:
             quads = cute.make_tensor(block.align(16), cute.make_layout((4, M * self.head_dim // 4)))
             for i in cutlass.range(tid, M * self.head_dim // 4, THREADS, unroll=4):
                 cute.autovec_copy(zero, quads[None, i])
-        locks_a_block = locks.shape[0] // (num_heads * num_blocks)
-        if tid < locks_a_block:
-            locks[(Int64(h) * num_blocks + mb) * locks_a_block + tid] = Int32(0)
+        if locks.shape[0] != 0:
+            if tid < LOCKS:
+                locks[(Int64(h) * num_blocks + mb) * LOCKS + tid] = Int32(0)
+            if cute.arch.block_idx()[0] == 0 and tid == LOCKS:
+                locks[locks.shape[0] - 1] = Int32(0)
         cute.arch.sync_threads()
         if tid < M:
             t, of_row = mb * M + tid, Float32.inf

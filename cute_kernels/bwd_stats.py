@@ -17,7 +17,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from codegen.tiles import STAT_COLUMNS
+from cute_kernels.abi import STAT_COLUMNS
 from cute_kernels.ptx import store_volatile
 
 LARGEST = float.fromhex("0x1.fep127")  # of bf16
