@@ -53,8 +53,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
             before, zeros from the preprocess, or anything where `clears_ahead`. May be empty where dQ is not asked.
         slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV; what is not asked is not written.
-        locks: [lock_words(H * nm)] int32, zeros from the preprocess: LOCKS of each query block, of which the first is not
-            0 once something was added to the block's dQ; last the counter of items that have begun, if deterministic.
+        locks: [lock_words(H * nm)] int32, zeros from the preprocess: LOCKS of each query block, the first of which is
+            not 0 once something was added to the block's dQ; last the counter of items begun, used if deterministic.
             May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.
         work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
         visible_end: [T] int32.
@@ -342,11 +342,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         s = self.allocate(tiles)
         sK, sV, sQ, sdO, sdS, own = (s[name] for name in ("K", "V", "Q", "dO", "dS", "own"))
         sStat, sKeys, bars, at, kept = s["small"]
-        index = cute.arch.block_idx()[0] // self.cluster
         if const_expr(self.deterministic):
             self.take_index(warp_idx, locks, kept + KEPT)
         else:
-            item = Item.load(work, index, self.rank(), self.tile_n)
+            item = Item.load(work, cute.arch.block_idx()[0] // self.cluster, self.rank(), self.tile_n)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
@@ -361,7 +360,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             fill_keys(sKeys)
             cute.arch.fence_view_async_shared()
         if const_expr(self.deterministic):
-            self.sync_cluster()  # the index is there, and with it the item
+            self.sync_cluster()  # the index is there
             index = cute.arch.make_warp_uniform(load_of_cta(kept + KEPT, 0))
             item = Item.load(work, index, self.rank(), self.tile_n)
         if warp_idx == 3:
@@ -431,11 +430,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
     @cute.jit
     def take_index(self, warp_idx: Int32, locks: cute.Tensor, index: cute.Pointer) -> None:
         """Of the cluster's item in `work`, into shared memory of its first CTA: how many clusters came here before."""
-        if warp_idx == 3:
-            if self.rank() == 0:
-                with cute.arch.elect_one():
-                    counter = locks.iterator + (locks.shape[0] - 1)
-                    store_volatile(index, cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu"))
+        if warp_idx == 3 and self.rank() == 0:
+            with cute.arch.elect_one():
+                counter = locks.iterator + (locks.shape[0] - 1)
+                store_volatile(index, cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu"))
 
     def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
         """What warps need of the item behind their loops, during which no register holds it."""
