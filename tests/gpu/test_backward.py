@@ -239,7 +239,7 @@ def another_process_loads_the_gpu():
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_items_of_a_fixed_order_come_from_a_counter(head_dim, monkeypatch):
-    """Whatever the order in which the device starts clusters: each launch counts anew, from 0 to the number of items."""
+    """So the order in which the device starts clusters does not matter. Each launch counts them anew, from 0 on."""
     layout, counts, made = Layout.from_lengths([3000, 100], [[400] * 9, [700] * 2]), [], hopper._backward_kernels
 
     def counting(*arguments):
@@ -270,7 +270,7 @@ def test_a_fixed_order_while_other_work_holds_the_device(head_dim):
     out, lse = hopper.forward(q, k, v, layout._segments, head_dim**-0.5)
 
     def backward():
-        return run(q, k, v, dout, out, lse, layout, deterministic=True)
+        return hopper.backward(dout, q, k, v, out, lse, layout._segments, head_dim**-0.5, True)
 
     want = backward()
     a = torch.randn(8192, 8192, device="cuda")  # a product in fp32 takes some 20 ms
