@@ -3,6 +3,8 @@
 The digest of every kernel covers this file (codegen/toolchain.py), so that a change here is a miss in the store.
 """
 
+MAX_ROWS = 2**31 - 2**10  # packed rows: their numbers, and those that a tile reaches past the last one, are int32
+
 # ---------------------------------------------------------------- the backward's workspaces
 STAT_COLUMNS = 8  # bf16 numbers a query row: its lse and dpsum, as columns of an operand of the main kernel
 LOCKS = 2  # a query block and head: one for each part of dQ that has one writer at a time, if in the order of the keys

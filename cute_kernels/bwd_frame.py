@@ -26,7 +26,7 @@ from cute_kernels.abi import LOCKS, STAT_COLUMNS, slab_floats
 from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Item, Loads
 from cute_kernels.bwd_results import Results, as_pairs
-from cute_kernels.bwd_stats import KEYS_BYTES, fill_keys
+from cute_kernels.bwd_stats import KEYS_BYTES, fake_stats, fill_keys
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import load_of_cta, store_volatile
 
@@ -47,7 +47,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         q, dout: [T, H, D] fp16 or bf16. T >= 1.
         k, v: [T, Hk, D], dtype of q.
-        stats: [H, nm * tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
+        stats: [H, nm, tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
         dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with a slab are left alone, all others
             written.
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
@@ -208,9 +208,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
         absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
         dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
-        width = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m)
-        strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
-        stats = make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
+        stats = fake_stats(heads, self.tile_m)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
         visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
         locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
@@ -225,7 +223,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         k: cute.Tensor,  # (T, Hk, D)
         v: cute.Tensor,  # (T, Hk, D)
         dout: cute.Tensor,  # (T, H, D)
-        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
+        stats: cute.Tensor,  # (H, nm, M * STAT_COLUMNS)
         dk: cute.Tensor,  # (T, Hk, D)
         dv: cute.Tensor,  # (T, Hk, D)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
@@ -370,7 +368,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             if const_expr(self.peer_columns):
                 self.load_peer_keys(tma_Kp, gKp, own, bars, item)
             self.load_keys(tma_K, gK, tma_V, gV, sK, sV, bars, item)
-        num_blocks = stats.shape[1] // (STAT_COLUMNS * self.tile_m)
+        num_blocks = stats.shape[1]
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             self.await_cluster()

@@ -119,7 +119,7 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         *_, stats, dq_sums, locks, scale = called["bwd_preprocess"]
         blocks = -(-tokens // tile.tile_m)
         assert scale == 0.125
-        assert stats.shape == (heads, blocks * tile.tile_m * STAT_COLUMNS)
+        assert stats.shape == (heads, blocks, tile.tile_m * STAT_COLUMNS)
         assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
         assert (stats.dtype, dq_sums.dtype) == (torch.bfloat16, torch.float32)
         assert locks.dtype == torch.int32

@@ -238,11 +238,11 @@ def test_empty_layouts():
 
 
 def test_rows_up_to_int32():
-    seg = segments([2**31 - 2], [[1]])
+    seg = segments([MAX_ROWS - 1], [[1]])
     work = forward_work(seg, 2**20, 128)
     assert work.dtype == np.int32
     assert work.min() >= 0
-    assert work[:, items.ROW_END].max() == 2**31 - 1
+    assert work[:, items.ROW_END].max() == MAX_ROWS
 
 
 def test_every_head_dim_and_ratio_has_a_tile():

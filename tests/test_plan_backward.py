@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels import bwd_items as items
-from cute_kernels.abi import LOCKS
+from cute_kernels.abi import LOCKS, MAX_ROWS
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
@@ -474,9 +474,9 @@ def test_empty_layouts():
 
 
 def test_rows_up_to_int32():
-    plan = backward_work(segments([2**31 - 2], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
+    plan = backward_work(segments([MAX_ROWS - 1], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
     assert plan.items[:, items.KEY : items.SLAB].min() >= 0
-    assert plan.items[:, items.KEY_END].max() == 2**31 - 1
+    assert plan.items[:, items.KEY_END].max() == MAX_ROWS
 
 
 def test_every_head_dim_has_a_tile():
