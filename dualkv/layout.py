@@ -20,10 +20,11 @@ import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cute_kernels.abi import MAX_ROWS
+
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IntArray = npt.NDArray[np.int64]
 Value = TypeVar("Value")
-
 
 
 def _int_array(name: str, values: Lengths) -> IntArray:

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
-from cute_kernels import bwd_items as items
 from cute_kernels.abi import LOCKS, MAX_ROWS
+from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
