@@ -5,7 +5,7 @@ Numbers only: nothing here imports CuTe or torch, so the host's plan can use it.
 
 from dataclasses import dataclass, replace
 
-from cute_kernels.abi import slab_floats
+from cute_kernels.abi import slab_floats, warp_group_tokens
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills a smaller head dim up with zeros
 MAX_PACKED_HEADS = 16
@@ -30,8 +30,8 @@ class ForwardTile:
     cluster: int = 2
 
     def tokens(self, packed_heads: int) -> int:
-        """Packed rows (tokens) that a cluster takes: every warp group holds 64 // packed_heads of all packed heads."""
-        return self.cluster * self.warp_groups * (64 // packed_heads)
+        """Packed rows (tokens) that a cluster takes."""
+        return self.cluster * self.warp_groups * warp_group_tokens(packed_heads)
 
 
 FORWARD_TILES = {

@@ -138,12 +138,16 @@ def read_source_digest(operation: str) -> str:
 
 
 def sources(operation: str) -> dict[str, Path]:
-    """`cute_kernels/<operation>.py`, what it imports of its package, and the module that compiles it."""
+    """`cute_kernels/<operation>.py`, what it imports of its package, and what chooses its arguments and compiles it.
+
+    With `cute_kernels/abi.py`, which every kernel imports, they are all that a kernel's code and the sizes of its
+    host's buffers depend on, but for what the specification says.
+    """
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:
         raise KernelError("the package cute_kernels, which dualkv is installed with, is missing")
     root = Path(next(iter(found.submodule_search_locations)))
-    sources = {"codegen.compile": Path(__file__).with_name("compile.py")}
+    sources = {f"codegen.{name}": Path(__file__).with_name(f"{name}.py") for name in ("compile", "spec")}
     wanted = ["cute_kernels", f"cute_kernels.{operation}"]
     while wanted:
         name = wanted.pop()

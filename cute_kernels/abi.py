@@ -1,9 +1,95 @@
-"""What the host and the kernels must agree on: fields of work items, sizes of workspaces. Plain integers, no CuTe.
+"""What the host and the kernels must agree on: fields of plans, sizes of tiles and workspaces. Plain integers, no CuTe.
 
-The digest of every kernel covers this file (codegen/toolchain.py), so that a change here is a miss in the store.
+The digest of a kernel covers this file (codegen/toolchain.py), so a change here is a miss in the store.
 """
 
 MAX_ROWS = 2**31 - 2**10  # packed rows: their numbers, and those that a tile reaches past the last one, are int32
+
+
+# ---------------------------------------------------------------- the plans' tables: written by the host
+class ForwardFields:
+    """The fields of a forward work item.
+
+    A *tile* is a run of consecutive packed rows of one group, of every query head of one KV head. It sees keys of two
+    regions: the context (prompt rows) and its own responses. A region is cut into blocks of `tile_n` keys from its
+    first row on; the last block may reach past the region's end. Every key of an unmasked block is visible to every row
+    of the tile. The blocks that need the mask are the last ones of their region.
+    """
+
+    ROW = 0  # first packed row of the tile
+    ROW_END = 1  # one past its last row; at most ROW + the tile's tokens, and within the group
+    CONTEXT_BEGIN = 2  # context keys [CONTEXT_BEGIN, CONTEXT_END); empty if the group has no prompt
+    CONTEXT_END = 3
+    OWN_BEGIN = 4  # own keys [OWN_BEGIN, ROW_END); empty (OWN_BEGIN == ROW_END) if the tile has prompt rows only
+    CONTEXT_MASKED = 5  # how many of the context's last blocks need the mask
+    OWN_MASKED = 6  # how many of the own region's last blocks need the mask
+    STRADDLES = 7  # 1: rows of several segments, whose own keys begin at segment_begin[row]; 0: all own keys k <= row
+    NUM_FIELDS = 8
+
+
+class PathFields:
+    """The fields of a forward work item over trees of any depth.
+
+    A *tile* is a run of consecutive packed rows of one group, as in `ForwardFields`. The keys that it sees are those of
+    the segments on the path of its first row, and its own rows. Its blocks of `tile_n` keys cover them from the root
+    on, each key once; a block may begin at any row, and reach over rows that no row of the tile sees.
+
+    A masked block has two numbers, its first key and its limit: no row of the tile sees keys from there on. Of those
+    before, a row sees all keys k <= row; where the limit is written with a minus, only the ones whose `visible_end` is
+    above the row. A work item has those of the first masked block, with which a tile begins; the table of *regions* has
+    a row for each other one. Then it has a row for each run of whole blocks, which every row of the tile sees: the
+    first key, and how many blocks follow one another.
+    """
+
+    ROW = 0  # first packed row of the tile
+    ROW_END = 1  # one past its last row; at most ROW + the tile's tokens, and within the group
+    REGION = 2  # the tile's first row in the table of regions
+    MASKED = 3  # masked blocks, at least 1
+    BLOCKS = 4  # blocks in all
+    KEY = 5  # first key of the first masked block
+    LIMIT = 6  # its limit
+    NUM_FIELDS = 7
+
+
+class BackwardFields:
+    """The fields of the backward's work items, and of the reductions behind them.
+
+    A *key block* is `tile_n` consecutive packed rows of one group, taken by one CTA; a work item is the neighbouring
+    key blocks of a cluster (one or two CTAs), which walk the same query blocks: for each query head of one KV head,
+    blocks of `tile_m` packed rows of one grid over all T rows, from the last to the first. A key block may span
+    segments, and a query block groups: each key n keeps the query rows n <= q < visible_end[n].
+    """
+
+    KV_HEAD = 0
+    KEY = 1  # first key row; CTA r of the cluster has the keys from KEY + r * tile_n on
+    KEY_END = 2  # one past the item's last key: at most KEY + cluster * tile_n, and within the group
+    BLOCK_BEGIN = 3  # query blocks [BLOCK_BEGIN, BLOCK_END), at least one
+    BLOCK_END = 4
+    CLEAN_END = 5  # (and 6) per CTA: rows q < CLEAN_END that all its tile_n keys precede need no mask; 0: all need it
+    SLAB = 7  # -1: the item owns its keys' dK and dV; else the place of its fp32 partial sums
+    # Deterministic sums of dQ: items add to a query block in the order of their keys.
+    ORDER = 8  # this item's place among those of its KV head; pieces of a split item share it
+    PREVIOUS_END = 9  # to blocks below this one, item ORDER - 1 has added before ...
+    PREVIOUS = 10  # ... and to the others this one, -1: none
+    NUM_FIELDS = 11
+
+    # A reduction: the slabs of one run of keys, added up in order.
+    SUM_KV_HEAD = 0
+    SUM_KEY = 1
+    SUM_KEY_END = 2
+    SUM_FIRST = 3  # slabs [SUM_FIRST, SUM_FIRST + SUM_COUNT)
+    SUM_COUNT = 4
+    NUM_SUM_FIELDS = 5
+
+
+# ---------------------------------------------------------------- the forward's tiles
+WG_ROWS = 64  # query rows of a warp group, which are rows of a product
+
+
+def warp_group_tokens(packed_heads: int) -> int:
+    """Packed rows (tokens) that a warp group takes of all packed heads."""
+    return WG_ROWS // packed_heads
+
 
 # ---------------------------------------------------------------- the backward's workspaces
 STAT_COLUMNS = 8  # bf16 numbers a query row: its lse and dpsum, as columns of an operand of the main kernel

@@ -21,12 +21,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from cute_kernels import bwd_items as items
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, slab_floats
+from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Item, Loads
 from cute_kernels.bwd_results import Results, as_pairs
-from cute_kernels.bwd_stats import KEYS_BYTES, fake_stats, fill_keys
+from cute_kernels.bwd_stats import KEYS_BYTES, by_block, fake_stats, fill_keys
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import load_of_cta, store_volatile
 
@@ -47,7 +47,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         q, dout: [T, H, D] fp16 or bf16. T >= 1.
         k, v: [T, Hk, D], dtype of q.
-        stats: [H, nm, tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
         dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with a slab are left alone, all others
             written.
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
@@ -56,7 +56,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         locks: [lock_words(H * nm)] int32, zeros from the preprocess: LOCKS of each query block, the first of which is
             not 0 once something was added to the block's dQ; last the counter of items begun, used if deterministic.
             May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.
-        work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
+        work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: abi.BackwardFields).
         visible_end: [T] int32.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
@@ -223,7 +223,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         k: cute.Tensor,  # (T, Hk, D)
         v: cute.Tensor,  # (T, Hk, D)
         dout: cute.Tensor,  # (T, H, D)
-        stats: cute.Tensor,  # (H, nm, M * STAT_COLUMNS)
+        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dk: cute.Tensor,  # (T, Hk, D)
         dv: cute.Tensor,  # (T, Hk, D)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
@@ -269,7 +269,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             gV,
             tma_Kp,
             gKp,
-            stats,
+            by_block(stats, M),
             as_pairs(dk) if const_expr(self.want_dk) else dk,
             as_pairs(dv) if const_expr(self.want_dv) else dv,
             dq_acc,

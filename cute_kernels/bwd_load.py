@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels import bwd_items as items
 from cute_kernels.abi import STAT_COLUMNS
+from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_stats import stats_of
 from cute_kernels.cluster import Clustered
 
@@ -32,7 +32,7 @@ class Item:
 
     @classmethod
     def load(cls, work: cute.Tensor, index: Int32, rank: Int32, tile_n: int) -> "Item":
-        """The part of CTA `rank` of a cluster in item `index` of `work` (fields: bwd_items.py)."""
+        """The part of CTA `rank` of a cluster in item `index` of `work` (fields: abi.BackwardFields)."""
         field = [work[index, f] for f in range(items.NUM_FIELDS)]
         key = field[items.KEY] + rank * tile_n
         clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])

@@ -8,7 +8,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, clears_ahead
-from cute_kernels.bwd_stats import fake_stats, stat_columns, stats_of
+from cute_kernels.bwd_stats import by_block, fake_stats, stat_columns, stats_of
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
@@ -23,7 +23,7 @@ class BackwardPreprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
-        stats: [H, nm, tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): of each row what `bwd_stats.stat_columns`
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): of each row what `bwd_stats.stat_columns`
             says, of rows past T that P and dpsum are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.
@@ -67,12 +67,13 @@ class BackwardPreprocess:
         out: cute.Tensor,  # (T, H, D)
         dout: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
-        stats: cute.Tensor,  # (H, nm, M * STAT_COLUMNS)
+        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
         locks: cute.Tensor,  # (lock_words(H * nm))
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
+        stats = by_block(stats, self.tile_m)
         self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale).launch(
             grid=[stats.shape[1] * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )

@@ -27,14 +27,21 @@ KEYS = (0x3F803F80, 0x00003F80, 0, 0), (0, 0x3F800000, 0x3F803F80, 0)  # ones wh
 
 
 def fake_stats(heads: cute.SymInt, tile_m: int) -> cute.Tensor:
-    """The workspace between preprocess and main kernel, when they are compiled: [H, nm, tile_m * STAT_COLUMNS]."""
-    shape = heads, cute.sym_int32(), tile_m * STAT_COLUMNS
-    strides = cute.sym_int64(divisibility=STAT_COLUMNS), tile_m * STAT_COLUMNS, 1
-    return make_fake_tensor(BFloat16, shape, strides, assumed_align=16)
+    """What preprocess and main kernel are compiled for as [H, nm * tile_m * STAT_COLUMNS]. 32 bits end at 2^28 rows."""
+    width = cute.sym_int64(divisibility=STAT_COLUMNS * tile_m)
+    strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
+    return make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
+
+
+def by_block(stats: cute.Tensor, tile_m: int) -> cute.Tensor:
+    """[H, nm * tile_m * STAT_COLUMNS] -> (H, nm, tile_m * STAT_COLUMNS)"""
+    size = tile_m * STAT_COLUMNS
+    shape, strides = (stats.shape[0], Int32(stats.shape[1] // size), size), (stats.stride[0], size, 1)
+    return cute.make_tensor(stats.iterator, cute.make_layout(shape, stride=strides))
 
 
 def stats_of(stats: cute.Tensor, h: Int32, mb: Int32) -> cute.Tensor:
-    """(tile_m * STAT_COLUMNS) of a query block: by 64 bits, as 32 end at 2^28 rows."""
+    """(H, nm, n) -> (n) of query block mb of head h, whose place takes 64 bits."""
     size = stats.shape[2]
     return cute.make_tensor((stats[h, None, None].iterator + Int64(mb) * size).align(16), cute.make_layout(size))
 

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels import bwd_items as items
+from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_results import as_pairs, rows_of, store_chunks
 
 VECTOR = 8  # the unit of head dims
@@ -19,7 +19,7 @@ class SlabSum:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         slabs: [n_slabs * cluster * 2 * tile_n * head_dim] fp32: per slab and CTA, dK and dV, as
             `Results.store_slab` writes them.
-        sums: [n, 5] int32, which slabs make which keys (fields: bwd_items.py). n >= 1.
+        sums: [n, 5] int32, which slabs make which keys (fields: abi.BackwardFields). n >= 1.
         dk, dv: [T, Hk, D] fp16 or bf16, or [0] where not asked; last dimension contiguous, address and strides
             multiples of 16 bytes. The keys of `sums` are written.
         stream: taken from the environment (torch's current stream), not passed.

@@ -16,12 +16,13 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from cute_kernels import fwd_walk, items
+from cute_kernels import fwd_walk
+from cute_kernels.abi import WG_ROWS, warp_group_tokens
+from cute_kernels.abi import ForwardFields as items
 from cute_kernels.cluster import SMEM_BYTES, Clustered
 from cute_kernels.fwd_walk import Walk
 from cute_kernels.work import Tile, first_and_step
 
-WG_ROWS = 64  # query rows of a warp group
 AGAIN_WORDS = 63  # of 32 bits, one an item of the cluster; its items beyond share bits with its first
 
 
@@ -75,7 +76,7 @@ class ForwardFrame(Clustered):
         k, v: [T, Hk, D], dtype of q.
         out: [T, H, D], dtype of q. Every element is written.
         lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
-        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile (fields: items.py).
+        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile (fields: abi.ForwardFields).
         schedule: [n * H / packed_heads, 2] int32, `dualkv.schedule` for as many clusters as are launched: every tile of
             every head group once, as (tile, head group). Of c clusters, each takes every c-th.
         segment_begin: [T] int32, the packed row where each row's segment begins.
@@ -129,7 +130,7 @@ class ForwardFrame(Clustered):
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages = tile_n, warp_groups, stages
         self.q_in_registers, self.cluster = q_in_registers, cluster
-        self.tokens_wg = WG_ROWS // packed_heads
+        self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest computes and is dropped
         self.regs_load, self.regs_mma = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[warp_groups]
         # O takes its Q's place. If there is room, the next tile's Q has another one, and comes as early as its keys.

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels import path_items as items
+from cute_kernels.abi import PathFields as items
 from cute_kernels.accumulator import column, row_elements
 from cute_kernels.fwd import ForwardKernel
 from cute_kernels.fwd_frame import Global
@@ -95,7 +95,7 @@ class PathForwardKernel(ForwardKernel):
 
         work: [n, 7] int32, the tiles of `dualkv.plan_paths` for this kernel's tile.
         schedule: as there.
-        regions: [m, 2] int32, of the same plan (both: path_items.py).
+        regions: [m, 2] int32, of the same plan (both: abi.PathFields).
         visible_end: [T + tile_n] int32, zeros past T.
 
     What is not finite in V stays with the rows that see it.

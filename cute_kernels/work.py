@@ -1,4 +1,4 @@
-"""Work items on the device: which tiles a cluster takes, and which key blocks a tile walks (fields: items.py)."""
+"""Work items on the device: which tiles a cluster takes, and which key blocks a tile walks (abi.ForwardFields)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels import items
+from cute_kernels.abi import ForwardFields as items
 
 
 def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:

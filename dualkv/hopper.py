@@ -113,8 +113,8 @@ class BackwardPlan(Plan):
     """What the backward reads, for one tile configuration and numbers of heads.
 
     Attributes:
-        work: [n, bwd_items.NUM_FIELDS] int32.
-        sums: [m, bwd_items.NUM_SUM_FIELDS] int32, no rows where no item is split.
+        work: [n, BackwardFields.NUM_FIELDS] int32.
+        sums: [m, BackwardFields.NUM_SUM_FIELDS] int32, no rows where no item is split.
         num_slabs: partial sums that the items write.
         visible_end: [T] int32.
     """
@@ -293,7 +293,7 @@ def backward(
         return torch.empty(shape, dtype=dtype, device=device)
 
     blocks = -(-rows // tile.tile_m)  # of query rows
-    stats = workspace(heads, blocks, tile.tile_m * STAT_COLUMNS, dtype=torch.bfloat16)
+    stats = workspace(heads, blocks * tile.tile_m * STAT_COLUMNS, dtype=torch.bfloat16)
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)

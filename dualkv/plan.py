@@ -1,6 +1,6 @@
 """Work plans: how a layout is cut into the tiles that the kernels walk. Made on the host once a batch, numpy only.
 
-`cute_kernels/items.py` says what a tile is and what the fields of a work item mean.
+`cute_kernels.abi.ForwardFields` says what a tile is and what the fields of a work item mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cute_kernels import items
+from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import IntArray, Segments, positions
 
 WorkItems = npt.NDArray[np.int32]

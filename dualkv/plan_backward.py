@@ -1,6 +1,6 @@
 """The backward's work plan: which keys a cluster owns and which query blocks it walks. On the host, numpy only.
 
-`cute_kernels/bwd_items.py` says what the fields of a work item mean. Layouts of any depth can be planned.
+`cute_kernels.abi.BackwardFields` says what the fields of a work item mean. Layouts of any depth can be planned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from codegen.tiles import BackwardTile
-from cute_kernels import bwd_items as items
+from cute_kernels.abi import BackwardFields as items
 from dualkv.layout import IntArray, Segments, positions
 from dualkv.plan import visible_end_over
 
@@ -59,7 +59,7 @@ class Uncut:
         run: the segment of the first key, among those that are not empty.
         block_begin, block_end: query blocks.
         previous: see `_in_turns`.
-        clean_end: see bwd_items.CLEAN_END, of each CTA.
+        clean_end: see BackwardFields.CLEAN_END, of each CTA.
     """
 
     key: IntArray

@@ -1,6 +1,6 @@
 """The forward's work plan for trees of any depth: numpy on the host, once a batch.
 
-`cute_kernels/path_items.py` says what the tables hold. Plans of two levels have two regions a tile: `dualkv.plan`.
+`cute_kernels.abi.PathFields` says what the tables hold. Plans of two levels have two regions a tile: `dualkv.plan`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cute_kernels import path_items as items
+from cute_kernels.abi import PathFields as items
 from dualkv.layout import IntArray, Segments, positions
 from dualkv.plan import MASKED, longest_first, segment_at, visible_end_over
 
@@ -23,7 +23,7 @@ Table = npt.NDArray[np.int32]
 class PathWork:
     """
     Attributes:
-        items: [n, path_items.NUM_FIELDS] int32, longest first; the same tiles serve every KV head.
+        items: [n, PathFields.NUM_FIELDS] int32, longest first; the same tiles serve every KV head.
         regions: [m, 2] int32, at least one row.
     """
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from cute_kernels import items
 from cute_kernels.abi import LOCKS, STAT_COLUMNS
+from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout, hopper, ops, plan, plan_backward, plan_paths
 from dualkv.layout import segments_of
 
@@ -119,7 +119,7 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         *_, stats, dq_sums, locks, scale = called["bwd_preprocess"]
         blocks = -(-tokens // tile.tile_m)
         assert scale == 0.125
-        assert stats.shape == (heads, blocks, tile.tile_m * STAT_COLUMNS)
+        assert stats.shape == (heads, blocks * tile.tile_m * STAT_COLUMNS)
         assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
         assert (stats.dtype, dq_sums.dtype) == (torch.bfloat16, torch.float32)
         assert locks.dtype == torch.int32

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
-from cute_kernels import fwd_walk, items
+from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
+from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
-from cute_kernels import bwd_items as items
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels.abi import LOCKS, MAX_ROWS
+from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
@@ -477,6 +477,13 @@ def test_rows_up_to_int32():
     plan = backward_work(segments([MAX_ROWS - 1], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
     assert plan.items[:, items.KEY : items.SLAB].min() >= 0
     assert plan.items[:, items.KEY_END].max() == MAX_ROWS
+
+
+def test_rows_that_tiles_reach_past_the_last_one_are_int32():
+    """Of a block of queries, the keys of a cluster, a tile of the forward and its last block of keys."""
+    past = [max(tile.tile_m, tile.cluster * tile.tile_n) for tile in TILES]
+    past += [tile.tokens(1) + tile.tile_n for tile in FORWARD_TILES.values()]
+    assert MAX_ROWS + max(past) < 2**31
 
 
 def test_every_head_dim_has_a_tile():

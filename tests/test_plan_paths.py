@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
-from cute_kernels import path_items as items
+from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.layout import segments_of
 from dualkv.plan_paths import NEAR_ROWS, path_work

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import dualkv
-from cute_kernels import items
+from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import segments_of
 from dualkv.plan import forward_work
 from tools.tables import RESULTS, UPDATES

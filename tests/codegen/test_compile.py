@@ -143,6 +143,9 @@ for spec in table():
         kernel, tile = _kernel(spec), spec.tile
         assert kernel.slab_floats() == tile.slab_floats(spec.head_dim), spec
         print(spec)
+    if spec.operation in ("bwd", "bwd_preprocess"):  # of as many rows as a layout may have
+        stats = _kernel(spec).fake_arguments()[4 if spec.operation == "bwd" else 3]
+        assert [x.width for x in stats.shape] == [32, 64], spec
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -16,10 +17,11 @@ import pytest
 
 from codegen import KernelError, compile, store, toolchain
 from codegen.select import words
-from codegen.spec import backward_specs, forward_spec
+from codegen.spec import TILES, backward_specs, forward_spec, table
 from tests.codegen import stand_in
 
 SPEC = forward_spec("bf16", 128, 4)
+READ_SOURCE_DIGEST = toolchain.read_source_digest
 
 
 def test_second_time_is_a_hit(compiles):
@@ -73,6 +75,47 @@ def test_source_digest_covers_what_a_kernel_imports(tmp_path, monkeypatch):
         assert (now in seen) == (name == "bwd"), name
         seen.add(now)
     assert toolchain.read_source_digest("bwd") not in seen
+
+
+def test_a_change_of_what_host_and_kernels_agree_on_is_a_miss(compiles, tmp_path, monkeypatch):
+    """Of any number there, for the kernels of every operation, which are found again as long as nothing changes."""
+    monkeypatch.setattr(toolchain, "source_digest", READ_SOURCE_DIGEST)
+    monkeypatch.setattr(toolchain, "read_source_digest", READ_SOURCE_DIGEST)
+    monkeypatch.setenv("STAND_IN_SECONDS", "0")
+    copy = tmp_path / "copy" / "cute_kernels"
+    shutil.copytree(toolchain.sources("fwd")["cute_kernels"].parent, copy)
+    monkeypatch.syspath_prepend(copy.parent)
+    monkeypatch.delitem(sys.modules, "cute_kernels", raising=False)
+    specs = {spec.operation: spec for spec in table()}.values()
+    assert {spec.operation for spec in specs} == set(TILES)
+    for spec in specs:
+        store.entry(spec)
+    text = (copy / "abi.py").read_text()
+    lines, numbers = text.splitlines(), [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]
+    numbers = [n for n in numbers if type(n.value) is int]
+    names = {line.split(" =")[0].strip() for line in (lines[n.lineno - 1] for n in numbers)}
+    assert {"MAX_ROWS", "WG_ROWS", "STAT_COLUMNS", "LOCKS", "ROW", "KEY", "SLAB", "SUM_KEY", "NUM_FIELDS"} < names
+    assert {"return head_dim <= 128", "return blocks * LOCKS + 1"} < names
+    for n in numbers:
+        line = lines[n.lineno - 1]
+        changed = f"{line[: n.col_offset]}{n.value + 1}{line[n.end_col_offset :]}"
+        (copy / "abi.py").write_text("\n".join([*lines[: n.lineno - 1], changed, *lines[n.lineno :], ""]))
+        assert not [spec.operation for spec in specs if store.where(spec)], changed
+    (copy / "abi.py").write_text(text)
+    assert {store.where(spec) for spec in specs} == {"cache"}
+
+
+def test_kernels_import_nothing_of_what_compiles_and_calls_them():
+    """Arrows: tools -> dualkv -> codegen -> cute_kernels, of which codegen and dualkv import `abi` alone."""
+    root, layers = Path(toolchain.__file__).parents[1], ["cute_kernels", "codegen", "dualkv", "tools"]
+    for at, layer in enumerate(layers):
+        for path in sorted((root / layer).rglob("*.py")):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+            imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            assert not {name.split(".")[0] for name in imported} & set(layers[at + 1 :]), path
+            of_kernels = {name for name in imported if name.split(".")[0] == "cute_kernels"}
+            assert of_kernels <= {"cute_kernels.abi"} or layer in ("cute_kernels", "tools"), path
 
 
 def _truncate(path):

@@ -227,6 +227,23 @@ def test_more_than_2_to_the_31_elements():
         assert (a[last].float() - b.float()).norm() < 1e-3 * b.float().norm()
 
 
+def test_more_than_2_to_the_28_rows():
+    """Of which the statistics take more than 2^31 numbers a head."""
+    group, head_dim = ([3000], [[600, 496]]), 8
+    count = 2**28 // 4096 + 1
+    many, alone = Layout.from_lengths(group[0] * count, group[1] * count), Layout.from_lengths(*group)
+    assert many.num_tokens > 2**28
+    q, k, v, dout = inputs(many, 1, 1, head_dim)
+    out, lse = torch.randn_like(q), torch.full((1, many.num_tokens), 9.0, device="cuda")
+    scale = head_dim**-0.5
+    got = hopper.backward(dout, q, k, v, out, lse, many._segments, scale, False, "kv")
+    last = slice(many.num_tokens - alone.num_tokens, None)
+    ends = [x[last] for x in (dout, q, k, v, out)]
+    want = hopper.backward(*ends, lse[:, last], alone._segments, scale, False, "kv")
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert (a[last].float() - b.float()).norm() < 1e-3 * b.float().norm()
+
+
 @pytest.fixture
 def another_process_loads_the_gpu():
     code = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint(flush=True)\nwhile True: a = (a @ a).tanh()"
