@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Waiting threads sleep: where something else runs too, spinning ones made the demo on two busy cores over four times as slow.
+# Waiting threads of OpenMP sleep, as in the `dualkv` command (dualkv/openmp.py): tests, fuzzer and benchmarks too.
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help demo test test-verl test-trl test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels

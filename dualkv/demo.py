@@ -36,8 +36,8 @@ from dualkv.update import WAYS, Gradients, PolicyTrainer, longest_sequence, repl
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # AdamW's g / |g| turns the sign of a gradient that is all rounding into a full step, so weights differ by more than
 # rounding behind the first update already, and later updates start from such weights: this many times the tolerance
-# there. What a first update computed before its step is held to the tolerance itself. Where a loss hangs on a few tokens,
-# one ratio on the other side of the clip range can exceed even that in float32: float64 decides then (`run_demo`).
+# there. What a first update computed before its step is held to the tolerance itself. Where a loss hangs on a few
+# tokens, one ratio on the other side of the clip range can exceed even that: float64 decides then (`run_demo`).
 DRIFT = 100
 # In half precision both ways round; the check's truth decides: the packed way's distance to it in units of the other's.
 HALF_PRECISION_RATIO = 2.0
@@ -210,8 +210,8 @@ def judge(
 def run_demo(settings: DemoSettings, track: Track = untracked) -> DemoResult:
     """Runs the updates both ways; see the module's docstring.
 
-    Where float32 agrees in the first update and drifts beyond its allowance after it, the same updates in float64 decide:
-    drift by rounding shrinks with the dtype, a mistake does not.
+    Where float32 agrees in the first update and drifts beyond its allowance after it, the same updates in float64
+    decide: drift by rounding shrinks with the dtype, a mistake does not.
 
     Raises:
         ValueError: settings or rollouts that do not fit.
