@@ -1,4 +1,4 @@
-"""Which settings make a loss depend on the micro-batch, by rule; against veRL's and TRL's own losses in their folders."""
+"""Which settings make a loss depend on the micro-batch, by rule; held to veRL's and TRL's own losses in their folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from dualkv.integrations import losses
 class Config(dict):
     """Read both ways, as veRL's configurations are."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
 
 
 def actor(loss_mode: str = "vanilla", correction: Any = None, **settings: Any) -> Config:
@@ -60,12 +64,12 @@ def _fresh() -> Iterator[None]:
 )
 def test_a_setting_of_verl_is_named_once(config: Config, names: str, remedy: str) -> None:
     with pytest.warns(UserWarning, match="packing changes which rollouts share one") as caught:
-        losses.warn_of_verl(config)
-        losses.warn_of_verl(config)
+        for _ in range(2):
+            losses.warn_of_verl(config)
     (message,) = [str(w.message) for w in caught]
     assert message.startswith("dualkv: actor.")
     assert names in message
-    assert message.endswith(remedy) or remedy in message.partition("unpacked training: ")[2]
+    assert remedy in message.partition("unpacked training: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +103,8 @@ TRL = {
 @pytest.mark.parametrize("name", TRL)
 def test_a_setting_of_trl_is_named_once(name: str) -> None:
     with pytest.warns(UserWarning, match="have a micro-batch hold a whole update") as caught:
-        losses.warn_of_trl(trainer(**TRL[name]))
-        losses.warn_of_trl(trainer(**TRL[name]))
+        for _ in range(2):
+            losses.warn_of_trl(trainer(**TRL[name]))
     (message,) = [str(w.message) for w in caught]
     assert message.startswith(f"dualkv: {name} ")
 
