@@ -1,9 +1,9 @@
-"""Which settings make a loss depend on the micro-batch, by rule; held to veRL's and TRL's own losses in their folders."""
+"""Which settings make a loss depend on the micro-batch, by rule; veRL's and TRL's own losses are in their folders."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,11 @@ NORMALIZED = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch
 SUM_NORM = {"loss_agg_mode": "seq-mean-token-sum-norm"}
 
 
+def twice(warn: Callable[[Any], None], of: Any) -> None:
+    warn(of)
+    warn(of)
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     losses._warn.cache_clear()
@@ -64,8 +69,7 @@ def _fresh() -> Iterator[None]:
 )
 def test_a_setting_of_verl_is_named_once(config: Config, names: str, remedy: str) -> None:
     with pytest.warns(UserWarning, match="packing changes which rollouts share one") as caught:
-        for _ in range(2):
-            losses.warn_of_verl(config)
+        twice(losses.warn_of_verl, config)
     (message,) = [str(w.message) for w in caught]
     assert message.startswith("dualkv: actor.")
     assert names in message
@@ -103,8 +107,7 @@ TRL = {
 @pytest.mark.parametrize("name", TRL)
 def test_a_setting_of_trl_is_named_once(name: str) -> None:
     with pytest.warns(UserWarning, match="have a micro-batch hold a whole update") as caught:
-        for _ in range(2):
-            losses.warn_of_trl(trainer(**TRL[name]))
+        twice(losses.warn_of_trl, trainer(**TRL[name]))
     (message,) = [str(w.message) for w in caught]
     assert message.startswith(f"dualkv: {name} ")
 
