@@ -1,4 +1,4 @@
-"""This environment is what `pip install 'dualkv[verl]'` makes: all of it, nothing else, and veRL's entry point starts."""
+"""This environment is what `pip install 'dualkv[verl]'` makes, all of it and nothing else, and veRL starts in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_has_what_the_extra_asks_for_and_nothing_else() -> None:
 
 
 def test_the_entry_point_imports() -> None:
-    """And what it imports as it runs; with the plugin, which veRL loads by itself, and without these tests' platform."""
+    """With the plugin, which veRL loads by itself, and without the platform of these tests."""
     modules = "verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.rollout.llm_server"
     program = f"import {modules}, sys; assert 'dualkv.integrations.verl.trainer' in sys.modules"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
