@@ -38,7 +38,7 @@ ONE = "have a micro-batch hold a whole update"
 
 def verl_settings(actor: Any) -> Found:
     """Of veRL 0.9's losses (`verl.trainer.ppo.core_algos`) those that take statistics of a micro-batch."""
-    found, policy_loss = [], actor.policy_loss
+    found, policy_loss = [], actor.get("policy_loss") or {}
     mode = policy_loss.get("loss_mode", "vanilla")
     one = f"{ONE} (actor.ppo_max_token_len_per_gpu)"
     if mode == "geo_mean":
@@ -58,7 +58,7 @@ def verl_settings(actor: Any) -> Found:
                     f"{one}, or set it to False",
                 )
             )
-    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
+    if actor.get("loss_agg_mode") == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
         found.append(
             (
                 "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor",
