@@ -1,4 +1,4 @@
-"""veRL's own losses of the same rollouts in one micro-batch and in several: those that differ are warned of, no other."""
+"""veRL's own losses of the same rollouts in one micro-batch and in several: a warning for those that differ."""
 
 from __future__ import annotations
 
