@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Waiting threads sleep: where something else runs too, spinning ones made the demo on two busy cores over four times as slow.
+# Waiting threads of OpenMP sleep, as in the `dualkv` command (dualkv/openmp.py): tests, fuzzer and benchmarks too.
 export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help demo test test-verl test-trl test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels
@@ -27,14 +27,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
 	touch $(STAMP)
 
-# Environments of other libraries see the first one's packages behind their own: veRL asks for another transformers, TRL
-# brings a few of its own.
-.venv-%/.installed: $(STAMP) tests/integrations/%/requirements.txt
+# Environments of other libraries are what `pip install '.[verl]'` and `'.[trl]'` make, in pinned versions. They see the
+# first one's packages behind their own, which pip takes for installed: veRL asks for another transformers, both bring more.
+.venv-%/.installed: $(STAMP) pyproject.toml tests/integrations/%/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip .venv-$*
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		"$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
-	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet --no-deps \
-		--requirement tests/integrations/$*/requirements.txt
+	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet \
+		--requirement tests/integrations/$*/requirements.txt --editable '.[$*]'
 	touch $@
 
 demo: $(STAMP)

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dualkv import openmp  # noqa: F401  (before torch is imported)
 from dualkv.attention import attention
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs

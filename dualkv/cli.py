@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import dualkv
 from codegen import KernelError
 from dualkv.settings import ON_CUDA, DemoSettings
 
@@ -27,6 +28,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train on many rollouts of one prompt and pay for the prompt once.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"dualkv {dualkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself; the help is the one above."""
+
 
 EXTRAS = {"transformers": "transformers", "matplotlib": "bench"}  # which extra brings a package that may be missing
 
@@ -315,7 +332,7 @@ def _console(json_to: str | None) -> Console:
 
 @contextmanager
 def tracked(console: Console) -> Iterator[Any]:
-    """Progress bars of loops, one line at a time; they stay on screen only while something runs."""
+    """Progress bars of loops, one line at a time; on a terminal alone, and only while something runs."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -323,7 +340,8 @@ def tracked(console: Console) -> Iterator[Any]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    # Elsewhere a progress bar would leave an empty line before what follows it.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
         task = progress.add_task("loading the model", total=None)
 
         def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dualkv.layout import _int_array
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -60,21 +62,24 @@ def group_advantages(rewards: torch.Tensor, group_sizes: Sequence[int], eps: flo
 
     Raises:
         ValueError: sizes that do not add up to N, a size below 1, rewards that are NaN or infinite.
-        TypeError: rewards that are not floating point.
+        TypeError: rewards that are not a floating point tensor, sizes that are not integers.
     """
+    if not isinstance(rewards, torch.Tensor):
+        raise TypeError(f"rewards must be a tensor, got a {type(rewards).__name__}")
     if not rewards.is_floating_point():
         raise TypeError(f"rewards must be floating point, got {rewards.dtype}")
     if rewards.ndim != 1:
         raise ValueError(f"rewards must have one dimension, got shape {tuple(rewards.shape)}")
-    if any(size < 1 for size in group_sizes):
-        raise ValueError(f"group_sizes must be 1 or more, got {min(group_sizes)}")
-    if sum(group_sizes) != len(rewards):
-        raise ValueError(f"group_sizes add up to {sum(group_sizes)}, rewards holds {len(rewards)}")
+    sizes = _int_array("group_sizes", group_sizes).tolist()
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"group_sizes must be 1 or more, got {min(sizes)}")
+    if sum(sizes) != len(rewards):
+        raise ValueError(f"group_sizes add up to {sum(sizes)}, rewards holds {len(rewards)}")
     if not torch.isfinite(rewards).all():
         at = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"rewards[{at}] is {rewards[at].item()}, expected a finite number")
     groups = []
-    for group in rewards.split(list(group_sizes)):
+    for group in rewards.split(sizes):
         centred = group - group.mean()
         groups.append(centred / (group.std() + eps) if len(group) > 1 else centred)
     return torch.cat(groups) if groups else rewards.clone()
@@ -93,8 +98,9 @@ def token_weights(response_lens: Sequence[int], mean: str) -> torch.Tensor:
 
     Raises:
         ValueError: another `mean`, a negative length.
+        TypeError: lengths that are not integers.
     """
-    lens = torch.tensor(list(response_lens), dtype=torch.int64)
+    lens = torch.from_numpy(_int_array("response_lens", response_lens))
     if (lens < 0).any():
         raise ValueError(f"response_lens must be 0 or more, got {int(lens.min())}")
     if mean == "sequence":

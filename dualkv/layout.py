@@ -11,6 +11,7 @@ of the subtree of k's segment. (A prompt's subtree is its group, a response's is
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -35,10 +36,14 @@ def _int_array(name: str, values: Lengths) -> IntArray:
         array = np.asarray(values)
     except ValueError:
         raise TypeError(f"{name} must be a flat sequence of integers, got {values!r}") from None
+    if array.ndim == 0:
+        raise TypeError(f"{name} is {reprlib.repr(values)}, expected a list of integers")
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers, got {array.dtype} values such as {array.reshape(-1)[0]!r}")
+        found = "str" if array.dtype.kind == "U" else array.dtype
+        first = array.reshape(-1).tolist()[:1]
+        raise TypeError(f"{name} must hold integers, got {found} values such as {reprlib.repr(*first)}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(array.shape)}")
     return array.astype(np.int64)
@@ -50,6 +55,24 @@ def _lengths(name: str, values: Lengths) -> IntArray:
         at = int(np.argmax(array < 0))
         raise ValueError(f"{name}[{at}] is {array[at]}, a length must be 0 or more")
     return array
+
+
+def _lists_of_lengths(name: str, values: Iterable[Lengths]) -> list[IntArray]:
+    """One array of lengths for each prompt."""
+
+    def check(name: str, value: Any, has: str) -> None:
+        if isinstance(value, (str, bytes)) or not hasattr(value, has) or getattr(value, "ndim", 1) == 0:
+            raise TypeError(
+                f"{name} is {reprlib.repr(value)}, expected a list of response lengths for each prompt, such as "
+                "[[3, 2]] for one prompt and two responses"
+            )
+
+    check(name, values, "__iter__")
+    found = []
+    for g, lengths in enumerate(values):
+        check(f"{name}[{g}]", lengths, "__len__")
+        found.append(_lengths(f"{name}[{g}]", lengths))
+    return found
 
 
 def _cumulative(name: str, values: Lengths) -> IntArray:
@@ -280,10 +303,10 @@ class Layout:
 
         Raises:
             ValueError: a negative length, or another number of lists than of prompts.
-            TypeError: a length that is not an integer.
+            TypeError: a length that is not an integer, a number or text in the place of a list.
         """
         prompts = _lengths("prompt_lens", prompt_lens)
-        responses = [_lengths(f"response_lens[{g}]", r) for g, r in enumerate(response_lens)]
+        responses = _lists_of_lengths("response_lens", response_lens)
         if len(responses) != len(prompts):
             raise ValueError(
                 f"response_lens has {len(responses)} lists for {len(prompts)} prompts in prompt_lens, "

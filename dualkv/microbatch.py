@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dualkv.layout import IntArray, Lengths, _lengths
+from dualkv.layout import IntArray, Lengths, _lengths, _lists_of_lengths
 from dualkv.packing import LabelStyle, _check_label_style, _copies
 
 
@@ -88,7 +88,7 @@ def plan_micro_batches(
     )
     copies = _copies(labels)
     shared = _lengths("prompt_lens", prompt_lens) - copies
-    private = [_lengths(f"response_lens[{g}]", r) + copies for g, r in enumerate(response_lens)]
+    private = [lengths + copies for lengths in _lists_of_lengths("response_lens", response_lens)]
     _check_groups(shared, private, budget, copies)
 
     pieces = [

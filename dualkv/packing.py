@@ -12,7 +12,8 @@ Values of response tokens are always [M, ...]: the responses in packed order, ea
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import reprlib
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
@@ -405,8 +406,8 @@ def _check_integers(name: str, ids: object) -> None:
         raise TypeError(f"{name} must hold integers, got {ids.dtype}")
 
 
-def _sequences(name: str, value: Any) -> Sequence[Any]:
-    """The entries of `prompts` or `responses`."""
+def _sequences(name: str, value: Any, of: str = "token sequences") -> Sequence[Any]:
+    """The entries of `prompts`, `responses` or masks."""
     if isinstance(value, torch.Tensor):
         if not value.is_nested:
             raise ValueError(
@@ -417,7 +418,7 @@ def _sequences(name: str, value: Any) -> Sequence[Any]:
     if isinstance(value, np.ndarray) and value.dtype == object:  # veRL's non-tensor batches
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{name} is a {type(value).__name__}, expected a list of token sequences")
+        raise TypeError(f"{name} is a {type(value).__name__}, expected a list of {of}")
     if len(value) == 0:
         raise ValueError(f"{name} is empty, expected at least one entry")
     return value
@@ -435,6 +436,8 @@ def _is_grouped(responses: Sequence[Any], has_group_ids: bool) -> bool:
 
 def _tokens(name: str, value: TokenIds) -> torch.Tensor:
     """One sequence as a 1-D int64 tensor, or one sentence about what is wrong with it."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} is the text {reprlib.repr(value)}, expected token ids: tokenize texts first")
     if not isinstance(value, torch.Tensor):
         return torch.from_numpy(_int_array(name, value))
     if value.dtype != torch.int64:
@@ -490,7 +493,9 @@ def _on_host(prompts: list[torch.Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def _group_keys(group_ids: GroupIds, rollouts: int) -> list[Hashable]:
-    keys = group_ids.tolist() if isinstance(group_ids, (torch.Tensor, np.ndarray)) else list(group_ids)
+    if isinstance(group_ids, (torch.Tensor, np.ndarray)):
+        group_ids = group_ids.tolist()
+    keys = list(group_ids) if isinstance(group_ids, Iterable) else group_ids
     if not isinstance(keys, list) or len(keys) != rollouts:
         found = len(keys) if isinstance(keys, list) else "no"
         raise ValueError(f"group_ids has {found} entries for {rollouts} rollouts, expected one a rollout")

@@ -7,6 +7,7 @@ gradients that come back through `unpack` add up.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from dualkv.layout import IntArray, Layout
+from dualkv.microbatch import _count
 from dualkv.packing import (
     Form,
     PackedBatch,
@@ -248,6 +250,7 @@ def plan_sequences(
             refuses.
         TypeError: tokens that are not integers.
     """
+    budget, min_count = _count("budget", budget), _count("min_count", min_count)
     _, shared, _ = on_host(sequences, min_shared)
     open_runs = shared.at_least(min_shared).runs(budget, min_count)
     runs: list[list[int]] = []
@@ -266,8 +269,7 @@ def on_host(
 ) -> tuple[list[npt.NDArray[Any]], SharedPrefixes, torch.device]:
     """The sequences on the host, all that they share, and the device they came from; see :func:`pack_sequences`."""
     rows = [_tokens(f"sequences[{i}]", x) for i, x in enumerate(_sequences("sequences", sequences))]
-    if min_shared < 1:
-        raise ValueError(f"min_shared is {min_shared}, expected 1 token or more")
+    _count("min_shared", min_shared)
     host = _on_host(rows)
     for i, tokens in enumerate(host):
         if len(tokens) == 0:
@@ -310,11 +312,14 @@ def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> n
 
 def _masks(loss_masks: Sequence[Mask] | torch.Tensor, lens: IntArray, of: str) -> list[npt.NDArray[np.bool_]]:
     """One mask for each of the `lens`."""
-    masks = _sequences("loss_masks", loss_masks)
+    masks = _sequences("loss_masks", loss_masks, "masks")
     if len(masks) != len(lens):
         raise ValueError(f"loss_masks has {len(masks)} entries for {len(lens)} {of}, expected as many")
     parts = [np.asarray(m.cpu() if isinstance(m, torch.Tensor) else m) for m in masks]
     for i, (part, length) in enumerate(zip(parts, lens.tolist(), strict=True)):
+        if part.ndim == 0 or part.dtype.kind not in "biuf":
+            wanted = "expected a list of zeros and ones, one a token"
+            raise TypeError(f"loss_masks[{i}] is {reprlib.repr(masks[i])}, {wanted}")
         if part.shape != (length,):
             raise ValueError(f"loss_masks[{i}] has shape {part.shape}, {of}[{i}] {length} tokens")
     return [part.astype(bool) for part in parts]

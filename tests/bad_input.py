@@ -250,6 +250,7 @@ BAD += [
     Bad("unpack", {"form": "rows"}, ValueError, "form is 'rows', expected 'list', 'padded' or 'nested'"),
     Bad("unpack_sequences", {"values": torch.zeros(3)}, ValueError, r"values has shape \(3,\), expected \[7, ...\] or"),
     Bad("group_advantages", {"rewards": torch.ones(3).long()}, TypeError, "rewards must be floating point, got torch"),
+    Bad("group_advantages", {"rewards": [1.0] * 3}, TypeError, "rewards must be a tensor, got a list"),
     Bad("group_advantages", {"rewards": torch.ones(3, 1)}, ValueError, r"rewards must have one dimension, .* \(3, 1\)"),
     Bad("group_advantages", {"group_sizes": [3, 0]}, ValueError, "group_sizes must be 1 or more, got 0"),
     Bad("group_advantages", {"group_sizes": [3, 1]}, ValueError, "group_sizes add up to 4, rewards holds 3"),

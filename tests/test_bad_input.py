@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import traceback
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dualkv import Layout, pack, pack_sequences, plan_micro_batches, plan_sequences
+from dualkv.grpo import group_advantages, token_weights
 from tests.bad_input import BAD, BAD_ON_CPU, base, nothing_runs
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +48,73 @@ def test_refused_behind_a_good_call_too(bad):
     function, arguments = base(bad.function)
     function(**arguments)
     bad.check(bad.prepare("cpu"), "cpu")
+
+
+# ---------------------------------------------------------------- text for tokens, one list too few
+LISTS = r"expected a list of response lengths for each prompt, such as \[\[3, 2\]\] for one prompt and two responses"
+TEXT = "expected token ids: tokenize texts first"
+advantages, weights = partial(group_advantages, torch.ones(3)), partial(token_weights, mean="token")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "words"),
+    [
+        *(
+            (function, arguments, f"^response_lens{words}, {LISTS}$")
+            for function in (Layout.from_lengths, partial(plan_micro_batches, budget=9))
+            for arguments, words in [
+                (([5], [3, 2]), r"\[0\] is 3"),
+                (([5, 5], [[3, 2], 2]), r"\[1\] is 2"),
+                (([5], ["32"]), r"\[0\] is '32'"),
+                (([5], torch.tensor([3, 2])), r"\[0\] is tensor\(3\)"),
+                (([5], [None]), r"\[0\] is None"),
+                (([5], 3), " is 3"),
+                (([5], "32"), " is '32'"),
+                (([5], torch.tensor(3)), r" is tensor\(3\)"),
+            ]
+        ),
+        (Layout.from_lengths, (5, [[3]]), "^prompt_lens is 5, expected a list of integers"),
+        (Layout.from_lengths, (["5"], [["3"]]), "^prompt_lens must hold integers, got str values such as '5'$"),
+        (Layout.from_segments, (5, -1), "^offsets is 5, expected a list of integers$"),
+        (Layout.from_segments, ("05", [-1]), "^offsets is '05', expected a list of integers$"),
+        (Layout.from_cu_seqlens, ([0, 2], 4), "^cu_seqlens_responses is 4, expected a list of integers$"),
+        (pack, (["a"], [["b"]]), rf"^prompts\[0\] is the text 'a', {TEXT}$"),
+        (pack, (["a"], ["b"]), rf"^prompts\[0\] is the text 'a', {TEXT}$"),
+        (pack, ([[1]], ["b"]), rf"^responses\[0\] is the text 'b', {TEXT}$"),
+        (pack, ([[1]], [[[2], "b"]]), rf"^responses\[0\]\[1\] is the text 'b', {TEXT}$"),
+        (pack, ([[1]], [["b"]]), r"^responses\[0\] must hold integers, got str values such as 'b'$"),
+        (pack, (["long " * 99], [[1]]), rf"^prompts\[0\] is the text 'long [^,]{{,30}}', {TEXT}$"),
+        (pack, ([1, 2], [3, 4]), r"^prompts\[0\] is 1, expected a list of integers$"),
+        (pack, ([[1, 2]], [None]), r"^responses\[0\] is None, expected a list of integers$"),
+        (pack_sequences, (["ab"],), rf"^sequences\[0\] is the text 'ab', {TEXT}$"),
+        (pack_sequences, ([1, 2],), r"^sequences\[0\] is 1, expected a list of integers$"),
+        (pack_sequences, ([[1, 2]], [1]), r"^loss_masks\[0\] is 1, expected a list of zeros and ones, one a token$"),
+        (pack_sequences, ([[1, 2]], [["0", "1"]]), r"^loss_masks\[0\] is \['0', '1'\], expected a list of zeros"),
+        (pack_sequences, ([[1, 2]], 1), "^loss_masks is a int, expected a list of masks$"),
+        (plan_sequences, ([[1, 2]], "5"), "^budget is '5', expected an integer$"),
+        (Layout.from_token_sequences, (["ab"],), rf"^sequences\[0\] is the text 'ab', {TEXT}$"),
+        (Layout.from_token_sequences, ([[1]], "2"), "^min_shared is '2', expected an integer$"),
+        (advantages, (3,), "^group_sizes is 3, expected a list of integers$"),
+        (advantages, ([3.0],), "^group_sizes must hold integers, got float64 values such as 3.0$"),
+        (weights, ("3",), "^response_lens is '3', expected a list of integers$"),
+    ],
+)
+def test_text_and_one_list_too_few(function, arguments, words):
+    with pytest.raises(TypeError, match=words):
+        function(*arguments)
+
+
+def test_group_ids_that_are_no_list():
+    with pytest.raises(ValueError, match=r"^group_ids has no entries for 2 rollouts, expected one a rollout$"):
+        pack([[1], [1]], [[2], [3]], group_ids=5)
+
+
+def test_lists_of_lengths_in_any_container():
+    expected = Layout.from_lengths([5, 4], [[3, 2], []])
+    for lists in (((3, 2), ()), ([3, 2], range(0)), (np.array([3, 2]), torch.tensor([]).long()), iter([[3, 2], []])):
+        layout = Layout.from_lengths([5, 4], lists)
+        assert layout.offsets.tolist() == expected.offsets.tolist()
+        assert layout.parent.tolist() == expected.parent.tolist()
 
 
 # ---------------------------------------------------------------- none is missing

@@ -115,11 +115,11 @@ def test_failures_are_one_sentence(run: Run, tmp_path: Path, words: list[str], s
     words = [bad_file(tmp_path, word) if word.startswith("{") else word for word in words]
     code, out, err = run(*words)
     assert code != 0
-    assert out.strip() == ""
-    lines = err.strip().splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("dualkv: ")
-    assert says in lines[0]
+    assert out == ""
+    assert err.startswith("dualkv: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,8 @@ def test_failures_inside(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseE
         raise error
 
     monkeypatch.setattr(dualkv.demo, "run_demo", fails)
-    code, _, err = run(*SMALL)
+    code, out, err = run(*SMALL)
+    assert out == ""
     assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
     assert err.startswith("dualkv: ")
     assert says in err
@@ -158,6 +159,10 @@ def test_no_command_shows_the_help_and_nothing_else(run: Run) -> None:
     assert code == 2
     assert "demo" in out
     assert err == ""
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"dualkv {version('dualkv')}\n", "")
 
 
 def test_every_setting_is_an_option(run: Run) -> None:

@@ -231,6 +231,56 @@ def test_a_wrong_batch_is_not_exact(monkeypatch: pytest.MonkeyPatch, spoil: Call
     assert result.exact is False
 
 
+FOUR = '{"prompt":"What is two and two?","responses":["four","five"],"rewards":[1,0]}'
+
+
+def short_answers(tmp_path: Path, **settings: Any) -> DemoSettings:
+    (tmp_path / "four.jsonl").write_text(FOUR)
+    return DemoSettings(rollouts=str(tmp_path / "four.jsonl"), device="cpu", **settings)
+
+
+def test_weights_are_judged_as_a_step_of_adamw_allows(tmp_path: Path) -> None:
+    """Gradients of a few tokens are all rounding in places, and AdamW makes full steps of their signs."""
+    result = run_demo(short_answers(tmp_path))
+    first = result.updates["packed"][0]
+    assert first.before_step <= TOLERANCE["float32"] < (first.weights or 0.0)
+    assert result.exact is True, result.verdict
+    assert "float64" not in result.verdict
+
+
+def test_drift_beyond_the_allowance_is_settled_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ratio that one way clips and the other does not, by a rounding, as DAPO's on FOUR: whole gradients differ."""
+    monkeypatch.setattr("dualkv.demo.DRIFT", 0.01)
+    monkeypatch.setitem(TOLERANCE, "float64", 1e-8)
+    result = run_demo(short_answers(tmp_path))
+    assert result.exact is True
+    assert "float32; which float64 decides: largest difference" in result.verdict
+
+
+def test_a_real_difference_of_short_answers_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights alone too: one way takes steps 10 % longer."""
+    settings = short_answers(tmp_path)
+    with monkeypatch.context() as patch:
+        right = dualkv.update.pack
+        patch.setattr(dualkv.update, "pack", lambda *args, **kwargs: wrong_token(right(*args, **kwargs)))
+        result = run_demo(settings)
+        assert result.exact is False
+        assert result.updates["packed"][0].before_step > TOLERANCE["float32"]
+        assert "float64" not in result.verdict  # nothing to decide
+    step = PolicyTrainer.step
+
+    def longer(self: PolicyTrainer) -> Any:
+        if self.way == "packed":
+            self._optimizer.param_groups[0]["lr"] *= 1.1
+        return step(self)
+
+    monkeypatch.setattr(PolicyTrainer, "step", longer)
+    result = run_demo(dataclasses.replace(settings, steps=1))
+    assert result.updates["packed"][0].before_step <= TOLERANCE["float32"]
+    assert result.exact is False
+    assert "which float64 decides" in result.verdict
+
+
 def test_a_mistake_in_later_updates_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a KL term that one way forgets: at the first update it has no gradient."""
     right = PolicyTrainer._loss
@@ -251,7 +301,10 @@ def test_judge() -> None:
         return Differences(x, x, x, x, x, x, x)
 
     assert judge("float32", [apart(1e-6), apart(9e-4)], {})[0] is True
-    assert judge("float32", [apart(1.1e-5)], {})[0] is False
+    assert judge("float32", [dataclasses.replace(apart(1e-6), weights=9e-4)], {})[0] is True
+    assert judge("float32", [dataclasses.replace(apart(1e-6), weights=1.1e-3)], {})[0] is False
+    for name in ("logp", "loss", "gradients"):
+        assert judge("float32", [dataclasses.replace(apart(0.0), **{name: 1.1e-5})], {})[0] is False
     assert judge("float32", [apart(1e-6), apart(1.1e-3)], {})[0] is False
     for name in ("logp", "loss", "gradients", "weights"):
         assert judge("float32", [dataclasses.replace(apart(0.0), **{name: float("nan")})], {})[0] is False

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import pytest
 import torch
 import typer
+from packaging.requirements import Requirement
 
 import dualkv
 from dualkv import cli
@@ -81,6 +82,7 @@ ELSEWHERE = {
     "python -m tools.train_verl": "tests/integrations/verl/test_docs.py",
     "python -m verl.trainer.main_ppo": "tests/integrations/verl/test_docs.py",
 }
+CONSTRAINTS = ROOT / "constraints.txt"
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHOWN = sorted(set(shown()))
 
@@ -96,6 +98,17 @@ def known(names, words):
 
 
 # ---------------------------------------------------------------- commands
+def words_of_pip(words):
+    """What is wrong with a `pip install` or `uninstall` of others' packages: a pin is that of constraints.txt."""
+    pins = {r.name: r for r in map(Requirement, re.findall(r"^[^#\s].*$", CONSTRAINTS.read_text(), re.MULTILINE))}
+    asked = [Requirement(word) for word in words[2:] if not word.startswith("-")]
+    wrong = [] if words[1] in ("install", "uninstall") and asked else [" ".join(words)]
+    for one in asked:
+        if one.specifier and (one.name not in pins or one.specifier != pins[one.name].specifier):
+            wrong.append(f"{one}, in constraints.txt {pins.get(one.name)}")
+    return wrong
+
+
 @pytest.mark.parametrize(("page", "command", "whole"), SHOWN)
 def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
     words = words_of(command)
@@ -114,8 +127,10 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
         assert all(f'"{word.partition("=")[0]}"' in sources for word in words[1:])
     elif (ROOT / words[0]).is_file():  # .ci/run, which every commit passes, runs our scripts
         assert words[0].rpartition("/")[2] in (ROOT / ".ci" / "run").read_text()
-    elif words[0] in ("docker", "pip", "git", "ncu"):
-        assert "dualkv" not in words[0], "other people's programs change the machine, or need a GPU: not run"
+    elif words[0] == "pip":  # changes the environment: not run
+        assert words_of_pip(words) == []
+    elif words[0] == "ncu":  # needs a GPU, and what it runs is ours
+        parse(words_of(" ".join(words[words.index("python") :])))
     elif name := known(ELSEWHERE, words):
         assert (ROOT / ELSEWHERE[name]).exists()
     elif name := known(WRITES, words):
@@ -171,6 +186,19 @@ def test_reasons_are_of_commands_that_are_shown():
 def test_commands_that_no_program_takes_would_be_found(command, capsys):
     with pytest.raises(pytest.fail.Exception, match="is not taken"):
         parse(words_of(command))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pip instal torch",
+        "pip install --no-deps",
+        "pip install nvidia-cutlass-dsl-libs-cu13==4.8.0",
+        "pip install x==1",
+    ],
+)
+def test_commands_of_pip_that_are_wrong_would_be_found(command):
+    assert len(words_of_pip(command.split())) == 1
 
 
 def test_the_options_of_precompile_are_those_of_the_page():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import sys, time
@@ -37,3 +41,25 @@ def test_import_is_light():
     assert "dualkv" in loaded
     assert not loaded & {"cutlass", "triton", "transformers", "rich", "typer", "matplotlib", "cuda", "tvm_ffi"}
     assert statistics.median(float(run[0]) for run in runs) < 0.3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch brings GNU OpenMP on Linux alone")
+@pytest.mark.parametrize(
+    ("words", "given", "spins"),
+    [
+        (["-m", "dualkv", "--version"], {}, "0"),
+        (["SCRIPT", "--version"], {}, "0"),
+        (["-m", "dualkv", "--version"], {"OMP_WAIT_POLICY": "active"}, "30000000000"),
+        (["-c", "import dualkv"], {}, "300000"),
+        (["-c", "import dualkv", "dualkv"], {}, "300000"),
+    ],
+)
+def test_waiting_threads_sleep_in_the_command_line_alone(tmp_path, words, given, spins):
+    """As OpenMP itself says when torch loads it."""
+    script = tmp_path / "dualkv"  # as pip writes it
+    script.write_text("import sys\nfrom dualkv.__main__ import main\nsys.exit(main())\n")
+    command = [sys.executable, *(str(script) if word == "SCRIPT" else word for word in words)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | given
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)[1] == spins

@@ -326,5 +326,5 @@ def test_bad_input(arguments, error, message):
 
 
 def test_min_shared_is_checked():
-    with pytest.raises(ValueError, match="min_shared is 0, expected 1 token or more"):
+    with pytest.raises(ValueError, match="min_shared is 0, expected 1 or more"):
         pack_sequences([[1, 2]], min_shared=0)

@@ -22,6 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_tensor_dict
 
+from dualkv.integrations import losses
 from dualkv.integrations.transformers import disable, enable
 from dualkv.layout import Layout
 from dualkv.packing import pack_padded
@@ -67,6 +68,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         enable(self.model)
         if self.ref_model is not None:
             enable(self.ref_model)
+        losses.warn_of_trl(self)
 
     @profiling_decorator
     def _get_per_token_logps_and_entropies(

@@ -23,11 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.workers.config import ActorConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import transformers
+from dualkv.integrations import losses, transformers
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.data import PackedRollouts
@@ -245,6 +246,10 @@ class DualKVEngine(FSDPEngineWithLMHead):
 
     # ------------------------------------------------------------------ what a batch cost
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        # With veRL's own trainers nothing of ours sees the loss before the first update.
+        actor = getattr(loss_function, "keywords", {}).get("config")
+        if isinstance(actor, ActorConfig) and dist.get_rank() == 0:
+            losses.warn_of_verl(actor)
         return self._measured(super().train_batch, data, loss_function, passes=3)
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 
 
@@ -28,6 +29,7 @@ class _WholeGroups:
                 " False",
                 stacklevel=2,
             )
+        losses.warn_of_verl(config.actor_rollout_ref.actor)
         super().__init__(config)  # type: ignore[call-arg]
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,7 @@ import trl
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from transformers import ProcessorMixin
 
+from dualkv.integrations import losses
 from dualkv.integrations.trl import GRPOTrainer
 from tests.integrations.tiny import VOCAB, assert_close
 from tests.integrations.trl.runs import SETTINGS, Padded, Run, make_trainer, tokenizer, train
@@ -259,6 +261,40 @@ def test_continuous_batching_finds_the_attention_it_knows(folder: Path, monkeypa
     trainer.train()
     assert set(names) == {"sdpa"}
     assert trainer.model.config._attn_implementation == "dualkv|sdpa"
+
+
+# ---------------------------------------------------------------- what depends on the micro-batch
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"loss_type": "bnpo"}, "loss_type='bnpo' divides by the tokens of a micro-batch"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 takes the quantile"),
+        ({"entropy_coef": 0.01}, "entropy_coef=0.01 averages entropies"),
+        ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True averages entropies"),
+        ({"model": "qwen3_moe", "router_aux_loss_coef": 0.5}, "router_aux_loss_coef=0.5 balances the experts"),
+    ],
+)
+def test_a_loss_that_depends_on_micro_batches_is_named(folder: Path, settings: dict[str, Any], names: str) -> None:
+    losses._warn.cache_clear()
+    with pytest.warns(UserWarning, match=f"^dualkv: {names}.*hold a whole update") as caught:
+        make_trainer(GRPOTrainer, folder, **settings)
+    assert len([w for w in caught if str(w.message).startswith("dualkv: ")]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"loss_type": name} for name in ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "vespo")),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "bnpo", "steps_per_generation": 1, "per_device_train_batch_size": 12},
+    ],
+    ids=str,
+)
+def test_other_losses_are_quiet(folder: Path, settings: dict[str, Any]) -> None:
+    losses._warn.cache_clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dualkv: ")
+        make_trainer(GRPOTrainer, folder, **settings)
 
 
 # ---------------------------------------------------------------- what is refused

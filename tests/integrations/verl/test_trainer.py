@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
+from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.data import Rollouts
 from dualkv.integrations.verl.work import packed, replicated
@@ -130,6 +131,12 @@ def test_trainer_is_verls_to_its_configuration(monkeypatch: pytest.MonkeyPatch) 
     shuffled = OmegaConf.merge(OmegaConf.create(CONFIG), {"actor_rollout_ref": {"actor": {"shuffle": True}}})
     with pytest.warns(UserWarning, match="dualkv: actor.shuffle spreads the rollouts of a prompt over updates"):
         get_trainer_cls("dualkv_sync")(shuffled)
+    losses._warn.cache_clear()
+    of_micro_batches = OmegaConf.merge(
+        OmegaConf.create(CONFIG), {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "geo_mean"}}}}
+    )
+    with pytest.warns(UserWarning, match="dualkv: actor.policy_loss.loss_mode=geo_mean adds up the means"):
+        get_trainer_cls("dualkv_sync")(of_micro_batches)
 
 
 def test_plugin_is_found_by_its_entry_point() -> None:

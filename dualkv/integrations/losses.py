@@ -1,0 +1,99 @@
+"""Settings under which a loss depends on how rollouts fall into micro-batches; a warning names each of them once.
+
+Packing is exact for whatever a loss computes token by token or rollout by rollout. Some losses normalize by what a
+micro-batch holds, in veRL's and TRL's own training too: their scale or their choice of tokens changes with its size.
+Packing puts the rollouts of a prompt together, so it changes what a micro-batch holds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+
+def warn_of_verl(actor: Any) -> None:
+    """Warns of veRL's losses.
+
+    Args:
+        actor: veRL's `actor_rollout_ref.actor`, as OmegaConf's or as veRL's own object.
+    """
+    for setting, what, remedy in verl_settings(actor):
+        _warn(f"actor.{setting}", what, remedy)
+
+
+def warn_of_trl(trainer: Any) -> None:
+    """Warns of TRL's losses.
+
+    Args:
+        trainer: a `trl.GRPOTrainer` that has been made.
+    """
+    for setting, what, remedy in trl_settings(trainer):
+        _warn(setting, what, remedy)
+
+
+Found = list[tuple[str, str, str]]  # the setting, what it does within a micro-batch, the remedy
+ONE = "have a micro-batch hold a whole update"
+
+
+def verl_settings(actor: Any) -> Found:
+    """Of veRL 0.9's losses (`verl.trainer.ppo.core_algos`) those that take statistics of a micro-batch."""
+    found, policy_loss = [], actor.get("policy_loss") or {}
+    mode = policy_loss.get("loss_mode", "vanilla")
+    one = f"{ONE} (actor.ppo_max_token_len_per_gpu)"
+    if mode == "geo_mean":
+        what = "adds up the means of micro-batches, so its scale is their number"
+        found.append((f"policy_loss.loss_mode={mode}", what, f"{one}, or take gspo"))
+    if mode in ("clip_cov", "kl_cov"):
+        what = "picks tokens by covariances within a micro-batch"
+        found.append((f"policy_loss.loss_mode={mode}", what, f"{one}, or take another policy loss"))
+    correction = policy_loss.get("rollout_correction", None)
+    if mode == "bypass_mode" and correction is not None:  # elsewhere the trainer computes weights, of a whole batch
+        weighs = correction.get("loss_type", "ppo_clip") == "reinforce" and correction.get("rollout_is", None)
+        if weighs and correction.get("rollout_is_batch_normalize", False):
+            found.append(
+                (
+                    "policy_loss.rollout_correction.rollout_is_batch_normalize=True",
+                    "divides importance weights by their mean in a micro-batch",
+                    f"{one}, or set it to False",
+                )
+            )
+    if actor.get("loss_agg_mode") == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
+        found.append(
+            (
+                "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor",
+                "divides by the longest response of a micro-batch",
+                "set actor.loss_scale_factor, such as to data.max_response_length",
+            )
+        )
+    return found
+
+
+def trl_settings(trainer: Any) -> Found:
+    """Of TRL 1.16's losses (`GRPOTrainer._compute_loss`) those that take statistics of a micro-batch."""
+    if trainer.args.steps_per_generation == 1:
+        return []  # one micro-batch, which packing leaves as it is
+    found, one = [], f"{ONE} (steps_per_generation=1)"
+    if trainer.loss_type == "bnpo":
+        what = "divides by the tokens of a micro-batch"
+        found.append(("loss_type='bnpo'", what, f"{one}, or take 'dapo', which divides by the tokens of all"))
+    if trainer.top_entropy_quantile < 1.0:
+        what = "takes the quantile within a micro-batch"
+        found.append((f"top_entropy_quantile={trainer.top_entropy_quantile}", what, f"{one}, or set it to 1.0"))
+    if trainer._entropy_bonus_enabled:
+        name = "use_adaptive_entropy=True" if trainer.use_adaptive_entropy else f"entropy_coef={trainer.entropy_coef}"
+        found.append((name, "averages entropies over the tokens of a micro-batch", f"{one}, or do without the bonus"))
+    if trainer.aux_loss_enabled:
+        what = "balances the experts' load within a micro-batch"
+        name = f"router_aux_loss_coef={trainer.router_aux_loss_coef}"
+        found.append((name, what, f"{one}, or set it to 0.0"))
+    return found
+
+
+@cache  # once a process
+def _warn(setting: str, what: str, remedy: str) -> None:
+    warnings.warn(
+        f"dualkv: {setting} {what}, and packing changes which rollouts share one, so the loss can differ from that of"
+        f" unpacked training: {remedy}",
+        stacklevel=4,
+    )
