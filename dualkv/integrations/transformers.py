@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from dualkv.attention import attention
+from dualkv.integrations import selfcheck
 from dualkv.layout import Layout, segments_of
 from dualkv.sequence_parallel import Shard
 
@@ -360,7 +361,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def enable(model: Model, *, deterministic: bool = False) -> Model:
+def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups; calls without a layout stay as they are.
 
     With a layout every attention layer runs :func:`dualkv.attention`, no attention mask is made and no cache kept:
@@ -382,12 +383,15 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
         model: a transformers model or a wrapper around one. Changed in place: the attention implementation of its
             config, and forward pre-hooks.
         deterministic: bitwise equal gradients from run to run.
+        check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns, random
+            weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. Once for each
+            configuration in a process, in a second or less. The model itself is not run.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model with layers whose attention does not go through transformers' registry, that have a sliding
+        ValueError: a model whose small copy differs or cannot be run (see `check`), or with layers whose attention does not go through transformers' registry, that have a sliding
             window, softcapping, sinks or a recurrent state, or that are not causal.
             A call with a layout raises it for what only shows there: attention dropout in training, masks, caches,
             another token count or other positions than the layout's.
@@ -395,6 +399,9 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
     _refuse_model(model)
     decoders = _decoders(model)
     disable(model)
+    if check:
+        for decoder in decoders:
+            selfcheck.check(decoder, enable)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for module in model.modules():
