@@ -41,7 +41,7 @@ TOKEN_ID = re.compile(r".*_token_id$")
 POSITIONS = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions)$")
 THRESHOLDS = re.compile(
     r"(.*_)?(sliding_window|window_size|window_len|attention_chunk_size)(_size)?$|floor_scale$|log_scaling_n_floor$"
-    r"|index_topk(_blocks)?$|index_block_size$|original_max_position_embeddings$|local_attention$|rel_extent$"
+    r"|index_topk$|index_topk_blocks$|index_block_size$|original_max_position_embeddings$|local_attention$|rel_extent$"
     r"|(position_bias|relative)_max_distance$"
 )
 # Layers whose kind follows from their number by a rule: every n-th, or all from the n-th on.
@@ -173,8 +173,8 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
         if explicit and value != heads * width:
             step = math.lcm(few, 16)
             setattr(config, name, min(value, -(-WIDTH // step) * step))
-        elif value % heads == 0:
-            setattr(config, name, value // by)
+        else:
+            setattr(config, name, value // heads * few)
 
 
 # ---------------------------------------------------------------- thresholds
@@ -189,8 +189,9 @@ def _tables(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
 
 def _shrink_thresholds(config: PreTrainedConfig) -> None:
     for name, value in list(vars(config).items()):
-        if THRESHOLDS.match(name) and _number(value) and value > THRESHOLD:
-            setattr(config, name, type(value)(THRESHOLD))
+        most = 2 if name.startswith("index_") and "block" in name else THRESHOLD  # blocks of positions, or in a block
+        if THRESHOLDS.match(name) and _number(value) and value > most:
+            setattr(config, name, type(value)(most))
         elif THRESHOLDS.match(name) and isinstance(value, list):
             setattr(config, name, [min(x, THRESHOLD) if _number(x) else x for x in value])
     for table in _tables(config):
