@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,18 +102,21 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
     layout = Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
     paths = _paths(layout)
     with _untouched(), torch.no_grad():
-        model = _copy(cls, config)
+        device = _device(cls)
+        model = _copy(cls, config).to(device)
         draw = torch.Generator().manual_seed(1)
         ids = torch.randint(4, VOCABULARY, (1, layout.num_tokens), generator=draw)
         padded = torch.full((len(paths), max(map(len, paths))), 3)
         mask = torch.zeros_like(padded)
         for i, path in enumerate(paths):
             padded[i, : len(path)], mask[i, : len(path)] = ids[0, path], 1
+        ids, padded, mask = ids.to(device), padded.to(device), mask.to(device)
         replicated = model(input_ids=padded, attention_mask=mask, use_cache=False)[0]
         try:
             packed = enable(model, check=False)(input_ids=ids, dualkv=layout)[0]
         except ValueError as error:
             raise CannotRunError(error) from error
+        replicated, packed = replicated.cpu(), packed.cpu()
     worst = 0.0
     for i, path in enumerate(paths):
         expected, got = replicated[i, : len(path)].double(), packed[0, path].double()
@@ -144,6 +148,13 @@ def _untouched() -> Iterator[None]:
         finally:
             torch.set_default_dtype(dtype)
             torch.set_float32_matmul_precision(precision)
+
+
+def _device(cls: type[Any]) -> torch.device:
+    """The CPU, or a GPU where Liger's kernels, which run on GPUs only, were put into the class's modeling file."""
+    names = vars(sys.modules[cls.__module__]).values()
+    liger = any((getattr(x, "__module__", None) or "").startswith("liger_kernel") for x in names)
+    return torch.device("cuda" if liger and torch.cuda.is_available() else "cpu")
 
 
 def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:

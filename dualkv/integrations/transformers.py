@@ -100,7 +100,7 @@ def _route(cls: type[nn.Module]) -> Route | None:
 _ARGUMENTS: dict[type, tuple[str, ...]] = {}
 
 
-def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     """What `cls.forward` calls its arguments, in order."""
     if cls not in _ARGUMENTS:
         _ARGUMENTS[cls] = tuple(inspect.signature(cls.forward).parameters)[1:]
@@ -125,13 +125,19 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedMo
         if _route(type(module)) is not None:
             owners = (parent for _, parent in _parents(model, name) if isinstance(parent, PreTrainedModel))
             owner = next(owners, None)
-            if owner is not None and "input_ids" in _arguments(type(owner)):
+            if owner is not None and "input_ids" in arguments(type(owner)):
                 found.append((name, module, owner))
     causal = {id(owner) for _, module, owner in found if _is_causal(module)}
     return [layer for layer in found if id(layer[2]) in causal]
 
 
-def _decoders(model: nn.Module) -> list[PreTrainedModel]:
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention layers that can be taken over."""
+    return [module for _, module, _ in _decoder_layers(model)]
+
+
+def decoders(model: nn.Module) -> list[PreTrainedModel]:
+    """The innermost pretrained models around them, each once."""
     return list({id(owner): owner for _, _, owner in _decoder_layers(model)}.values())
 
 
@@ -167,7 +173,7 @@ def objections(model: nn.Module) -> Iterator[str]:
                 f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences share:"
                 " use a head that makes one of each token (ForTokenClassification)"
             )
-    for decoder in _decoders(model):
+    for decoder in decoders(model):
         config, name = decoder.config, type(decoder).__name__
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
             if kind != "full_attention":
@@ -249,7 +255,7 @@ def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, 
 
 
 def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name, value in (*zip(_arguments(type(module)), args, strict=False), *kwargs.items()):
+    for name, value in (*zip(arguments(type(module)), args, strict=False), *kwargs.items()):
         if MEDIA.search(name) and _has_tensor(value):
             raise ValueError(
                 f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or audio"
@@ -446,17 +452,17 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             another token count or other positions than the layout's.
     """
     _refuse_model(model)
-    decoders = _decoders(model)
+    inner = decoders(model)
     disable(model)
     if check:
-        for decoder in decoders:
+        for decoder in inner:
             selfcheck.check(decoder, enable)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for module in model.modules():
-        if module in decoders:
+        if module in inner:
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
-        elif isinstance(module, PreTrainedModel) and any(inner in decoders for inner in module.modules()):
+        elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
             module.register_forward_pre_hook(_enter_head, with_kwargs=True)
     return model
 
