@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
+from dualkv.integrations.verl.engine import MODEL_TYPE, check_strategy
 
 
 class _WholeGroups:
@@ -21,6 +22,9 @@ class _WholeGroups:
     stock_mode: str  # what veRL looks up in its configuration
 
     def __init__(self, config: Any) -> None:
+        if config.actor_rollout_ref.model.get("model_type") == MODEL_TYPE:
+            for role in ("actor", "ref"):  # before the workers start
+                check_strategy(config.actor_rollout_ref[role].strategy)
         config.trainer.v1.trainer_mode = self.stock_mode
         if config.actor_rollout_ref.actor.shuffle:
             warnings.warn(
