@@ -147,14 +147,11 @@ def refuse(model: nn.Module) -> None:
 
 
 def _grouped(sentences: Iterable[str]) -> list[str]:
-    """Sentences that differ in numbers alone become one, which says of how many layers."""
-    first: dict[str, str] = {}
-    times: Counter[str] = Counter()
-    for sentence in sentences:
-        kind = re.sub(r"\d+", "#", sentence.partition("(")[0])
-        first.setdefault(kind, sentence)
-        times[kind] += 1
-    return [text if times[kind] == 1 else f"{text} ({times[kind]} such layers)" for kind, text in first.items()]
+    """Sentences that say the same of several layers become one, which says of how many."""
+    of_kind: dict[str, list[str]] = {}
+    for sentence in dict.fromkeys(sentences):
+        of_kind.setdefault(re.sub(r"^(layer |.*?layers\.)\d+", "", sentence), []).append(sentence)
+    return [same[0] if len(same) == 1 else f"{same[0]} ({len(same)} such layers)" for same in of_kind.values()]
 
 
 def _layers(model: nn.Module) -> list[str]:

@@ -138,15 +138,21 @@ def _paths(layout: Layout) -> list[list[int]]:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """fp32 on the CPU, whatever the caller has set; leaves the settings and the random numbers as they were."""
+    """fp32 on the CPU by one thread, which is faster where all is small, whatever the caller has set.
+
+    Leaves the settings and the random numbers as they were.
+    """
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(precision)
 
 

@@ -26,10 +26,10 @@ LONGEST = 64  # positions that tables of learned positions have
 THRESHOLD = 6  # of positions; the tree of the self-check has paths of up to 16 tokens
 
 # What the fields of configurations are called. Several names of one thing: model types were written by many authors.
-DEPTH = re.compile(r"(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$")
+DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
 HEADS = re.compile(r"((swa_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|num_attention_heads_per_layer)$")
 KV_HEADS = re.compile(r"((swa_|global_)?num_(global_)?(key_value|kv)_heads|num_key_value_heads_per_layer)$")
-HIDDEN = re.compile(r"(hidden_size|d_model|n_embd|word_embed_proj_dim|embedding_size)$")
+HIDDEN = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|word_embed_proj_dim|embedding_size)$")
 HEAD_DIM = re.compile(r"(head_dim|qk_nope_head_dim|kv_channels|d_kv|attention_head_dim)$")
 MLP = re.compile(r".*intermediate_size(_mlp)?$|(expert_|decoder_)?(ffn_dim|ffn_hidden_size)$|n_inner$|dim_ff$|dff$")
 LORA = re.compile(r".*lora_rank$")

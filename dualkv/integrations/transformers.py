@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from codegen.tiles import HEAD_DIMS
 from dualkv.attention import attention
 from dualkv.integrations import selfcheck
 from dualkv.layout import Layout, segments_of
@@ -193,6 +194,9 @@ def objections(model: nn.Module) -> Iterator[str]:
         for attribute in ATTRIBUTES:
             if (feature := _unsupported(attribute, getattr(module, attribute, None))) is not None:
                 yield f"{layer} uses {feature}"
+        dim = getattr(module, "head_dim", None)
+        if isinstance(dim, int) and dim > HEAD_DIMS[-1]:
+            yield f"{layer} has head dim {dim}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
         # All layers of the stack, not only those that we found: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
         if stack is None:
