@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations.shrink import VOCABULARY, shrink
+from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
 
 # Relative, of the worst row of hidden states. fp32 rounding stays below 1e-5, what a wrong position or key does is above
@@ -99,14 +99,14 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         CannotRunError: the packed call is refused.
         ValueError: hidden states that are not finite. What else the model raises, passes.
     """
-    layout = Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
+    layout = tree()
     paths = _paths(layout)
     with _untouched(), torch.no_grad():
         device = _device(cls)
         model = _copy(cls, config).to(device)
-        draw = torch.Generator().manual_seed(1)
-        ids = torch.randint(4, VOCABULARY, (1, layout.num_tokens), generator=draw)
-        padded = torch.full((len(paths), max(map(len, paths))), 3)
+        draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
+        ids = torch.randint(vocabulary // 16, vocabulary, (1, layout.num_tokens), generator=draw)  # special tokens come first
+        padded = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.int64)
         mask = torch.zeros_like(padded)
         for i, path in enumerate(paths):
             padded[i, : len(path)], mask[i, : len(path)] = ids[0, path], 1
@@ -125,6 +125,11 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
         worst = max(worst, float(error.nan_to_num(nan=float("inf")).max()))
     return worst
+
+
+def tree() -> Layout:
+    """What is run: 55 tokens, paths of up to 16."""
+    return Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
 
 
 def _paths(layout: Layout) -> list[list[int]]:

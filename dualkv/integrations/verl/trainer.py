@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
@@ -22,9 +23,8 @@ class _WholeGroups:
     stock_mode: str  # what veRL looks up in its configuration
 
     def __init__(self, config: Any) -> None:
-        if config.actor_rollout_ref.model.get("model_type") == MODEL_TYPE:
-            for role in ("actor", "ref"):  # before the workers start
-                check_strategy(config.actor_rollout_ref[role].strategy)
+        if OmegaConf.select(config, "actor_rollout_ref.model.model_type") == MODEL_TYPE:
+            check_strategy(config.actor_rollout_ref.actor.strategy)  # before any worker starts
         config.trainer.v1.trainer_mode = self.stock_mode
         if config.actor_rollout_ref.actor.shuffle:
             warnings.warn(
