@@ -138,6 +138,11 @@ def _shrink_layers(config: PreTrainedConfig) -> None:
         setattr(config, name, type(value)(value[i] for i in keep))
     for name, value in numbers.items():
         setattr(config, name, type(value)(keep.index(i) for i in value if i in keep))
+    # Where transformers keeps what single layers have of their own, by their number.
+    if (own := getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", None)) is not None:
+        of_kept = {keep.index(i): fields for i, fields in own.items() if i in keep}
+        own.clear()
+        own.update(of_kept)
     for name, value in _fields(config, re.compile(r"num_kv_shared_layers$")).items():
         setattr(config, name, min(value, len(keep) // 2))
 
