@@ -104,7 +104,9 @@ def config_of(fields: Any, where: str) -> PreTrainedConfig:
     try:
         cls = type(AutoConfig.for_model(kind))
     except ValueError as error:
-        raise ValueError(f"{where} has model_type {kind!r}, which transformers {transformers.__version__} lacks") from error
+        raise ValueError(
+            f"{where} has model_type {kind!r}, which transformers {transformers.__version__} lacks"
+        ) from error
     return cast(PreTrainedConfig, cls.from_dict(fields))
 
 

@@ -45,7 +45,9 @@ def check(decoder: PreTrainedModel, enable: Callable[..., Any]) -> None:
         decoder: only its class and configuration are read; each pair of these is checked once in a process.
         enable: :func:`dualkv.integrations.transformers.enable`.
     """
-    cls = next(c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule))  # fully_shard makes a class of its own
+    cls = next(
+        c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule)
+    )  # fully_shard makes a class of its own
     verdict = verdict_of(cls, decoder.config, enable)
     if verdict is not None:
         raise ValueError(verdict)
@@ -105,7 +107,9 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         device = _device(cls)
         model = _copy(cls, config).to(device)
         draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
-        ids = torch.randint(vocabulary // 16, vocabulary, (1, layout.num_tokens), generator=draw)  # special tokens come first
+        ids = torch.randint(
+            vocabulary // 16, vocabulary, (1, layout.num_tokens), generator=draw
+        )  # special tokens come first
         padded = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.int64)
         mask = torch.zeros_like(padded)
         for i, path in enumerate(paths):

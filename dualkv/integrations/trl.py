@@ -175,7 +175,9 @@ def _refuse_model(model: Any) -> None:
     if isinstance(model, str):
         try:
             model = models.without_weights(AutoConfig.from_pretrained(model))
-        except Exception:  # of a path, a revision or code that TRL has its own arguments for; `enable` checks what it makes
+        except (
+            Exception
+        ):  # of a path, a revision or code that TRL has its own arguments for; `enable` checks what it makes
             return
     models.refuse(model)
 

@@ -134,7 +134,9 @@ def test_text_that_is_no_json(tmp_path: Path) -> None:
 
 
 def test_a_verdict_is_what_enable_does(written: Any) -> None:
-    config = tf.Qwen3Config(**MODELS["qwen3-vl-8b"]["config"] | {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64})
+    config = tf.Qwen3Config(
+        **MODELS["qwen3-vl-8b"]["config"] | {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64}
+    )
     config.layer_types = config.layer_types[:2]
     assert models.refusals(models.without_weights(config)) == []
     enable(tf.Qwen3ForCausalLM(config).eval())(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)

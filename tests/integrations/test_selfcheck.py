@@ -124,7 +124,9 @@ def test_a_copy_that_does_not_run_leaves_the_model_unproved(monkeypatch: pytest.
         raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setattr(tf.models.qwen3.modeling_qwen3.Qwen3MLP, "forward", broken)
-    says = r"Qwen3Model could not be checked: its small copy raises RuntimeError: no kernel for this; check=False enables"
+    says = (
+        r"Qwen3Model could not be checked: its small copy raises RuntimeError: no kernel for this; check=False enables"
+    )
     with pytest.raises(ValueError, match=says):
         enable(make_model())
     enable(make_model(), check=False)
@@ -218,7 +220,14 @@ def test_the_small_copy_keeps_what_attention_is(name: str) -> None:
     config = config_of(MODELS[name]["config"], name)
     config = config.get_text_config()
     small = shrink(config)
-    for field in ("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "attn_logit_softcapping"):
+    for field in (
+        "head_dim",
+        "global_head_dim",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "attn_logit_softcapping",
+    ):
         assert vars(small).get(field) == vars(config).get(field)
     heads, few = config.num_attention_heads, small.num_attention_heads
     if not (vars(config).get("head_dim") or vars(config).get("qk_nope_head_dim")):
@@ -249,9 +258,7 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
 
 
 def test_layers_of_one_kind_behind_many_of_another_are_kept() -> None:
-    config = tf.Qwen2Config(
-        num_hidden_layers=28, use_sliding_window=True, sliding_window=4096, max_window_layers=20
-    )
+    config = tf.Qwen2Config(num_hidden_layers=28, use_sliding_window=True, sliding_window=4096, max_window_layers=20)
     assert shrink(config).layer_types == ["full_attention", "sliding_attention"]
 
 
