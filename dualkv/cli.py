@@ -144,8 +144,8 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Say of a model instead what runs packed, what does not and why (exit code 1): its folder or config.json,"
-            " its name in the local cache of Hugging Face's hub, or a name such as qwen3-8b."
+            help="Say of a model instead what runs packed, what does not and why (exit code 1): its folder or"
+            " config.json, its name in the local cache of Hugging Face's hub, or a name such as qwen3-8b."
         ),
     ] = None,
     json_to: JsonOption = None,

@@ -11,10 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dualkv.integrations import require
-
-require("transformers")
-
 import torch
 import transformers
 from torch import nn
@@ -60,8 +56,8 @@ def examine(model: str) -> Verdict:
     """Asks the unshrunken model, built without weights, and then runs its small copy (see `enable(check=True)`).
 
     Args:
-        model: a folder or file with a config.json, a model of Hugging Face's hub that lies in the local cache, or a name
-            in :data:`dualkv.models.CONFIGS`.
+        model: a folder or file with a config.json, a model of Hugging Face's hub that lies in the local cache, or a
+            name in :data:`dualkv.models.CONFIGS`.
 
     Raises:
         ValueError: no such model, or one that transformers cannot build.
@@ -91,8 +87,8 @@ def load_config(model: str) -> PreTrainedConfig:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(model, local_files_only=True))
     except OSError as error:
         raise ValueError(
-            f"model {model!r} is neither a folder or file with a config.json, nor in the local cache of Hugging Face's hub,"
-            f" nor one of {', '.join(CONFIGS)}"
+            f"model {model!r} is neither a folder or file with a config.json, nor in the local cache of Hugging Face's"
+            f" hub, nor one of {', '.join(CONFIGS)}"
         ) from error
 
 
@@ -107,7 +103,7 @@ def config_of(fields: Any, where: str) -> PreTrainedConfig:
         raise ValueError(
             f"{where} has model_type {kind!r}, which transformers {transformers.__version__} lacks"
         ) from error
-    return cast(PreTrainedConfig, cls.from_dict(fields))
+    return cls.from_dict(fields)
 
 
 def without_weights(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:

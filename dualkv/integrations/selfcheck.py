@@ -22,12 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
 
-# Relative, of the worst row of hidden states. fp32 rounding stays below 1e-5, what a wrong position or key does is above
-# 1e-2.
+# Relative, of the worst row of hidden states. fp32 rounding stays below 1e-5, what a wrong position or key does is
+# above 1e-2.
 TOLERANCE = 1e-3
 
-# Segment lengths and parents. A group of a prompt and three responses, one of them empty and one a single token; a group
-# with a prompt of one token; a tree of three levels.
+# Segment lengths and parents. A group of a prompt and three responses, one of them empty and one a single token; a
+# group with a prompt of one token; a tree of three levels.
 LENGTHS = [7, 9, 0, 1, 1, 12, 3, 5, 3, 2, 8, 4]
 PARENTS = [-1, 0, 0, 0, -1, 4, 4, -1, 7, 8, 8, 7]
 
@@ -70,8 +70,8 @@ def _verdict(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any
     if differs <= TOLERANCE:
         return None
     return (
-        f"{name} does not compute packed groups as it computes replicated sequences: hidden states of a small copy differ"
-        f" by {differs:.2g} relative"
+        f"{name} does not compute packed groups as it computes replicated sequences: hidden states of a small copy"
+        f" differ by {differs:.2g} relative"
     )
 
 
@@ -95,7 +95,7 @@ def _unproved(name: str, error: Exception) -> str:
 
 
 def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> float:
-    """The largest relative difference of a row of hidden states, packed from replicated, of a model with random weights.
+    """The largest relative difference of a row of hidden states, packed from replicated, of random weights.
 
     Raises:
         CannotRunError: the packed call is refused.
@@ -105,7 +105,8 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
     paths = _paths(layout)
     with _untouched(), torch.no_grad():
         device = _device(cls)
-        model = _copy(cls, config).to(device)
+        model: Any = _copy(cls, config)
+        model.to(device)
         draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
         ids = torch.randint(
             vocabulary // 16, vocabulary, (1, layout.num_tokens), generator=draw
@@ -126,8 +127,8 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         expected, got = replicated[i, : len(path)].double(), packed[0, path].double()
         if not expected.isfinite().all():
             raise ValueError("the replicated hidden states are not finite")
-        error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
-        worst = max(worst, float(error.nan_to_num(nan=float("inf")).max()))
+        relative = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+        worst = max(worst, float(relative.nan_to_num(nan=float("inf")).max()))
     return worst
 
 

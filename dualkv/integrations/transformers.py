@@ -163,7 +163,7 @@ def _unsupported(name: str, value: Any) -> str | None:
 
 
 def objections(model: nn.Module) -> Iterator[str]:
-    """Why packed responses would see each other in a model, or why its attention cannot be taken over, by its fields."""
+    """Why packed responses would see each other in a model, or its attention cannot be taken over, by its fields."""
     layers = _decoder_layers(model)
     if not layers:
         yield f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
@@ -171,8 +171,8 @@ def objections(model: nn.Module) -> Iterator[str]:
         head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
         if head is not None:
             yield (
-                f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences share:"
-                " use a head that makes one of each token (ForTokenClassification)"
+                f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences"
+                " share: use a head that makes one of each token (ForTokenClassification)"
             )
     for decoder in decoders(model):
         config, name = decoder.config, type(decoder).__name__
@@ -262,8 +262,8 @@ def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     for name, value in (*zip(arguments(type(module)), args, strict=False), *kwargs.items()):
         if MEDIA.search(name) and _has_tensor(value):
             raise ValueError(
-                f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or audio"
-                " have positions that a layout does not know; run such a batch without a layout"
+                f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or"
+                " audio have positions that a layout does not know; run such a batch without a layout"
             )
 
 
@@ -311,7 +311,7 @@ def _enter_decoder(
 
 
 def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the models around the decoder: refuses images, and labels, which would be shifted by a row."""
+    """Forward pre-hook of the models around the decoder: refuses images, and labels that would be shifted."""
     if kwargs.get("dualkv") is None:
         return
     _refuse_media(module, args, kwargs)
@@ -442,18 +442,19 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
         model: a transformers model or a wrapper around one. Changed in place: the attention implementation of its
             config, and forward pre-hooks.
         deterministic: bitwise equal gradients from run to run.
-        check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns, random
-            weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. Once for each
-            configuration in a process, in a second or less. The model itself is not run.
+        check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
+            random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. Once for
+            each configuration in a process, in about a second. The model itself is not run.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model whose small copy differs or cannot be run (see `check`), or with layers whose attention does not go through transformers' registry, that have a sliding
-            window, softcapping, sinks or a recurrent state, or that are not causal.
+        ValueError: a model whose small copy differs or cannot be run (see `check`), with layers whose attention does
+            not go through transformers' registry, that have a sliding window, softcapping, sinks or a recurrent state,
+            or that are not causal, or with a head that makes one row of logits of a whole input.
             A call with a layout raises it for what only shows there: attention dropout in training, masks, caches,
-            another token count or other positions than the layout's.
+            images, another token count or other positions than the layout's.
     """
     _refuse_model(model)
     inner = decoders(model)

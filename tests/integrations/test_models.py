@@ -18,8 +18,8 @@ from dualkv.integrations.shrink import shrink  # noqa: E402
 from dualkv.integrations.transformers import attention_modules, decoders, enable  # noqa: E402
 from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
 
-# Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the model
-# runs), with where they are published. What is not given is the default of transformers' class.
+# Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
+# model runs), with where they are published. What is not given is the default of transformers' class.
 MODELS = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())
 
 

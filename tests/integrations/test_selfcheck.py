@@ -36,11 +36,12 @@ def verdict(family: str, model: str = "Model", **settings: Any) -> str | None:
 
 
 # ---------------------------------------------------------------- verdicts
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096,
              "long_factor": [3.0] * 48, "short_factor": [1.0] * 48}  # fmt: skip
 RUN = {
     "llama": ("Llama", {"num_key_value_heads": 8}),
-    "llama, dynamic rotary embedding": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama, dynamic rotary embedding": ("Llama", {"rope_parameters": DYNAMIC_ROPE}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {}),
@@ -134,7 +135,7 @@ def test_a_copy_that_does_not_run_leaves_the_model_unproved(monkeypatch: pytest.
 
 def test_hidden_states_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tf.models.qwen3.modeling_qwen3.Qwen3MLP, "forward", lambda self, x: x * float("inf"))
-    with pytest.raises(ValueError, match="could not be checked: .* the replicated hidden states are not finite"):
+    with pytest.raises(ValueError, match=r"could not be checked: .* the replicated hidden states are not finite"):
         enable(make_model())
 
 
@@ -243,7 +244,7 @@ def test_the_small_copy_keeps_what_attention_is(name: str) -> None:
     assert all(value <= THRESHOLD for _, value in thresholds(small))
     assert len(list(thresholds(small))) == len(list(thresholds(config)))
     assert THRESHOLD < max(map(len, selfcheck._paths(selfcheck.tree()))) <= LONGEST
-    assert [t for t in thresholds(shrink(config, thresholds=False))] == list(thresholds(config))
+    assert list(thresholds(shrink(config, thresholds=False))) == list(thresholds(config))
 
 
 def test_thresholds_are_found_wherever_they_lie() -> None:

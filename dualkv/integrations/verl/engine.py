@@ -282,7 +282,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         return result
 
 
-class OtherEngine(BaseEngine):  # type: ignore[misc]
+class OtherEngine(BaseEngine):
     """What veRL finds under `dualkv` on another strategy: a sentence that says what to set."""
 
     def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:

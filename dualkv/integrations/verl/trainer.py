@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
@@ -23,7 +22,7 @@ class _WholeGroups:
     stock_mode: str  # what veRL looks up in its configuration
 
     def __init__(self, config: Any) -> None:
-        if OmegaConf.select(config, "actor_rollout_ref.model.model_type") == MODEL_TYPE:
+        if (config.actor_rollout_ref.get("model") or {}).get("model_type") == MODEL_TYPE:
             check_strategy(config.actor_rollout_ref.actor.strategy)  # before any worker starts
         config.trainer.v1.trainer_mode = self.stock_mode
         if config.actor_rollout_ref.actor.shuffle:
