@@ -125,8 +125,8 @@ def without_weights(config: PreTrainedConfig, trust_remote_code: bool = False) -
 
 def refusals(model: nn.Module) -> list[str]:
     """Why `enable` refuses a model, one sentence a reason: by its fields, or else by its small copy."""
-    found = _grouped(integration.objections(model))
-    for decoder in [] if found else integration.decoders(model):
+    found = _grouped(integration._objections(model))
+    for decoder in [] if found else integration._decoders(model):
         try:
             selfcheck.check(decoder, integration.enable)
         except ValueError as error:
@@ -155,7 +155,7 @@ def _grouped(sentences: Iterable[str]) -> list[str]:
 def _layers(model: nn.Module) -> list[str]:
     """Of the attention layers that can be taken over: how many of which class, heads and head dim."""
     kinds: Counter[str] = Counter()
-    for module in integration.attention_modules(model):
+    for module in integration._attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         groups = getattr(module, "num_key_value_groups", None)
         about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
@@ -164,7 +164,7 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _notes(model: PreTrainedModel) -> list[str]:
-    media = [name for name in integration.arguments(type(model)) if integration.MEDIA.search(name)]
+    media = [name for name in integration._arguments(type(model)) if integration.MEDIA.search(name)]
     inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
     notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0

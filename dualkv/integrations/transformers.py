@@ -101,7 +101,7 @@ def _route(cls: type[nn.Module]) -> Route | None:
 _ARGUMENTS: dict[type, tuple[str, ...]] = {}
 
 
-def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     """What `cls.forward` calls its arguments, in order."""
     if cls not in _ARGUMENTS:
         _ARGUMENTS[cls] = tuple(inspect.signature(cls.forward).parameters)[1:]
@@ -126,18 +126,18 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedMo
         if _route(type(module)) is not None:
             owners = (parent for _, parent in _parents(model, name) if isinstance(parent, PreTrainedModel))
             owner = next(owners, None)
-            if owner is not None and "input_ids" in arguments(type(owner)):
+            if owner is not None and "input_ids" in _arguments(type(owner)):
                 found.append((name, module, owner))
     causal = {id(owner) for _, module, owner in found if _is_causal(module)}
     return [layer for layer in found if id(layer[2]) in causal]
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
     """The attention layers that can be taken over."""
     return [module for _, module, _ in _decoder_layers(model)]
 
 
-def decoders(model: nn.Module) -> list[PreTrainedModel]:
+def _decoders(model: nn.Module) -> list[PreTrainedModel]:
     """The innermost pretrained models around them, each once."""
     return list({id(owner): owner for _, _, owner in _decoder_layers(model)}.values())
 
@@ -162,7 +162,7 @@ def _unsupported(name: str, value: Any) -> str | None:
     return f"{feature}, which dualkv.attention does not compute"
 
 
-def objections(model: nn.Module) -> Iterator[str]:
+def _objections(model: nn.Module) -> Iterator[str]:
     """Why packed responses would see each other in a model, or its attention cannot be taken over, by its fields."""
     layers = _decoder_layers(model)
     if not layers:
@@ -174,7 +174,7 @@ def objections(model: nn.Module) -> Iterator[str]:
                 f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences"
                 " share: use a head that makes one of each token (ForTokenClassification)"
             )
-    for decoder in decoders(model):
+    for decoder in _decoders(model):
         config, name = decoder.config, type(decoder).__name__
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
             if kind != "full_attention":
@@ -211,7 +211,7 @@ def objections(model: nn.Module) -> Iterator[str]:
 
 def _refuse_model(model: nn.Module) -> None:
     """Raises for a model that cannot run packed groups, by its fields."""
-    for sentence in objections(model):
+    for sentence in _objections(model):
         raise ValueError(sentence)
 
 
@@ -259,7 +259,7 @@ def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, 
 
 
 def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name, value in (*zip(arguments(type(module)), args, strict=False), *kwargs.items()):
+    for name, value in (*zip(_arguments(type(module)), args, strict=False), *kwargs.items()):
         if MEDIA.search(name) and _has_tensor(value):
             raise ValueError(
                 f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or"
@@ -457,7 +457,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             images, another token count or other positions than the layout's.
     """
     _refuse_model(model)
-    inner = decoders(model)
+    inner = _decoders(model)
     disable(model)
     if check:
         for decoder in inner:
