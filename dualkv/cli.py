@@ -157,11 +157,24 @@ def demo(
 
 
 @app.command()
-def doctor(json_to: JsonOption = None, debug: DebugOption = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Say of a model instead what runs packed, what does not and why (exit code 1): its folder or"
+            " config.json, its name in the local cache of Hugging Face's hub, or a name such as qwen3-8b."
+        ),
+    ] = None,
+    json_to: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
     """What this machine has: GPUs, driver, packages, kernels, what runs where and why, what to do about the missing."""
     from dualkv.doctor import examine
 
     console = _console(json_to)
+    if model is not None:
+        _doctor_model(model, console, json_to)
+        return
     found = examine()
     console.print(f"Python {found.python} on {found.system}, {found.cpus} CPU cores")
     console.print(f"NVIDIA driver {found.driver}" if found.driver else "no NVIDIA driver found (nvidia-smi)")
@@ -185,6 +198,19 @@ def doctor(json_to: JsonOption = None, debug: DebugOption = False) -> None:
         console.print(f"- {sentence}", markup=False)
     _write_json(found.as_dict(), json_to)
     if not found.healthy:
+        raise typer.Exit(1)
+
+
+def _doctor_model(model: str, console: Console, json_to: str | None) -> None:
+    from dualkv.integrations import models  # transformers takes seconds
+
+    found = models.examine(model)
+    says = "runs packed" if found.runs else "does not run packed"
+    sentences = [f"{model} ({found.architecture}) {says}", *found.layers, *found.refusals, *found.notes]
+    for i, sentence in enumerate(sentences):
+        console.print(f"- {sentence}" if i else sentence, markup=False, highlight=False, soft_wrap=True)
+    _write_json(found.as_dict(), json_to)
+    if not found.runs:
         raise typer.Exit(1)
 
 

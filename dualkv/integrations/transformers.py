@@ -10,6 +10,7 @@ keeps transformers from making a [T, T] mask.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +26,9 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from codegen.tiles import HEAD_DIMS
 from dualkv.attention import attention
+from dualkv.integrations import selfcheck
 from dualkv.layout import Layout, segments_of
 from dualkv.sequence_parallel import Shard
 
@@ -66,6 +69,12 @@ NEUTRAL = {
     "debug_io",
 }
 
+# Inputs that are not text, as processors and models call them.
+MEDIA = re.compile(r"pixel|image|video|audio|visual|vision|speech|grid_thw|input_features|mm_token_type_ids|deepstack")
+
+# Heads that make one row of logits of a whole input.
+POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
+
 # The mask of a call with a layout: no model makes one of this shape, and nothing can be computed with it.
 NO_MASK = (1, 1, 0, 0)
 
@@ -89,6 +98,16 @@ def _route(cls: type[nn.Module]) -> Route | None:
     return _ROUTES[cls]
 
 
+_ARGUMENTS: dict[type, tuple[str, ...]] = {}
+
+
+def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+    """What `cls.forward` calls its arguments, in order."""
+    if cls not in _ARGUMENTS:
+        _ARGUMENTS[cls] = tuple(inspect.signature(cls.forward).parameters)[1:]
+    return _ARGUMENTS[cls]
+
+
 def _parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules around `name`, innermost first, `model` last."""
     while name:
@@ -100,19 +119,26 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedMo
     """Attention modules that go through the registry, each with its name and its decoder.
 
     The decoder is the innermost pretrained model around them, the one that makes the masks. Those without a causal
-    layer (the vision tower of a multimodal model) are left out.
+    layer or without token ids (the vision tower of a multimodal model) are left out.
     """
     found = []
     for name, module in model.named_modules():
         if _route(type(module)) is not None:
             owners = (parent for _, parent in _parents(model, name) if isinstance(parent, PreTrainedModel))
-            if (owner := next(owners, None)) is not None:
+            owner = next(owners, None)
+            if owner is not None and "input_ids" in _arguments(type(owner)):
                 found.append((name, module, owner))
     causal = {id(owner) for _, module, owner in found if _is_causal(module)}
     return [layer for layer in found if id(layer[2]) in causal]
 
 
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention layers that can be taken over."""
+    return [module for _, module, _ in _decoder_layers(model)]
+
+
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
+    """The innermost pretrained models around them, each once."""
     return list({id(owner): owner for _, _, owner in _decoder_layers(model)}.values())
 
 
@@ -127,51 +153,66 @@ def _base(config: Any) -> str | None:
 
 
 # ---------------------------------------------------------------- what is not computed is refused
-def _refuse(layer: str, name: str, value: Any) -> None:
-    """Raises if `name=value`, an attribute or argument of an attention layer, asks for what we do not compute."""
+def _unsupported(name: str, value: Any) -> str | None:
+    """What `name=value`, an attribute or argument of an attention layer, asks for if we do not compute that."""
     if value is None or value is False or (name == "dropout" and value == 0):
-        return
+        return None
     shown = f"{name} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}={value!r}"
     feature = f"{FEATURES[name]} ({shown})" if name in FEATURES else f"the argument {shown}"
-    raise ValueError(f"{layer} uses {feature}, which dualkv.attention does not compute")
+    return f"{feature}, which dualkv.attention does not compute"
 
 
-def _refuse_model(model: nn.Module) -> None:
-    """Raises for a model in which packed responses would see each other, or whose attention we cannot take over."""
+def _objections(model: nn.Module) -> Iterator[str]:
+    """Why packed responses would see each other in a model, or its attention cannot be taken over, by its fields."""
     layers = _decoder_layers(model)
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
-        )
+        yield f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
+    for module in model.modules():
+        head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
+        if head is not None:
+            yield (
+                f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences"
+                " share: use a head that makes one of each token (ForTokenClassification)"
+            )
     for decoder in _decoders(model):
         config, name = decoder.config, type(decoder).__name__
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
             if kind != "full_attention":
-                raise ValueError(f"layer {at} of {name} is {kind}, dualkv.attention computes full_attention only")
+                yield f"layer {at} of {name} is {kind}, dualkv.attention computes full_attention only"
         if decoder._is_stateful:
-            raise ValueError(f"{name} carries a recurrent state along the rows, which would mix packed responses")
+            yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
         if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only")
+            yield f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only"
         if config.output_attentions:
-            raise ValueError(f"{name} is configured with output_attentions=True, dualkv.attention makes no weights")
+            yield f"{name} is configured with output_attentions=True, dualkv.attention makes no weights"
         if config._attn_implementation is None:
-            raise ValueError(f"{name} has no attention implementation set, call set_attn_implementation first")
+            yield f"{name} has no attention implementation set, call set_attn_implementation first"
     for name, module, _ in layers:
         layer = f"{name} ({type(module).__name__})"
         if not _is_causal(module):
-            raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
+            yield f"{layer} is not causal self-attention, the only kind that dualkv.attention computes"
         for attribute in ATTRIBUTES:
-            _refuse(layer, attribute, getattr(module, attribute, None))
+            if (feature := _unsupported(attribute, getattr(module, attribute, None))) is not None:
+                yield f"{layer} uses {feature}"
+        dim = getattr(module, "head_dim", None)
+        if isinstance(dim, int) and dim > HEAD_DIMS[-1]:
+            yield f"{layer} has head dim {dim}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
         # All layers of the stack, not only those that we found: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
         if stack is None:
             continue
         for index, other in model.get_submodule(stack).named_children():
             if not any(known.startswith(f"{stack}.{index}.") for known, _, _ in layers):
-                raise ValueError(
+                yield (
                     f"{stack}.{index} ({type(other).__name__}) has no causal attention that goes through transformers'"
                     " attention registry"
                 )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Raises for a model that cannot run packed groups, by its fields."""
+    for sentence in _objections(model):
+        raise ValueError(sentence)
 
 
 # ---------------------------------------------------------------- a call with a layout
@@ -217,6 +258,21 @@ def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, 
     return own.clone()
 
 
+def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name, value in (*zip(_arguments(type(module)), args, strict=False), *kwargs.items()):
+        if MEDIA.search(name) and _has_tensor(value):
+            raise ValueError(
+                f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or"
+                " audio have positions that a layout does not know; run such a batch without a layout"
+            )
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
+
+
 def _enter_decoder(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -227,6 +283,7 @@ def _enter_decoder(
     if not isinstance(layout, Layout | Shard):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     name = type(module).__name__
+    _refuse_media(module, (), kwargs)
     if _base(module.config) is None:
         raise ValueError(
             f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
@@ -253,9 +310,12 @@ def _enter_decoder(
     return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
 
 
-def _enter_head(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the models around the decoder: their loss would shift labels across responses."""
-    if kwargs.get("dualkv") is not None and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the models around the decoder: refuses images, and labels that would be shifted."""
+    if kwargs.get("dualkv") is None:
+        return
+    _refuse_media(module, args, kwargs)
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
             "labels came together with dualkv and would be shifted by one row, from response to response: pass the"
             " label of each row as shift_labels too, or use dualkv.response_logprobs"
@@ -302,8 +362,8 @@ def _packed_attention(
     """query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
     layer = _layer(module)
     for name, value_of in kwargs.items():
-        if name not in NEUTRAL:
-            _refuse(layer, name, value_of)
+        if name not in NEUTRAL and (feature := _unsupported(name, value_of)) is not None:
+            raise ValueError(f"{layer} uses {feature}")
     if is_causal is False or not _is_causal(module):
         raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
     if attention_mask is None or attention_mask.shape != NO_MASK:
@@ -360,7 +420,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def enable(model: Model, *, deterministic: bool = False) -> Model:
+def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups; calls without a layout stay as they are.
 
     With a layout every attention layer runs :func:`dualkv.attention`, no attention mask is made and no cache kept:
@@ -382,25 +442,32 @@ def enable(model: Model, *, deterministic: bool = False) -> Model:
         model: a transformers model or a wrapper around one. Changed in place: the attention implementation of its
             config, and forward pre-hooks.
         deterministic: bitwise equal gradients from run to run.
+        check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
+            random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. Once for
+            each configuration in a process, in about a second. The model itself is not run.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model with layers whose attention does not go through transformers' registry, that have a sliding
-            window, softcapping, sinks or a recurrent state, or that are not causal.
+        ValueError: a model whose small copy differs or cannot be run (see `check`), with layers whose attention does
+            not go through transformers' registry, that have a sliding window, softcapping, sinks or a recurrent state,
+            or that are not causal, or with a head that makes one row of logits of a whole input.
             A call with a layout raises it for what only shows there: attention dropout in training, masks, caches,
-            another token count or other positions than the layout's.
+            images, another token count or other positions than the layout's.
     """
     _refuse_model(model)
-    decoders = _decoders(model)
+    inner = _decoders(model)
     disable(model)
+    if check:
+        for decoder in inner:
+            selfcheck.check(decoder, enable)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for module in model.modules():
-        if module in decoders:
+        if module in inner:
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
-        elif isinstance(module, PreTrainedModel) and any(inner in decoders for inner in module.modules()):
+        elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
             module.register_forward_pre_hook(_enter_head, with_kwargs=True)
     return model
 

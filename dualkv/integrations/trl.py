@@ -18,11 +18,12 @@ require("trl")
 import numpy as np
 import torch
 import trl
+from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_tensor_dict
 
-from dualkv.integrations import losses
+from dualkv.integrations import losses, models
 from dualkv.integrations.transformers import disable, enable
 from dualkv.layout import Layout
 from dualkv.packing import pack_padded
@@ -53,8 +54,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_model(model)
+        super().__init__(model, *args, **kwargs)
         if self._is_vlm:
             raise ValueError(
                 "processing_class is a multimodal processor: vision-language models are not packed, use trl.GRPOTrainer"
@@ -167,6 +169,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
         finally:
             enable(self.model)
+
+
+def _refuse_model(model: Any) -> None:
+    """Raises ValueError for a model that cannot be packed, before TRL loads weights and starts vLLM."""
+    if isinstance(model, str):
+        try:
+            model = models.without_weights(AutoConfig.from_pretrained(model))
+        except (
+            Exception
+        ):  # of a path, a revision or code that TRL has its own arguments for; `enable` checks what it makes
+            return
+    models.refuse(model)
 
 
 def _regrouped(batches: list[Batch]) -> list[Batch]:

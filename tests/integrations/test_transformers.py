@@ -365,7 +365,7 @@ def test_without_a_layout_nothing_changes(name: str, attention: str) -> None:
 def test_sliding_windows_still_work_without_a_layout() -> None:
     model = make_model("mistral", sliding_window=3)
     before = plain_outputs(model)
-    assert all(torch.equal(a, b) for a, b in zip(plain_outputs(enable(model)), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain_outputs(enable(model, check=False)), before, strict=True))
     assert not torch.equal(before[0], plain_outputs(make_model("mistral"))[0])  # the window matters
 
 

@@ -24,11 +24,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.config import ActorConfig
-from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import losses, transformers
+from dualkv.integrations import losses, models, transformers
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.data import PackedRollouts
@@ -37,6 +37,8 @@ from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, padded
 
 MODEL_TYPE = "dualkv"
+STRATEGIES = ["fsdp", "fsdp2"]
+OTHERS = ["megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo"]
 # In `model.fused_kernel_options`, which veRL leaves free: what checkpointed layers keep; whether trees are packed, by
 # true or the fewest tokens to share, or prompts alone.
 KEEP, TREES = "dualkv_keep", "dualkv_trees"
@@ -79,12 +81,16 @@ class Running:
     head: HeadRows | None = None
 
 
-@EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device="cuda")
+@EngineRegistry.register(model_type=MODEL_TYPE, backend=STRATEGIES, device="cuda")
 class DualKVEngine(FSDPEngineWithLMHead):
     """veRL's FSDP and FSDP2 engine for language models, which packs the rollouts of equal prompts, or all as trees.
 
     A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as veRL runs it, and a
-    warning says so once. A model whose attention cannot be packed raises while it is built.
+    warning says so once.
+
+    Raises:
+        ValueError: when it is made, before weights are loaded: a model that
+            :func:`dualkv.integrations.transformers.enable` refuses.
     """
 
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,11 +99,12 @@ class DualKVEngine(FSDPEngineWithLMHead):
         self._done: tuple[work.Work, work.Work, int] | None = None
         self._counter = FlopsCounter(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
+        self._checked = _checked(model_config)
         super().__init__(model_config, *args, **kwargs)
 
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
-        transformers.enable(module, deterministic=self.engine_config.full_determinism)
+        transformers.enable(module, deterministic=self.engine_config.full_determinism, check=not self._checked)
         decoder = module.get_decoder()
         # Before the checks of `enable`. Keyword arguments of the decoder's layers are replayed by checkpointing, what
         # else a hook leaves behind is not; and fused heads do not pass keyword arguments on to the decoder.
@@ -278,6 +285,39 @@ class DualKVEngine(FSDPEngineWithLMHead):
         }
         result["metrics"].update({f"dualkv/{name}": [value] for name, value in metrics.items()})
         return result
+
+
+class OtherEngine(BaseEngine):
+    """What veRL finds under `dualkv` on another strategy: a sentence that says what to set."""
+
+    def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
+        check_strategy(engine_config.strategy)
+
+
+for _strategy in OTHERS:
+    EngineRegistry.register(model_type=MODEL_TYPE, backend=_strategy, device=["cuda", "npu"])(OtherEngine)
+
+
+def check_strategy(strategy: str) -> None:
+    """Raises ValueError for a strategy on which groups are not packed."""
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"model.model_type={MODEL_TYPE} packs groups on strategy fsdp and fsdp2, not on {strategy}: set"
+            f" actor_rollout_ref.actor.strategy=fsdp2, or leave model.model_type out to train without dualkv"
+        )
+
+
+def _checked(model_config: Any) -> bool:
+    """Raises ValueError for a model that cannot be packed; False if only the built model can tell.
+
+    veRL and Liger patch the classes of models while the engine builds one: here they are still transformers' own.
+    """
+    try:
+        model = models.without_weights(model_config.hf_config, model_config.trust_remote_code)
+    except Exception:  # of code that takes no meta device; `enable` checks the model that veRL builds
+        return False
+    models.refuse(model)
+    return True
 
 
 def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:

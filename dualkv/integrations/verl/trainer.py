@@ -14,6 +14,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
+from dualkv.integrations.verl.engine import MODEL_TYPE, check_strategy
 
 
 class _WholeGroups:
@@ -22,6 +23,8 @@ class _WholeGroups:
     stock_mode: str  # what veRL looks up in its configuration
 
     def __init__(self, config: Any) -> None:
+        if (config.actor_rollout_ref.get("model") or {}).get("model_type") == MODEL_TYPE:
+            check_strategy(config.actor_rollout_ref.actor.strategy)  # before any worker starts
         config.trainer.v1.trainer_mode = self.stock_mode
         if config.actor_rollout_ref.actor.shuffle:
             warnings.warn(

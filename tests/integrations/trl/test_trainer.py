@@ -22,7 +22,7 @@ from transformers import ProcessorMixin
 
 from dualkv.integrations import losses
 from dualkv.integrations.trl import GRPOTrainer
-from tests.integrations.tiny import VOCAB, assert_close
+from tests.integrations.tiny import VOCAB, assert_close, make_model
 from tests.integrations.trl.runs import SETTINGS, Padded, Run, make_trainer, tokenizer, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
@@ -308,6 +308,19 @@ def test_a_model_that_cannot_be_packed_is_refused(folder: Path) -> None:
     sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     with pytest.raises(ValueError, match="layer 1 of Qwen3Model is sliding_attention"):
         make_trainer(GRPOTrainer, folder, of_model=sliding)
+
+
+@pytest.mark.parametrize("given", ["path", "model"])
+def test_a_model_is_refused_before_trl_makes_anything(
+    given: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's constructor loads weights and starts vLLM."""
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL's constructor ran"))
+    window = make_model("mistral", sliding_window=4096)
+    window.save_pretrained(folder / "window")
+    with pytest.raises(ValueError, match=r"MistralModel cannot run packed groups: .*\(sliding_window=4096\)"):
+        GRPOTrainer(model=str(folder / "window") if given == "path" else window, reward_funcs=[])
+    assert window.config._attn_implementation == "sdpa"
 
 
 def test_images_are_refused(folder: Path) -> None:

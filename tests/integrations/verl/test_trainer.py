@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import pytest
 
 pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
 
+import transformers
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
@@ -137,6 +140,52 @@ def test_trainer_is_verls_to_its_configuration(monkeypatch: pytest.MonkeyPatch) 
     )
     with pytest.warns(UserWarning, match="dualkv: actor.policy_loss.loss_mode=geo_mean adds up the means"):
         get_trainer_cls("dualkv_sync")(of_micro_batches)
+
+
+# ---------------------------------------------------------------- what is refused before anything starts
+OTHERS = ("megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo")
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_other_strategies_say_what_to_use(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = f"model.model_type=dualkv packs groups on strategy fsdp and fsdp2, not on {strategy}: set actor_rollout_ref"
+    with pytest.raises(ValueError, match=says):
+        EngineRegistry.new("dualkv", strategy, model_config=None, engine_config=SimpleNamespace(strategy=strategy))
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: pytest.fail("veRL's trainer was made"))
+    config = {"actor_rollout_ref": {"model": {"model_type": "dualkv"}, "actor": {"strategy": strategy}}}
+    with pytest.raises(ValueError, match=says):
+        get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), config))
+
+
+def test_every_strategy_of_verl_is_known() -> None:
+    """Read from veRL's sources: most of its engines cannot be imported here."""
+    engines = Path(verl.__file__).parent / "workers/engine"
+    found = set()
+    for source in engines.glob("*/*.py"):
+        for backends in re.findall(
+            r"EngineRegistry\.register\([^)]*backend=([^)]*?)(?:, device|\))", source.read_text()
+        ):
+            found |= set(re.findall(r'"(\w+)"', backends))
+    assert found == {"fsdp", "fsdp2", *OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("Mistral", {"sliding_window": 4096}, r"MistralModel cannot run packed groups: .*\(sliding_window=4096\)"),
+        ("Gemma2", {}, "layer 0 of Gemma2Model is sliding_attention"),
+        ("Phimoe", {"sliding_window": 2047}, "PhimoeModel does not compute packed groups"),
+    ],
+)
+def test_an_engine_refuses_a_model_when_it_is_made(
+    family: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its configuration: before weights are read, and before vLLM starts."""
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
+    config = getattr(transformers, f"{family}Config")(**settings)
+    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=None, trust_remote_code=False)
+    with pytest.raises(ValueError, match=message):
+        EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl)
 
 
 def test_plugin_is_found_by_its_entry_point() -> None:

@@ -1,0 +1,173 @@
+"""What of a model runs packed, what does not and why, from its configuration alone: `dualkv doctor --model`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from dualkv.integrations import selfcheck
+from dualkv.integrations import transformers as integration
+from dualkv.models import CONFIGS
+
+# The classes that are asked for a configuration's model, in this order.
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`examine` found.
+
+    Attributes:
+        model: as it was asked for.
+        architecture: the class that was examined.
+        layers: attention layers of the decoder, one sentence a kind.
+        refusals: why `enable` refuses the model, one sentence a reason; empty where it runs packed.
+        notes: what a call refuses although the model runs packed.
+    """
+
+    model: str
+    architecture: str
+    layers: list[str]
+    refusals: list[str]
+    notes: list[str]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model runs packed."""
+        return not self.refusals
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"runs": self.runs}
+
+
+def examine(model: str) -> Verdict:
+    """Asks the unshrunken model, built without weights, and then runs its small copy (see `enable(check=True)`).
+
+    Args:
+        model: a folder or file with a config.json, a model of Hugging Face's hub that lies in the local cache, or a
+            name in :data:`dualkv.models.CONFIGS`.
+
+    Raises:
+        ValueError: no such model, or one that transformers cannot build.
+    """
+    config = load_config(model)
+    try:
+        built = without_weights(config)
+    except Exception as error:
+        says = " ".join(str(error).split())[:300]
+        raise ValueError(f"{model}: transformers cannot build this model: {type(error).__name__}: {says}") from error
+    return Verdict(model, type(built).__name__, _layers(built), refusals(built), _notes(built))
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The configuration of a model, from local files only; see :func:`examine`."""
+    path = Path(model)
+    if model in CONFIGS:
+        return config_of(CONFIGS[model], model)
+    if path.is_file() or (path / "config.json").is_file():
+        path = path if path.is_file() else path / "config.json"
+        try:
+            fields = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from error
+        return config_of(fields, str(path))
+    try:
+        return cast(PreTrainedConfig, AutoConfig.from_pretrained(model, local_files_only=True))
+    except OSError as error:
+        raise ValueError(
+            f"model {model!r} is neither a folder or file with a config.json, nor in the local cache of Hugging Face's"
+            f" hub, nor one of {', '.join(CONFIGS)}"
+        ) from error
+
+
+def config_of(fields: Any, where: str) -> PreTrainedConfig:
+    """The configuration with these fields of a config.json."""
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind is None:
+        raise ValueError(f"{where} is no configuration of a model, expected an object with model_type")
+    try:
+        cls = type(AutoConfig.for_model(kind))
+    except ValueError as error:
+        raise ValueError(
+            f"{where} has model_type {kind!r}, which transformers {transformers.__version__} lacks"
+        ) from error
+    return cls.from_dict(fields)
+
+
+def without_weights(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a configuration on the meta device: the architecture that it names, or the auto classes' first."""
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        for name in config.architectures or []:
+            if (cls := getattr(transformers, name, None)) is not None:
+                return cast(PreTrainedModel, cls._from_config(config, attn_implementation="eager"))
+        for name in AUTO_CLASSES:
+            auto = getattr(transformers, name, AutoModel)
+            if type(config) in auto._model_mapping or name == AUTO_CLASSES[-1] or trust_remote_code:
+                return cast(
+                    PreTrainedModel,
+                    auto.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code),
+                )
+    raise AssertionError("the last auto class is asked in any case")
+
+
+def refusals(model: nn.Module) -> list[str]:
+    """Why `enable` refuses a model, one sentence a reason: by its fields, or else by its small copy."""
+    found = _grouped(integration._objections(model))
+    for decoder in [] if found else integration._decoders(model):
+        try:
+            selfcheck.check(decoder, integration.enable)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def refuse(model: nn.Module) -> None:
+    """Raises ValueError for a model that `enable` refuses, and leaves it as it is.
+
+    Args:
+        model: may lie on the meta device.
+    """
+    if found := refusals(model):
+        raise ValueError(found[0])
+
+
+def _grouped(sentences: Iterable[str]) -> list[str]:
+    """Sentences that say the same of several layers become one, which says of how many."""
+    of_kind: dict[str, list[str]] = {}
+    for sentence in dict.fromkeys(sentences):
+        of_kind.setdefault(re.sub(r"^(layer |.*?layers\.)\d+", "", sentence), []).append(sentence)
+    return [same[0] if len(same) == 1 else f"{same[0]} ({len(same)} such layers)" for same in of_kind.values()]
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Of the attention layers that can be taken over: how many of which class, heads and head dim."""
+    kinds: Counter[str] = Counter()
+    for module in integration._attention_modules(model):
+        dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        groups = getattr(module, "num_key_value_groups", None)
+        about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
+        kinds[", ".join([type(module).__name__, *about])] += 1
+    return [f"{number} x {kind}" for kind, number in kinds.items()]
+
+
+def _notes(model: PreTrainedModel) -> list[str]:
+    media = [name for name in integration._arguments(type(model)) if integration.MEDIA.search(name)]
+    inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
+    notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
+    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0
+    if dropout:
+        notes.append(f"attention_dropout={dropout} is refused in training: set it to 0")
+    return notes

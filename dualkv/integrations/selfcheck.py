@@ -1,0 +1,191 @@
+"""Whether a decoder computes packed groups exactly: a small copy of it runs a tree both ways on the CPU.
+
+The copy has the decoder's own class and its configuration, shrunken (see :mod:`dualkv.integrations.shrink`), and random
+weights. So the check sees neither the weights nor the device of the model, and costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dualkv.integrations.shrink import shrink
+from dualkv.layout import Layout
+
+# Relative, of the worst row of hidden states. fp32 rounding stays below 1e-5, what a wrong position or key does is
+# above 1e-2.
+TOLERANCE = 1e-3
+
+# Segment lengths and parents. A group of a prompt and three responses, one of them empty and one a single token; a
+# group with a prompt of one token; a tree of three levels.
+LENGTHS = [7, 9, 0, 1, 1, 12, 3, 5, 3, 2, 8, 4]
+PARENTS = [-1, 0, 0, 0, -1, 4, 4, -1, 7, 8, 8, 7]
+
+_VERDICTS: dict[tuple[type, str], str | None] = {}
+
+
+class CannotRunError(ValueError):
+    """What a packed call of a copy raises that runs replicated."""
+
+
+def check(decoder: PreTrainedModel, enable: Callable[..., Any]) -> None:
+    """Raises ValueError, in one sentence, if packed and replicated hidden states of a small copy differ.
+
+    Args:
+        decoder: only its class and configuration are read; each pair of these is checked once in a process.
+        enable: :func:`dualkv.integrations.transformers.enable`.
+    """
+    cls = next(
+        c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule)
+    )  # fully_shard makes a class of its own
+    verdict = verdict_of(cls, decoder.config, enable)
+    if verdict is not None:
+        raise ValueError(verdict)
+
+
+def verdict_of(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> str | None:
+    """Why decoders of this class and configuration are refused, in one sentence; None if they run packed."""
+    key = cls, json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in _VERDICTS:
+        _VERDICTS[key] = _verdict(cls, config, enable)
+    return _VERDICTS[key]
+
+
+def _verdict(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> str | None:
+    name = cls.__name__
+    try:
+        differs = difference(cls, shrink(config), enable)
+    except Exception as error:
+        return _unproved(name, _with_own_thresholds(cls, config, enable) or error)
+    if differs <= TOLERANCE:
+        return None
+    return (
+        f"{name} does not compute packed groups as it computes replicated sequences: hidden states of a small copy"
+        f" differ by {differs:.2g} relative"
+    )
+
+
+def _with_own_thresholds(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> Exception | None:
+    """What the copy raises with the thresholds that the model has, which are those to name."""
+    try:
+        difference(cls, shrink(config, thresholds=False), enable)
+    except Exception as error:
+        return error
+    return None
+
+
+def _unproved(name: str, error: Exception) -> str:
+    says = " ".join(str(error).split())
+    if isinstance(error, CannotRunError):
+        return f"{name} cannot run packed groups: {says}"
+    return (
+        f"{name} could not be checked: its small copy raises {type(error).__name__}: {says[:300]}; check=False enables"
+        " the model unproved"
+    )
+
+
+def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> float:
+    """The largest relative difference of a row of hidden states, packed from replicated, of random weights.
+
+    Raises:
+        CannotRunError: the packed call is refused.
+        ValueError: hidden states that are not finite. What else the model raises, passes.
+    """
+    layout = tree()
+    paths = _paths(layout)
+    with _untouched(), torch.no_grad():
+        device = _device(cls)
+        model: Any = _copy(cls, config)
+        model.to(device)
+        draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
+        ids = torch.randint(
+            vocabulary // 16, vocabulary, (1, layout.num_tokens), generator=draw
+        )  # special tokens come first
+        padded = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.int64)
+        mask = torch.zeros_like(padded)
+        for i, path in enumerate(paths):
+            padded[i, : len(path)], mask[i, : len(path)] = ids[0, path], 1
+        ids, padded, mask = ids.to(device), padded.to(device), mask.to(device)
+        replicated = model(input_ids=padded, attention_mask=mask, use_cache=False)[0]
+        try:
+            packed = enable(model, check=False)(input_ids=ids, dualkv=layout)[0]
+        except ValueError as error:
+            raise CannotRunError(error) from error
+        replicated, packed = replicated.cpu(), packed.cpu()
+    worst = 0.0
+    for i, path in enumerate(paths):
+        expected, got = replicated[i, : len(path)].double(), packed[0, path].double()
+        if not expected.isfinite().all():
+            raise ValueError("the replicated hidden states are not finite")
+        relative = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+        worst = max(worst, float(relative.nan_to_num(nan=float("inf")).max()))
+    return worst
+
+
+def tree() -> Layout:
+    """What is run: 55 tokens, paths of up to 16."""
+    return Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
+
+
+def _paths(layout: Layout) -> list[list[int]]:
+    """The packed rows of each replicated sequence."""
+    offsets, parents = layout.offsets.tolist(), layout.parent.tolist()
+    rows: list[list[int]] = []
+    for ends, parent in zip(itertools.pairwise(offsets), parents, strict=True):
+        rows.append((rows[parent] if parent >= 0 else []) + list(range(*ends)))
+    return [rows[s] for s in range(len(parents)) if s not in parents]
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """fp32 on the CPU by one thread, which is faster where all is small, whatever the caller has set.
+
+    Leaves the settings and the random numbers as they were.
+    """
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
+
+
+def _device(cls: type[Any]) -> torch.device:
+    """The CPU, or a GPU where Liger's kernels, which run on GPUs only, were put into the class's modeling file."""
+    names = vars(sys.modules[cls.__module__]).values()
+    liger = any((getattr(x, "__module__", None) or "").startswith("liger_kernel") for x in names)
+    return torch.device("cuda" if liger and torch.cuda.is_available() else "cpu")
+
+
+def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model on the CPU in fp32, whose attention and positions matter."""
+    config.dtype = torch.float32
+    config._attn_implementation = "eager"
+    model: PreTrainedModel = cls(config).eval()
+    draw = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            noise = torch.randn(parameter.shape, generator=draw)
+            if isinstance(module, nn.Embedding):
+                parameter.copy_(noise)
+            elif parameter.dim() > 1:
+                parameter.copy_(noise * 1.5 * max(parameter.shape[-2:]) ** -0.5)
+            else:  # biases, and norms, which start at 1 or at 0
+                parameter.add_(noise * 0.2)
+    return model

@@ -1,0 +1,208 @@
+"""A small copy of a transformers configuration that keeps what decides how attention is computed.
+
+Layers, heads, experts, widths and the vocabulary shrink. Kept are the head dims, the ratios of head counts, the pattern
+of layers and the type of the rotary embedding. Position thresholds (a window, a chunk, the length from which a rotary
+embedding is scaled) shrink below the lengths of the tree that the self-check runs, so that their effect shows there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, TypeVar
+
+from transformers import PreTrainedConfig
+
+Config = TypeVar("Config", bound=PreTrainedConfig)
+
+MOST_LAYERS = 8  # enough for five window layers before a full one
+WIDTH = 64  # of MLPs, and of hidden states where the configuration does not tie them to the heads
+VOCABULARY = 64
+EXPERTS = 4
+LONGEST = 64  # positions that tables of learned positions have
+THRESHOLD = 6  # of positions; the tree of the self-check has paths of up to 16 tokens
+
+# What the fields of configurations are called. Several names of one thing: model types were written by many authors.
+DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
+HEADS = re.compile(r"((swa_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|num_attention_heads_per_layer)$")
+KV_HEADS = re.compile(r"((swa_|global_)?num_(global_)?(key_value|kv)_heads|num_key_value_heads_per_layer)$")
+HIDDEN = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|word_embed_proj_dim|embedding_size)$")
+HEAD_DIM = re.compile(r"(head_dim|qk_nope_head_dim|kv_channels|d_kv|attention_head_dim)$")
+MLP = re.compile(r".*intermediate_size(_mlp)?$|(expert_|decoder_)?(ffn_dim|ffn_hidden_size)$|n_inner$|dim_ff$|dff$")
+LORA = re.compile(r".*lora_rank$")
+NUM_EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num)$")
+EXPERTS_A_TOKEN = re.compile(r"(num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts)$")
+EXPERT_GROUPS = re.compile(r"(n_group|num_expert_group)$")
+VOCAB = re.compile(r".*vocab_size.*")
+TOKEN_ID = re.compile(r".*_token_id$")
+POSITIONS = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions)$")
+THRESHOLDS = re.compile(
+    r"(.*_)?(sliding_window|window_size|window_len|attention_chunk_size)(_size)?$|floor_scale$|log_scaling_n_floor$"
+    r"|index_topk$|index_topk_blocks$|index_block_size$|original_max_position_embeddings$|local_attention$|rel_extent$"
+    r"|(position_bias|relative)_max_distance$"
+)
+# Layers whose kind follows from their number by a rule: every n-th, or all from the n-th on.
+PERIOD = re.compile(r".*(_period|_interval|_sparse_step|_every_n_layers|_layer_step|sliding_window_pattern)$")
+FIRST = re.compile(r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|max_window_layers)$")
+
+
+def shrink(config: Config, *, thresholds: bool = True) -> Config:
+    """The small copy; `thresholds=False` keeps the position thresholds."""
+    small = copy.deepcopy(config)
+    for part in vars(small).values():
+        if isinstance(part, PreTrainedConfig):
+            vars(part).update(vars(shrink(part, thresholds=thresholds)))
+    _shrink_layers(small)
+    _shrink_heads(small)
+    for name, value in list(vars(small).items()):
+        if (new := _shrunk(name, value)) is not None:
+            setattr(small, name, new)
+    if thresholds:
+        _shrink_thresholds(small)
+    return small
+
+
+def thresholds(config: PreTrainedConfig) -> Iterator[tuple[str, float]]:
+    """The position thresholds of a configuration and of its nested tables, each by name."""
+    for where in (vars(config), *_tables(config)):
+        for name, value in where.items():
+            if THRESHOLDS.match(str(name)) and _number(value):
+                yield name, value
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fields(config: PreTrainedConfig, names: re.Pattern[str]) -> dict[str, Any]:
+    """The fields that are called so and have a value other than None, 0 or an empty list."""
+    return {name: value for name, value in vars(config).items() if value and names.match(name)}
+
+
+def _shrunk(name: str, value: Any) -> Any:
+    """The value of a field by itself in the small copy; None where it stays."""
+    most: int | None = None
+    if MLP.match(name):
+        most = WIDTH
+    elif VOCAB.match(name):
+        most = VOCABULARY
+    elif LORA.match(name):
+        most = WIDTH // 2
+    elif POSITIONS.match(name):
+        most = LONGEST
+    elif NUM_EXPERTS.match(name):
+        most = EXPERTS
+    elif EXPERTS_A_TOKEN.match(name) or EXPERT_GROUPS.match(name):
+        most = 2
+    elif name == "topk_group":
+        most = 1
+    elif TOKEN_ID.match(name):
+        return 0 if isinstance(value, list) or (_number(value) and value >= VOCABULARY) else None
+    if most is None:
+        return None
+    if isinstance(value, list):
+        return [min(x, most) for x in value]
+    return min(value, most) if _number(value) else None
+
+
+# ---------------------------------------------------------------- layers
+def _shrink_layers(config: PreTrainedConfig) -> None:
+    """Keeps the first layers, down to the first one of the last kind; one layer of each kind where that is too many."""
+    depth = max(_fields(config, DEPTH).values(), default=0)
+    if depth < 2:
+        return
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list | tuple)}
+    numbers = {name: value for name, value in lists.items() if _are_layer_numbers(value, depth)}
+    per_layer = {name: value for name, value in lists.items() if len(value) == depth and name not in numbers}
+
+    first_of: dict[Any, int] = {}
+    for i in range(depth):
+        kind = [str(value[i]) for value in per_layer.values()], [i in value for value in numbers.values()]
+        first_of.setdefault(str(kind), i)
+    keep = list(range(max(first_of.values()) + 1))
+    periods = [value for value in _fields(config, PERIOD).values() if isinstance(value, int)]
+    firsts = [value + 1 for value in _fields(config, FIRST).values() if isinstance(value, int)]
+    keep = list(range(min(max(len(keep), 2, *periods, *firsts), depth)))
+    if len(keep) > MOST_LAYERS:
+        first = sorted(first_of.values())[:MOST_LAYERS]
+        keep = sorted({*first, *range(min(MOST_LAYERS, max([2, *periods])))} if len(first) < 2 else first)
+        for name, value in _fields(config, FIRST).items():
+            setattr(config, name, min(value, len(keep) - 1))
+
+    for name in _fields(config, DEPTH):
+        setattr(config, name, len(keep))
+    for name, value in per_layer.items():
+        setattr(config, name, type(value)(value[i] for i in keep))
+    for name, value in numbers.items():
+        setattr(config, name, type(value)(keep.index(i) for i in value if i in keep))
+    # Where transformers keeps what single layers have of their own, by their number.
+    if (own := getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", None)) is not None:
+        of_kept = {keep.index(i): fields for i, fields in own.items() if i in keep}
+        own.clear()
+        own.update(of_kept)
+    for name, value in _fields(config, re.compile(r"num_kv_shared_layers$")).items():
+        setattr(config, name, min(value, len(keep) // 2))
+
+
+def _are_layer_numbers(value: Any, depth: int) -> bool:
+    """Whether a list has the numbers of some layers, and not one entry a layer."""
+    return (
+        all(type(x) is int and x < depth for x in value)
+        and list(value) == sorted(set(value))
+        and (len(value) > 1 or (len(value) == 1 and depth > 1))
+    )
+
+
+# ---------------------------------------------------------------- heads and widths
+def _shrink_heads(config: PreTrainedConfig) -> None:
+    """Divides all head counts by one number, and the hidden size too where it is a number of columns a head."""
+    counts = {**_fields(config, HEADS), **_fields(config, KV_HEADS)}
+    heads = next(iter(_fields(config, HEADS).values()), None)
+    if isinstance(heads, list):
+        heads = heads[0]
+    every = [x for value in counts.values() for x in (value if isinstance(value, list) else [value])]
+    hidden = _fields(config, HIDDEN)
+    if not heads or not all(type(x) is int for x in every):
+        return
+    common = reduce(math.gcd, every)
+    explicit = _fields(config, HEAD_DIM)
+    width = max((x for x in explicit.values() if type(x) is int), default=max(hidden.values(), default=0) // heads)
+    by = common // 2 if common % 2 == 0 and 2 * heads // common * width <= 16 * WIDTH else common
+    for name, value in counts.items():
+        setattr(config, name, [x // by for x in value] if isinstance(value, list) else value // by)
+    few = heads // by
+    for name, value in hidden.items():
+        if explicit and value != heads * width:
+            step = math.lcm(few, 16)
+            setattr(config, name, min(value, -(-WIDTH // step) * step))
+        else:
+            setattr(config, name, value // heads * few)
+
+
+# ---------------------------------------------------------------- thresholds
+def _tables(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """Dictionaries in a configuration, such as the rotary embedding's; those of each layer type lie in another one."""
+    found = [value for value in vars(config).values() if isinstance(value, dict)]
+    while found:
+        table = found.pop()
+        yield table
+        found += [value for value in table.values() if isinstance(value, dict)]
+
+
+def _shrink_thresholds(config: PreTrainedConfig) -> None:
+    for name, value in list(vars(config).items()):
+        most = 2 if name.startswith("index_") and "block" in name else THRESHOLD  # blocks of positions, or in a block
+        if THRESHOLDS.match(name) and _number(value) and value > most:
+            setattr(config, name, type(value)(most))
+        elif THRESHOLDS.match(name) and isinstance(value, list):
+            setattr(config, name, [min(x, THRESHOLD) if _number(x) else x for x in value])
+    for table in _tables(config):
+        for name, value in table.items():
+            if THRESHOLDS.match(str(name)) and _number(value):
+                table[name] = min(value, type(value)(THRESHOLD))
+        if "dynamic" in (table.get("rope_type"), table.get("type")):
+            for name in _fields(config, POSITIONS):
+                setattr(config, name, THRESHOLD)

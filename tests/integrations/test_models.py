@@ -1,0 +1,142 @@
+"""`dualkv doctor --model`: what it says of the published shapes of models, unshrunken, and of what is no model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+tf = pytest.importorskip("transformers")
+
+from dualkv import cli  # noqa: E402
+from dualkv.integrations import models, selfcheck  # noqa: E402
+from dualkv.integrations.shrink import shrink  # noqa: E402
+from dualkv.integrations.transformers import _attention_modules, _decoders, enable  # noqa: E402
+from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
+
+# Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
+# model runs), with where they are published. What is not given is the default of transformers' class.
+MODELS = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    def write(fields: Any) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(fields))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_shapes(name: str, written: Any) -> None:
+    """The verdict on the whole model, and the small copy of each, which runs and has its head dims and layers."""
+    found = models.examine(written(MODELS[name]["config"]))
+    expected = MODELS[name]["refused"] or []
+    assert len(found.refusals) == len(expected)
+    for part, sentence in zip(expected, found.refusals, strict=True):
+        assert part in sentence
+    assert found.runs == (not expected)
+
+    model = models.without_weights(models.config_of(MODELS[name]["config"], name))
+    for decoder in _decoders(model):
+        with selfcheck._untouched(), torch.no_grad():
+            small = selfcheck._copy(type(decoder), shrink(decoder.config))
+            hidden = small(input_ids=torch.arange(4, 40)[None], use_cache=False)[0]
+        assert hidden.isfinite().all()
+        assert sum(p.numel() for p in small.parameters()) < 6e7
+        kinds, of_small = (
+            [(type(m), getattr(m, "head_dim", None)) for m in _attention_modules(d)] for d in (model, small)
+        )
+        assert set(kinds) == set(of_small)
+
+
+def test_every_reason_is_said_with_its_layers(written: Any) -> None:
+    found = models.examine(written(MODELS["gpt-oss-20b"]["config"]))
+    assert found.architecture == "GptOssForCausalLM"
+    assert found.layers == ["24 x GptOssAttention, head dim 64, 8 query heads a KV head"]
+    assert [sentence.rpartition(" (")[2] for sentence in found.refusals] == [
+        "12 such layers)",
+        "12 such layers)",
+        "24 such layers)",
+    ]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["dualkv", "doctor", "--model", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    return int(exit.value.code or 0)
+
+
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: Any, tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "qwen3-8b") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "qwen3-8b (Qwen3ForCausalLM) runs packed",
+        "- 36 x Qwen3Attention, head dim 128, 4 query heads a KV head",
+    ]
+    path = written(MODELS["mistral-7b-v0.1"]["config"])
+    assert run(monkeypatch, path, "--json", str(tmp_path / "found.json")) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"{path} (MistralForCausalLM) does not run packed"
+    assert "uses a sliding window (sliding_window=4096)" in out[2]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["runs"], len(found["refusals"])) == (False, 1)
+    assert run(monkeypatch, str(tmp_path / "absent")) == 1
+    assert "is neither a folder or file with a config.json, nor in the local cache" in capsys.readouterr().err
+
+
+def test_a_folder_and_the_class_that_it_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make_model("llama").save_pretrained(tmp_path)
+    assert models.examine(str(tmp_path)).runs
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = models.examine(str(tmp_path))
+    assert found.architecture == "LlamaForSequenceClassification"
+    assert "makes one row of logits" in found.refusals[0]
+
+
+def test_what_runs_with_conditions_is_noted(written: Any) -> None:
+    found = models.examine(written({"model_type": "qwen2_5_vl"}))
+    assert found.runs
+    assert found.notes[0].startswith("text only: pixel_values, pixel_values_videos, image_grid_thw")
+    assert models.examine(written({"model_type": "llama", "attention_dropout": 0.1})).notes == [
+        "attention_dropout=0.1 is refused in training: set it to 0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 8}, "is no configuration of a model, expected an object with model_type"),
+        ([], "is no configuration of a model, expected an object with model_type"),
+        ({"model_type": "none_such"}, "has model_type 'none_such', which transformers .* lacks"),
+        ({"model_type": "llama", "hidden_act": "none_such"}, "transformers cannot build this model: KeyError"),
+    ],
+)
+def test_what_is_no_model(fields: Any, message: str, written: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        models.examine(written(fields))
+
+
+def test_text_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        models.examine(str(tmp_path))
+
+
+def test_a_verdict_is_what_enable_does(written: Any) -> None:
+    config = tf.Qwen3Config(
+        **MODELS["qwen3-vl-8b"]["config"] | {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64}
+    )
+    config.layer_types = config.layer_types[:2]
+    assert models.refusals(models.without_weights(config)) == []
+    enable(tf.Qwen3ForCausalLM(config).eval())(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
