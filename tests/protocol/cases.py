@@ -232,16 +232,24 @@ def backward(
     return Case(name, start)
 
 
-SMALL = [70, 30], [[90, 20, 40], [50, 10]]
-
-
 def cases() -> list[Case]:
     found = []
+    wide, narrow = ([50, 20], [[60, 20], []]), ([130, 20], [[100, 10, 20], [15]])
     for d, do_stages in ((192, 1), (256, 1), (256, 2)):
-        for gradients in ("qkv",):
-            for deterministic in (False, True):
-                name = f"bwd_wide d{d} {gradients} do_stages {do_stages}{' deterministic' * deterministic}"
-                found.append(backward(name, d, gradients, SMALL, tile_m=16, do_stages=do_stages, deterministic=deterministic))
+        for deterministic in (False, True):
+            name = f"bwd_wide d{d} qkv do_stages {do_stages}{' deterministic' * deterministic}"
+            found.append(backward(name, d, "qkv", wide, heads=1, do_stages=do_stages, deterministic=deterministic))
+    for gradients in ("q", "kv", "v", "k"):
+        found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide, heads=1, do_stages=1))
+    for d in (64, 96, 128):
+        for deterministic in (False, True):
+            name = f"bwd_narrow d{d} qkv{' deterministic' * deterministic}"
+            found.append(backward(name, d, "qkv", narrow, heads=1, tile_m=64, deterministic=deterministic))
+    for gradients in ("q", "kv", "v", "k"):
+        found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow, heads=1, tile_m=64))
+    for deterministic in (False, True):
+        name = f"bwd_narrow d128 qkv cluster 1{' deterministic' * deterministic}"
+        found.append(backward(name, 128, "qkv", narrow, heads=2, tile_m=64, cluster=1, deterministic=deterministic))
     return found
 
 
