@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from codegen import tiles
 from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Layout, segments_of
+from dualkv.schedule import schedule
 from tests.protocol import dsl
 from tests.protocol.machine import Fault, Machine, Schedule
 
@@ -163,13 +165,17 @@ class Gradients:
                     once = [key for keys in sums for key in keys]
                     if len(set(once)) != len(once):
                         raise Fault(f"dQ of block {mb}, head {h}, has keys twice: {sorted(once)}")
-                    if kernel.deterministic and (order := [min(keys) for keys in sums if keys]) != sorted(order):
+                    if kernel.deterministic and (order := [self.item_of(min(keys)) for keys in sums]) != sorted(order):
                         raise Fault(f"dQ of block {mb}, head {h}, has its sums in the order {order}")
                     lacking = [k for k in needed if not any(first <= k < first + N for first in once)]
                     if lacking:
                         raise Fault(f"dQ of block {mb}, head {h}, place {place}, lacks the keys {lacking}")
                 if not added[h * self.num_blocks + mb]:
                     raise Fault(f"nothing is added to dQ of block {mb}, head {h}")
+
+    def item_of(self, key: int) -> int:
+        """The first key of the item whose CTAs' first keys these are."""
+        return max(int(x[1]) for x in self.work if key - int(x[1]) in (0, self.N))
 
     def summed(self, sums: list[frozenset[Any]]) -> set[Any]:
         """The query blocks in dK or dV of some keys: (head, row)."""
@@ -232,6 +238,104 @@ def backward(
     return Case(name, start)
 
 
+# ---------------------------------------------------------------- forward
+class Outputs:
+    """What the forward stores, and what it should."""
+
+    def __init__(self, kernel: Any, seg: Any, heads: int, kv_heads: int) -> None:
+        self.kernel, self.heads = kernel, heads
+        self.visible_end, self.total = np.asarray(seg.visible_end), seg.total
+        self.groups_per_kv = heads // kernel.packed_heads // kv_heads
+        self.stored: set[tuple[int, int]] = set()  # (row, head)
+        self.on_its_way: dict[Any, Any] = {}
+
+    def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
+        packed, agent = self.kernel.packed_heads, machine.agent
+        if what == "out box":
+            first, head_group = where["row"], where["head"]
+            rows, heads = range(first, first + self.kernel.tokens_wg), range(head_group * packed, (head_group + 1) * packed)
+            self.store_box(machine, (first, head_group))
+            self.look(prov, list(rows), first, head_group)
+            self.stored.update((row, head) for row in rows for head in heads)
+        elif what == "out":
+            mask = slice(None) if agent.mask is None else agent.mask
+            rows, heads = (np.broadcast_to(where[x], (32,))[mask].tolist() for x in ("row", "head"))
+            self.look(prov, sorted(set(rows)), None, heads[0] // packed)
+            self.stored.update(zip(rows, heads, strict=True))
+
+    def store_box(self, machine: Machine, key: Any) -> None:
+        """The second turn may store what the first has stored, once that is over."""
+        agent, last = machine.agent, self.on_its_way.get(key)
+        if last is not None and not (last and agent.knows(*last)):
+            raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
+        state: list[int] = []
+        self.on_its_way[key] = state
+        agent.bulk_open.then.append(lambda: state.extend((agent.index, int(agent.clock[agent.index]))))  # type: ignore
+
+    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int) -> None:
+        blocks = []
+        for term in prov:
+            if len(term) != 2:
+                continue
+            P, ((_, v_head, v_row, _),) = term
+            ((((_, q_head, q_row, _),), ((_, k_head, k_row, _),)),) = P
+            if (v_head, v_row) != (k_head, k_row) or k_head != head_group // self.groups_per_kv:
+                raise Fault(f"P of keys {k_row}, KV head {k_head}, meets V of keys {v_row}, KV head {v_head}")
+            if q_head != head_group or (first is not None and q_row != first) or not q_row <= rows[0]:
+                raise Fault(f"rows {rows} of head group {head_group} have the queries from {q_row} on, group {q_head}")
+            blocks.append(k_row)
+        if len(set(blocks)) != len(blocks):
+            raise Fault(f"rows {rows} have keys twice: {sorted(blocks)}")
+        seen = np.zeros(self.total + self.kernel.tile_n, bool)
+        for row in blocks:
+            seen[row : row + self.kernel.tile_n] = True
+        for row in rows:
+            lacking = np.flatnonzero((self.visible_end[: row + 1] > row) & ~seen[: row + 1])
+            if len(lacking):
+                raise Fault(f"row {row}, head group {head_group}, lacks the keys {lacking.tolist()}")
+
+    def check(self) -> None:
+        lacking = {(row, head) for row in range(self.total) for head in range(self.heads)} - self.stored
+        if lacking:
+            raise Fault(f"nobody stores (row, head) of {sorted(lacking)}")
+
+
+def forward(
+    name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, clusters: int = 2, fp16: bool = False,
+    parents: list[int] | None = None, **tile: Any,
+) -> Case:  # fmt: skip
+    """A launch of the forward, or of that for trees of any depth, where `layout` is lengths of segments and `parents`."""
+    config = replace(tiles.forward_tile(head_dim), **tile)
+    packed = tiles.packed_heads(heads // kv_heads)
+    tokens = config.tokens(packed)
+    if parents is None:
+        seg = segments(*layout)
+        work = plan.forward_work(seg, tokens, config.tile_n)
+        cost = plan.tile_cost(work, config.tile_n)
+        tables = [("segment_begin", plan.segment_begin(seg))]
+    else:
+        seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
+        made = plan_paths.path_work(seg, tokens, config.tile_n)
+        work, cost = made.items, plan_paths.tile_cost(made.items)
+        ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
+        tables = [("regions", made.regions), ("visible_end", ends)]
+    taken = schedule(cost, heads // packed, kv_heads, clusters, seg.total * head_dim * 4, True)
+
+    def start(loaded: Any, machine: Machine) -> Callable[[], None]:
+        cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
+        kernel = cls(dsl.Float16 if fp16 else dsl.BFloat16, head_dim, packed, **asdict(config))
+        q, out = (dsl.View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
+        k, v = (dsl.View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
+        lse = dsl.View("lse", (heads, seg.total), ("head", "row"))
+        found = Outputs(kernel, seg, heads, kv_heads)
+        machine.stores = found
+        arrays = dsl.Host("work", work), dsl.Host("schedule", taken), *(dsl.Host(*x) for x in tables)
+        kernel(q, k, v, out, lse, *arrays, SCALE, clusters * config.cluster, None)
+        return found.check
+
+    return Case(name, start)
+
+
 def cases() -> list[Case]:
     found = []
     wide, narrow = ([50, 20], [[60, 20], []]), ([130, 20], [[100, 10, 20], [15]])
@@ -250,7 +354,10 @@ def cases() -> list[Case]:
     for deterministic in (False, True):
         name = f"bwd_narrow d128 qkv cluster 1{' deterministic' * deterministic}"
         found.append(backward(name, 128, "qkv", narrow, heads=2, tile_m=64, cluster=1, deterministic=deterministic))
+    for d in tiles.HEAD_DIMS:
+        for fp16 in (False, True):
+            layout = ([130, 40], [[40, 7], [30]])
+            found.append(forward(f"fwd d{d} {'fp16' if fp16 else 'bf16'}", d, layout, heads=8, kv_heads=1, fp16=fp16))
+        lengths, parents = [70, 30, 50, 20, 40, 60], [-1, 0, 1, 1, 0, -1]
+        found.append(forward(f"fwd_paths d{d}", d, lengths, heads=8, kv_heads=1, parents=parents))
     return found
-
-
-_ = (plan, plan_paths)

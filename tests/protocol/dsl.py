@@ -206,6 +206,10 @@ def invert(x: Any) -> Any:
     return not x if isinstance(x, bool | np.bool_) else x if isinstance(x, Scalar) else ~x
 
 
+def invert_truth(x: Any) -> Any:
+    return ~x if isinstance(x, np.ndarray) else x if isinstance(x, Scalar) else not x
+
+
 def ir_value(x: Any) -> Any:
     return x
 
@@ -219,7 +223,7 @@ ALIKE = {
     "fwd_contain.py": ("add_key", "contain"),
     "fwd_paths.py": ("mask_path",),
     "mask.py": ("mask",),
-    "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "_exp2", "rescale", "normalize"),
+    "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize"),
 }
 SYNCHRONIZES = re.compile("barrier|fence|elect_one|wait|commit|gemm|load_|store_release|store_volatile|atomic|bulk|arrive")
 
@@ -261,7 +265,8 @@ class Rewrite(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         self.generic_visit(node)
-        return self.call("invert", node.operand) if isinstance(node.op, ast.Invert) else node
+        name = {ast.Invert: "invert", ast.Not: "invert_truth"}.get(type(node.op))
+        return self.call(name, node.operand) if name else node
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
@@ -876,7 +881,7 @@ def copy(atom: Any, source: Any, target: Any, tma_bar_ptr: Any = None, mbar_ptr:
         machine.load(cells, target.part or ("copy", 0), frozenset([source.tag()]), size, (bar.base.number, bar.offset))
     elif isinstance(target, View):
         where = target.at
-        machine.bulk_store([(source.cell(), None)], lambda prov: emit(target.name, where, prov))
+        machine.bulk_store([(source.cell(), None)], lambda prov: emit(f"{target.name} box", where, prov))
     else:
         autovec_copy(source, target)
 
