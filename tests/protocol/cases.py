@@ -207,7 +207,7 @@ class Gradients:
 
 
 def backward(
-    name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 2, kv_heads: int = 1, tile_m: int = 32,
+    name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 1, kv_heads: int = 1, tile_m: int = 32,
     do_stages: int | None = None, **tile: Any,
 ) -> Case:  # fmt: skip
     """A launch of the backward's main kernel."""
@@ -337,27 +337,29 @@ def forward(
 
 
 def cases() -> list[Case]:
+    """Every kernel, head dim and mode; layouts with several items or tiles, and few blocks."""
     found = []
-    wide, narrow = ([50, 20], [[60, 20], []]), ([130, 20], [[100, 10, 20], [15]])
-    for d, do_stages in ((192, 1), (256, 1), (256, 2)):
-        for deterministic in (False, True):
-            name = f"bwd_wide d{d} qkv do_stages {do_stages}{' deterministic' * deterministic}"
-            found.append(backward(name, d, "qkv", wide, heads=1, do_stages=do_stages, deterministic=deterministic))
-    for gradients in ("q", "kv", "v", "k"):
-        found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide, heads=1, do_stages=1))
-    for d in (64, 96, 128):
-        for deterministic in (False, True):
-            name = f"bwd_narrow d{d} qkv{' deterministic' * deterministic}"
-            found.append(backward(name, d, "qkv", narrow, heads=1, tile_m=64, deterministic=deterministic))
-    for gradients in ("q", "kv", "v", "k"):
-        found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow, heads=1, tile_m=64))
+    wide, narrow = ([50, 20], [[60, 20], []]), ([90, 20], [[30, 80, 10], [40]])
     for deterministic in (False, True):
-        name = f"bwd_narrow d128 qkv cluster 1{' deterministic' * deterministic}"
-        found.append(backward(name, 128, "qkv", narrow, heads=2, tile_m=64, cluster=1, deterministic=deterministic))
+        after = " deterministic" * deterministic
+        for d, do_stages in ((192, 1), (256, 1), (256, 2)):
+            name = f"bwd_wide d{d} do_stages {do_stages}{after}"
+            found.append(backward(name, d, "qkv", wide, do_stages=do_stages, deterministic=deterministic))
+        for d in (64, 96, 128):
+            found.append(backward(f"bwd_narrow d{d}{after}", d, "qkv", narrow, deterministic=deterministic))
+        more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
+        found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
+    for gradients in ("q", "k", "v", "kv"):
+        found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide, do_stages=1))
+        found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow))
+    found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2, do_stages=1))
+    found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
     for d in tiles.HEAD_DIMS:
-        for fp16 in (False, True):
-            layout = ([130, 40], [[40, 7], [30]])
-            found.append(forward(f"fwd d{d} {'fp16' if fp16 else 'bf16'}", d, layout, heads=8, kv_heads=1, fp16=fp16))
-        lengths, parents = [70, 30, 50, 20, 40, 60], [-1, 0, 1, 1, 0, -1]
-        found.append(forward(f"fwd_paths d{d}", d, lengths, heads=8, kv_heads=1, parents=parents))
+        found.append(forward(f"fwd d{d} ", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
+        lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
+        found.append(forward(f"fwd_paths d{d} ", d, lengths, heads=4, kv_heads=1, parents=parents))
+    found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
+    found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
+    more = {"q_in_registers": True, "tile_n": 64, "warp_groups": 1, "cluster": 4}
+    found.append(forward("fwd d128 queries in registers", 128, ([130], [[40, 7]]), heads=4, kv_heads=1, **more))
     return found

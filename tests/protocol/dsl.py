@@ -493,7 +493,7 @@ class Frag:
 
     def __init__(self, dtype: Any, shape: Any) -> None:
         self.element_type, self.shape = dtype, shape
-        self.size = min(product(shape), 64)
+        self.size = min(product(shape), 16)  # more are alike
         self.root, self.prov = self, NO_TERMS
         self.tracked = self.size > 2
         self.values: dict[Any, Any] | None = {} if dtype is Int32 else None
@@ -942,7 +942,7 @@ def mbarrier_arrive(at: Pointer, cta: Any = None) -> None:
     if cta is None:
         Now.machine.arrive(a.cta, key_of(at), a.lanes())
         return
-    ranks = np.broadcast_to(np.asarray(cta), (32,))
+    ranks = cta if isinstance(cta, np.ndarray) else np.full(32, cta)
     for rank in (ranks if a.mask is None else ranks[a.mask]).tolist():
         Now.machine.arrive(a.cta.cluster.ctas[rank], key_of(at), 1)
 
