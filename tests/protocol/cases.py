@@ -1,0 +1,365 @@
+"""Launches of every kernel with real plans of small layouts, and what must come out of them.
+
+Head dims, stages, warp groups and clusters are those of the tile table. Only the backward's query blocks are smaller: of
+their rows there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from codegen import tiles
+from dualkv import plan, plan_backward, plan_paths
+from dualkv.layout import Layout, segments_of
+from dualkv.schedule import schedule
+from tests.protocol import dsl
+from tests.protocol.machine import Fault, Machine, Schedule
+
+Edits = tuple[tuple[str, str, str], ...]
+SCALE = 0.125
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch.
+
+    Attributes:
+        name: for the command line; begins with the kernel's.
+        start: launches it on the machine that runs; returns the check of what came out.
+    """
+
+    name: str
+    start: Callable[[Any, Machine], Callable[[], None]]
+
+    def run(self, schedule: Schedule, edits: Edits = (), in_order: bool = False) -> int:
+        """Under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
+        loaded = dsl.kernels(*edits)
+        machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3), in_order=in_order)
+        dsl.Now.machine = machine
+        self.start(loaded, machine)()
+        return machine.steps
+
+    def slow(self) -> list[str]:
+        """Who may be slow."""
+        ranks = 1 if "cluster 1" in self.name else 2
+        warps = 16 if "fwd" in self.name and any(f"d{d} " in self.name for d in (64, 96, 128)) else 12
+        return ["loads", "stores", "sends", *(f"warp {w} of rank {r}" for r in range(ranks) for w in range(warps))]
+
+
+def schedules(case: Case, count: int, seed: int = 0) -> list[Schedule]:
+    """Of three schedules one is fair, one follows priorities, and in one somebody is slow, each in turn."""
+    slow = case.slow()
+    return [
+        Schedule(seed + i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1)
+        for i in range(count)
+    ]
+
+
+def segments(prompts: list[int], responses: list[list[int]]) -> Any:
+    layout = Layout.from_lengths(prompts, responses)
+    return segments_of(layout.offsets, layout.parent)
+
+
+# ---------------------------------------------------------------- backward
+class Gradients:
+    """What the backward's main kernel adds up, and what it should."""
+
+    def __init__(self, kernel: Any, seg: Any, work: Any, heads: int, kv_heads: int) -> None:
+        self.kernel, self.seg, self.work, self.heads, self.kv_heads = kernel, seg, work, heads, kv_heads
+        self.M, self.N = kernel.tile_m, kernel.tile_n
+        self.visible_end = np.asarray(seg.visible_end)
+        self.num_blocks = -(-seg.total // self.M)
+        self.of_keys: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of ("dk", KV head, 16 keys' first)
+        self.of_queries: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of (block, place in it)
+        self.writers: dict[Any, tuple[int, int, str]] = {}
+
+    def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
+        agent = machine.agent
+        if what in ("dk", "dv"):
+            rows = where["row"] if agent.mask is None else where["row"][agent.mask]
+            self.of_keys[what, where["head"], int(rows.min())].append(prov)
+        elif what == "slabs":
+            D, N, cluster = self.kernel.head_dim, self.N, self.kernel.cluster
+            at, within = divmod(dsl.first_lane(where), N * D)
+            at, which = divmod(at, 2)
+            slab, rank = divmod(at, cluster)
+            item = next(x for x in self.work if x[7] == slab)
+            sixteen = within // (D // 8 * 128)
+            self.of_keys[("dk", "dv")[which], int(item[0]), int(item[1]) + rank * N + 16 * sixteen].append(prov)
+        else:
+            self.add(machine, what, dsl.first_lane(where), prov)
+
+    def add(self, machine: Machine, what: str, at: int, prov: frozenset[Any]) -> None:
+        """To dQ."""
+        agent, floats = machine.agent, self.M * self.kernel.head_dim
+        block, place = divmod(at, floats)
+        if what == "dq_acc":  # zeros: of the whole block, a quad after another
+            self.writers[block, "cleared"] = (agent.index, int(agent.clock[agent.index]), agent.name)
+            return
+        cleared = self.writers.get((block, "cleared"))
+        if cleared is not None and not agent.knows(*cleared[:2]):
+            raise Fault(f"{agent.name} adds to dQ of block {block}, and nothing says that {cleared[2]} has cleared it")
+        before = self.of_queries[block, place]
+        if self.kernel.deterministic:
+            last = self.writers.get((block, place))
+            if last is not None and not agent.knows(*last[:2]):
+                raise Fault(f"{agent.name} adds to dQ of block {block}, and nothing says that {last[2]} is through")
+            self.writers[block, place] = (agent.index, int(agent.clock[agent.index]), agent.name)
+        if what == "dq =":
+            if before:
+                raise Fault(f"{agent.name} stores to dQ of block {block} after others have added to it")
+        elif cleared is None and not before and tiles.clears_ahead(self.kernel.head_dim):
+            raise Fault(f"{agent.name} adds to dQ of block {block} before anybody has cleared it")
+        before.append(prov)
+
+    def operands(self, dS: Any) -> tuple[Any, Any]:
+        """The tags of (keys, queries) that dS or P is made of: they fit each other."""
+        keys, queries = set(), set()
+        for term in dS:
+            for part in term:
+                for name, head, row, col in (x for x in part if len(x) == 4):
+                    if name in ("K", "V"):
+                        keys.add((head, row))
+                    elif name == "stats":
+                        queries.add((head, col // 8))
+                    else:
+                        queries.add((head, row))
+        if len(keys) != 1 or len(queries) != 1 or ("nothing",) in {x for term in dS for part in term for x in part}:
+            raise Fault(f"P or dS is made of keys {keys} and queries {queries}")
+        (key,), (query,) = keys, queries
+        return key, query
+
+    def check(self) -> None:
+        kernel, seg, M, N, per_kv = self.kernel, self.seg, self.M, self.N, self.heads // self.kv_heads
+        for name in ("dk", "dv"):
+            if not getattr(kernel, f"want_{name}"):
+                continue
+            for kv_head in range(self.kv_heads):
+                found: dict[int, set[Any]] = {}
+                for (what, head, row), sums in self.of_keys.items():
+                    if (what, head) == (name, kv_head):
+                        found[row] = self.summed(sums)
+                for key in range(seg.total):
+                    first = max((row for row in found if row <= key < row + 16), default=None)
+                    blocks = range(key // M, -(-int(self.visible_end[key]) // M))
+                    wanted = {(kv_head * per_kv + h, mb * M) for h in range(per_kv) for mb in blocks}
+                    if first is None or not wanted <= found[first]:
+                        missing = wanted - (found[first] if first is not None else set())
+                        raise Fault(f"{name} of key {key}, KV head {kv_head}, lacks the query blocks {sorted(missing)}")
+        if not kernel.want_dq:
+            return
+        added: dict[int, list[Any]] = defaultdict(list)
+        for (block, place), sums in self.of_queries.items():
+            added[block].append((place, [self.keys_of(prov, block) for prov in sums]))
+        for h in range(self.heads):
+            for mb in range(self.num_blocks):
+                rows = range(mb * M, min(mb * M + M, seg.total))
+                needed = [k for k in range(rows[-1] + 1) if self.visible_end[k] > rows[0]]
+                for place, sums in added[h * self.num_blocks + mb]:
+                    once = [key for keys in sums for key in keys]
+                    if len(set(once)) != len(once):
+                        raise Fault(f"dQ of block {mb}, head {h}, has keys twice: {sorted(once)}")
+                    if kernel.deterministic and (order := [self.item_of(min(keys)) for keys in sums]) != sorted(order):
+                        raise Fault(f"dQ of block {mb}, head {h}, has its sums in the order {order}")
+                    lacking = [k for k in needed if not any(first <= k < first + N for first in once)]
+                    if lacking:
+                        raise Fault(f"dQ of block {mb}, head {h}, place {place}, lacks the keys {lacking}")
+                if not added[h * self.num_blocks + mb]:
+                    raise Fault(f"nothing is added to dQ of block {mb}, head {h}")
+
+    def item_of(self, key: int) -> int:
+        """The first key of the item whose CTAs' first keys these are."""
+        return max(int(x[1]) for x in self.work if key - int(x[1]) in (0, self.N))
+
+    def summed(self, sums: list[frozenset[Any]]) -> set[Any]:
+        """The query blocks in dK or dV of some keys: (head, row)."""
+        found: set[Any] = set()
+        for prov in set(sums):
+            for P, other in (term for term in prov if len(term) == 2):  # besides, what is not finite is added by hand
+                _, query = self.operands(P)
+                tags = {(head, row) for _, head, row, _ in other}
+                if tags != {query}:
+                    raise Fault(f"a product of P or dS of {query} and of {tags}")
+                found.add(query)
+        return found
+
+    def keys_of(self, prov: frozenset[Any], block: int) -> list[int]:
+        """The first key of each key block in a sum for dQ."""
+        h, mb = divmod(block, self.num_blocks)
+        found = []
+        for K, dS in (term for term in prov if len(term) == 2):
+            if K is dsl.GARBAGE or not dS:
+                if not dS:
+                    found.append(next(iter(K))[2])
+                    continue
+                raise Fault(f"dQ of block {mb}, head {h}, is made of nothing")
+            key, query = self.operands(dS)
+            if {(head, row) for _, head, row, _ in K} != {key} or query != (h, mb * self.M):
+                raise Fault(f"dQ of block {mb}, head {h}, is made of {K} and of dS of keys {key} and queries {query}")
+            found.append(key[1])
+        return found
+
+
+def backward(
+    name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 1, kv_heads: int = 1, tile_m: int = 32,
+    do_stages: int | None = None, **tile: Any,
+) -> Case:  # fmt: skip
+    """A launch of the backward's main kernel."""
+    config = tiles.backward_tile(head_dim)
+    options = {"tile_m": tile_m, "tile_n": config.tile_n, "stages": config.stages, "cluster": config.cluster,
+               "heads_inside": config.heads_inside, **tile}  # fmt: skip
+    made = tiles.BackwardTile(**options)
+    seg = segments(*layout)
+    work = plan_backward.backward_work(seg, made, heads, kv_heads, 4, made.deterministic)
+
+    def start(loaded: Any, machine: Machine) -> Callable[[], None]:
+        cls = loaded.bwd_narrow.NarrowBackward if head_dim <= 128 else loaded.bwd_wide.WideBackward
+        if do_stages is not None:  # as many as of the table's tile
+            cls = type(cls.__name__, (cls,), {"do_stages": do_stages})
+        kernel = cls(dsl.BFloat16, head_dim, gradients=gradients, **options)
+        total, blocks = seg.total, -(-seg.total // tile_m)
+        q, dout = (dsl.View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
+        k, v, dk, dv = (dsl.View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
+        stats = dsl.View("stats", (heads, blocks * tile_m * 8), ("head", "col"))
+        dq_acc = dsl.Flat("dq_acc", heads * blocks * tile_m * head_dim)
+        locks = dsl.Flat("locks", heads * blocks * tiles.LOCKS + 1)
+        out = Gradients(kernel, seg, work.items, heads, kv_heads)
+        machine.stores = out
+        tables = dsl.Host("work", work.items), dsl.Host("visible_end", np.asarray(seg.visible_end))
+        kernel(q, k, v, dout, stats, dk, dv, dq_acc, dsl.Flat("slabs", 0), locks, *tables, SCALE, None)
+        return out.check
+
+    return Case(name, start)
+
+
+# ---------------------------------------------------------------- forward
+class Outputs:
+    """What the forward stores, and what it should."""
+
+    def __init__(self, kernel: Any, seg: Any, heads: int, kv_heads: int) -> None:
+        self.kernel, self.heads = kernel, heads
+        self.visible_end, self.total = np.asarray(seg.visible_end), seg.total
+        self.groups_per_kv = heads // kernel.packed_heads // kv_heads
+        self.stored: set[tuple[int, int]] = set()  # (row, head)
+        self.on_its_way: dict[Any, Any] = {}
+
+    def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
+        packed, agent = self.kernel.packed_heads, machine.agent
+        if what == "out box":
+            first, head_group = where["row"], where["head"]
+            rows, heads = range(first, first + self.kernel.tokens_wg), range(head_group * packed, (head_group + 1) * packed)
+            self.store_box(machine, (first, head_group))
+            self.look(prov, list(rows), first, head_group)
+            self.stored.update((row, head) for row in rows for head in heads)
+        elif what == "out":
+            mask = slice(None) if agent.mask is None else agent.mask
+            rows, heads = (np.broadcast_to(where[x], (32,))[mask].tolist() for x in ("row", "head"))
+            self.look(prov, sorted(set(rows)), None, heads[0] // packed)
+            self.stored.update(zip(rows, heads, strict=True))
+
+    def store_box(self, machine: Machine, key: Any) -> None:
+        """The second turn may store what the first has stored, once that is over."""
+        agent, last = machine.agent, self.on_its_way.get(key)
+        if last is not None and not (last and agent.knows(*last)):
+            raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
+        state: list[int] = []
+        self.on_its_way[key] = state
+        agent.bulk_open.then.append(lambda: state.extend((agent.index, int(agent.clock[agent.index]))))  # type: ignore
+
+    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int) -> None:
+        blocks = []
+        for term in prov:
+            if len(term) != 2:
+                continue
+            P, ((_, v_head, v_row, _),) = term
+            ((((_, q_head, q_row, _),), ((_, k_head, k_row, _),)),) = P
+            if (v_head, v_row) != (k_head, k_row) or k_head != head_group // self.groups_per_kv:
+                raise Fault(f"P of keys {k_row}, KV head {k_head}, meets V of keys {v_row}, KV head {v_head}")
+            if q_head != head_group or (first is not None and q_row != first) or not q_row <= rows[0]:
+                raise Fault(f"rows {rows} of head group {head_group} have the queries from {q_row} on, group {q_head}")
+            blocks.append(k_row)
+        if len(set(blocks)) != len(blocks):
+            raise Fault(f"rows {rows} have keys twice: {sorted(blocks)}")
+        seen = np.zeros(self.total + self.kernel.tile_n, bool)
+        for row in blocks:
+            seen[row : row + self.kernel.tile_n] = True
+        for row in rows:
+            lacking = np.flatnonzero((self.visible_end[: row + 1] > row) & ~seen[: row + 1])
+            if len(lacking):
+                raise Fault(f"row {row}, head group {head_group}, lacks the keys {lacking.tolist()}")
+
+    def check(self) -> None:
+        lacking = {(row, head) for row in range(self.total) for head in range(self.heads)} - self.stored
+        if lacking:
+            raise Fault(f"nobody stores (row, head) of {sorted(lacking)}")
+
+
+def forward(
+    name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, clusters: int = 2, fp16: bool = False,
+    parents: list[int] | None = None, **tile: Any,
+) -> Case:  # fmt: skip
+    """A launch of the forward, or of that for trees of any depth, where `layout` is lengths of segments and `parents`."""
+    config = replace(tiles.forward_tile(head_dim), **tile)
+    packed = tiles.packed_heads(heads // kv_heads)
+    tokens = config.tokens(packed)
+    if parents is None:
+        seg = segments(*layout)
+        work = plan.forward_work(seg, tokens, config.tile_n)
+        cost = plan.tile_cost(work, config.tile_n)
+        tables = [("segment_begin", plan.segment_begin(seg))]
+    else:
+        seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
+        made = plan_paths.path_work(seg, tokens, config.tile_n)
+        work, cost = made.items, plan_paths.tile_cost(made.items)
+        ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
+        tables = [("regions", made.regions), ("visible_end", ends)]
+    taken = schedule(cost, heads // packed, kv_heads, clusters, seg.total * head_dim * 4, True)
+
+    def start(loaded: Any, machine: Machine) -> Callable[[], None]:
+        cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
+        kernel = cls(dsl.Float16 if fp16 else dsl.BFloat16, head_dim, packed, **asdict(config))
+        q, out = (dsl.View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
+        k, v = (dsl.View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
+        lse = dsl.View("lse", (heads, seg.total), ("head", "row"))
+        found = Outputs(kernel, seg, heads, kv_heads)
+        machine.stores = found
+        arrays = dsl.Host("work", work), dsl.Host("schedule", taken), *(dsl.Host(*x) for x in tables)
+        kernel(q, k, v, out, lse, *arrays, SCALE, clusters * config.cluster, None)
+        return found.check
+
+    return Case(name, start)
+
+
+def cases() -> list[Case]:
+    """Every kernel, head dim and mode; layouts with several items or tiles, and few blocks."""
+    found = []
+    wide, narrow = ([50, 20], [[60, 20], []]), ([90, 20], [[30, 80, 10], [40]])
+    for deterministic in (False, True):
+        after = " deterministic" * deterministic
+        for d, do_stages in ((192, 1), (256, 1), (256, 2)):
+            name = f"bwd_wide d{d} do_stages {do_stages}{after}"
+            found.append(backward(name, d, "qkv", wide, do_stages=do_stages, deterministic=deterministic))
+        for d in (64, 96, 128):
+            found.append(backward(f"bwd_narrow d{d}{after}", d, "qkv", narrow, deterministic=deterministic))
+        more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
+        found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
+    for gradients in ("q", "k", "v", "kv"):
+        found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide, do_stages=1))
+        found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow))
+    found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2, do_stages=1))
+    found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
+    for d in tiles.HEAD_DIMS:
+        found.append(forward(f"fwd d{d} ", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
+        lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
+        found.append(forward(f"fwd_paths d{d} ", d, lengths, heads=4, kv_heads=1, parents=parents))
+    found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
+    found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
+    more = {"q_in_registers": True, "tile_n": 64, "warp_groups": 1, "cluster": 4}
+    found.append(forward("fwd d128 queries in registers", 128, ([130], [[40, 7]]), heads=4, kv_heads=1, **more))
+    return found

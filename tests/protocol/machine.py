@@ -1,0 +1,704 @@
+"""A machine on which warps wait for each other as they do on Hopper: what synchronizes is real, data are names of data.
+
+Each warp is a greenlet that runs the kernel's own code. It gives way at every operation that other warps can see, and a
+random schedule says who goes on: a warp, or the copy engine with one of its copies. A schedule fails (`Fault`) if
+
+- nobody can go on, but not all are through;
+- a warp waits for a phase of an mbarrier that is over: the one after may never come to an end, or was meant;
+- an mbarrier has more arrivals than its count, or is left within a phase at the end;
+- two accesses to a stage of shared memory are not in an order that barriers give, one of them a write: vector clocks
+  say so in whatever order they come. Products and copies read until somebody has waited for their group. A product
+  (wgmma) is one of the whole warp group: it begins when all four warps are there, and who has waited for it knows that
+  it is over for all of them, as CUTLASS's pipelines take it too;
+- what a thread wrote is read by the copy engine or a product without a fence, or an accumulator before its product ends;
+- somebody reaches into a CTA that has ended, or a CTA ends before its copies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from greenlet import greenlet
+
+LANES = np.arange(32)
+GARBAGE = frozenset({("nothing",)})  # in memory that nobody has written
+Part = tuple[Any, Any] | None  # a way to divide a cell, and a part; None: all of it
+
+
+class Fault(Exception):
+    """What is wrong with a kernel."""
+
+
+class Deadlock(Fault):
+    """Nobody can go on."""
+
+
+class Entry:
+    """What a schedule chooses from: a warp or a copy."""
+
+    __slots__ = ("action", "kind", "name", "place", "priority", "slow")
+
+    def __init__(self, name: str, kind: str, action: Callable[[], None] | None = None) -> None:
+        self.name, self.kind, self.action = name, kind, action
+        self.place, self.priority, self.slow = -1, 0.0, False
+
+
+class Group:
+    """Products, or bulk copies, that a warp waits for together."""
+
+    __slots__ = ("cells", "left", "number", "reading", "then", "waiters")
+
+    def __init__(self) -> None:
+        self.cells: list[tuple[Cell, Part]] = []
+        self.number = 0  # of a warp group's products
+        self.left = self.reading = 0  # bulk copies that have not ended, and that have not read all
+        self.then: list[Callable[[], None]] = []  # once the warp knows that the group has ended
+        self.waiters: list[Agent] = []
+
+
+class Agent(Entry):
+    """A warp."""
+
+    __slots__ = (
+        "bulk", "bulk_open", "clock", "cluster_gone", "cta", "doing", "ended", "greenlet", "groups", "index", "last",
+        "mask", "open", "products", "unfenced", "unfenced_global", "waited", "warp",
+    )  # fmt: skip
+
+    def __init__(self, cta: Cta, warp: int, index: int, size: int, run: Callable[[], None]) -> None:
+        super().__init__(f"{cta.name} warp {warp}", f"warp {warp} of rank {cta.rank}")
+        self.cta, self.warp, self.index = cta, warp, index
+        self.clock = np.zeros(size, np.int32)
+        self.clock[index] = 1
+        self.mask: Any = None  # lanes that take part, None: all
+        self.groups: list[Group] = []
+        self.open: Group | None = None
+        self.products = 0  # groups of them
+        self.bulk: list[Group] = []
+        self.bulk_open: Group | None = None
+        self.unfenced: list[Write] = []
+        self.unfenced_global: list[Write] = []
+        self.waited: dict[Mbarrier, int] = {}  # the last phase that this warp has waited for
+        self.last: Any = None  # what a loop spins on
+        self.ended, self.cluster_gone, self.doing = False, 0, "begins"
+        self.greenlet = greenlet(run)
+
+    def lanes(self) -> int:
+        return 32 if self.mask is None else int(self.mask.sum())
+
+    def knows(self, component: int, epoch: int) -> bool:
+        return bool(self.clock[component] >= epoch)
+
+    def released(self) -> None:
+        self.clock[self.index] += 1
+
+
+class Write:
+    __slots__ = ("by", "component", "epoch", "fenced", "prov")
+
+    def __init__(self, by: str, component: int, epoch: int, prov: frozenset[Any], fenced: bool) -> None:
+        self.by, self.component, self.epoch, self.prov, self.fenced = by, component, epoch, prov, fenced
+
+
+class Cell:
+    """A stage of shared memory, or whatever else is written as one: who wrote and who reads it."""
+
+    __slots__ = ("components", "name", "pending", "reads", "writes")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.writes: dict[Any, Write] = {}
+        self.reads: dict[Any, tuple[int, int, str]] = {}
+        self.pending: dict[Any, tuple[int, str]] = {}
+        self.components: dict[Any, int] = {}
+
+    def read(self, agent: Agent, part: Part, by_engine: bool, what: str) -> frozenset[Any]:
+        """Its content, as the agent sees it; a fault if it may not be there yet."""
+        found, prov = None, frozenset()
+        for key, write in self.writes.items():
+            if part is not None and key[0] == part[0] and key != part:
+                continue
+            if not agent.knows(write.component, write.epoch):
+                raise Fault(f"{agent.name} reads {self.name} ({what}), and nothing says that {write.by} has written it")
+            if by_engine and not write.fenced:
+                raise Fault(f"{agent.name} has {self.name} read ({what}) without a fence after {write.by} wrote it")
+            found = write
+            if prov is not write.prov:
+                prov = prov | write.prov if prov else write.prov
+        return GARBAGE if found is None else prov
+
+    def begin_read(self, agent: Agent, part: Part, what: str) -> frozenset[Any]:
+        prov = self.read(agent, part, True, what)
+        key = (agent.index, part)
+        self.pending[key] = (self.pending.get(key, (0, ""))[0] + 1, f"{agent.name} ({what})")
+        return prov
+
+    def end_read(self, agent: Agent, part: Part, component: int, epoch: int) -> None:
+        key = (agent.index, part)
+        count, who = self.pending.pop(key)
+        if count > 1:
+            self.pending[key] = (count - 1, who)
+        self.reads[component, part] = (component, epoch, who)
+
+    def note_read(self, agent: Agent, part: Part, what: str, by_engine: bool = False) -> frozenset[Any]:
+        """A read that is over at once."""
+        prov = self.read(agent, part, by_engine, what)
+        self.reads[agent.index, part] = (agent.index, int(agent.clock[agent.index]), f"{agent.name} ({what})")
+        return prov
+
+    def check_write(self, agent: Agent, part: tuple[Any, Any], what: str) -> None:
+        """A fault unless all that was read and written there is over; then it is forgotten."""
+        for (_, other), (_, who) in self.pending.items():
+            if other is None or other == part or other[0] != part[0]:
+                raise Fault(f"{agent.name} writes {self.name} ({what}) while {who} still reads it")
+        old = []
+        for key, (component, epoch, who) in self.reads.items():
+            other = key[1]
+            if other is None or other == part or other[0] != part[0]:
+                if not agent.knows(component, epoch):
+                    raise Fault(f"{agent.name} writes {self.name} ({what}), and nothing says that {who} has read it")
+                if other is not None:
+                    old.append(key)
+        for key in old:
+            del self.reads[key]
+        gone = []
+        for key, write in self.writes.items():
+            if key == part or key[0] != part[0]:
+                if not agent.knows(write.component, write.epoch):
+                    raise Fault(f"{agent.name} writes {self.name} ({what}), and nothing says that {write.by} is through")
+                gone.append(key)
+        for key in gone:
+            del self.writes[key]
+
+    def write(self, agent: Agent, part: tuple[Any, Any], prov: frozenset[Any], what: str) -> Write:
+        """By the warp's own stores."""
+        self.check_write(agent, part, what)
+        write = Write(f"{agent.name} ({what})", agent.index, int(agent.clock[agent.index]), prov, False)
+        self.writes[part] = write
+        return write
+
+
+class Mbarrier:
+    __slots__ = ("arrived", "clock", "count", "cta", "left", "name", "phase", "tx", "waiters")
+
+    def __init__(self, cta: Cta, name: str, count: int, size: int) -> None:
+        self.cta, self.name, self.count, self.left, self.tx, self.phase = cta, name, count, count, 0, 0
+        self.arrived = np.zeros(size, np.int32)  # clocks of who has come in this phase
+        self.clock = np.zeros(size, np.int32)  # and in those before
+        self.waiters: list[Agent] = []
+
+    def arrive(self, machine: Machine, clock: Any, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise Fault(f"{self.name} has more arrivals in phase {self.phase} than its {self.count}")
+        np.maximum(self.arrived, clock, out=self.arrived)
+        self.check(machine)
+
+    def complete_tx(self, machine: Machine, clock: Any, size: int) -> None:
+        self.tx -= size
+        np.maximum(self.arrived, clock, out=self.arrived)
+        self.check(machine)
+
+    def check(self, machine: Machine) -> None:
+        if self.left == 0 and self.tx == 0:
+            self.phase += 1
+            self.left = self.count
+            np.maximum(self.clock, self.arrived, out=self.clock)
+            self.arrived[:] = 0
+            machine.wake(self.waiters)
+
+
+class Meeting:
+    """A barrier that counts warps: a named one of a CTA, or that of a cluster."""
+
+    __slots__ = ("arrived", "clock", "came", "expected", "gone", "left", "size", "votes", "waiters")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.arrived, self.clock = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self.came = self.gone = self.expected = 0
+        self.waiters: list[Agent] = []
+        self.votes = [False, False]  # of the meeting that goes on, and of the last one
+
+    def arrive(self, machine: Machine, agent: Agent, expected: int, vote: bool = False) -> int:
+        """Returns the number of the meeting."""
+        if self.came and expected != self.expected:
+            raise Fault(f"{agent.name} meets {expected} warps at a barrier where others meet {self.expected}")
+        self.expected, number = expected, self.gone
+        self.came += 1
+        self.votes[0] |= vote
+        np.maximum(self.arrived, agent.clock, out=self.arrived)
+        agent.released()
+        self.check(machine, expected)
+        return number
+
+    def check(self, machine: Machine, expected: int) -> None:
+        if self.came and self.came == expected:
+            self.gone += 1
+            self.came = 0
+            self.votes = [False, self.votes[0]]
+            self.clock = np.maximum(self.clock, self.arrived)
+            self.arrived = np.zeros(self.size, np.int32)
+            machine.wake(self.waiters)
+
+
+class WarpGroup:
+    """The products of four warps; the n-th group of each of them is the same."""
+
+    def __init__(self, component: int) -> None:
+        self.component = component  # of what has been read
+        self.groups: dict[int, tuple[list[tuple[Agent, Group]], Any]] = {}  # those under way: who is there, and clocks
+        self.over = 0  # groups
+        self.waiters: list[Agent] = []
+
+
+class Cta:
+    def __init__(self, cluster: Cluster, rank: int, block: int) -> None:
+        self.cluster, self.rank, self.block = cluster, rank, block
+        self.name = f"CTA {block}"
+        self.regions: list[Any] = []
+        self.mbarriers: dict[Any, Mbarrier] = {}
+        self.meetings: dict[int, Meeting] = {}
+        self.warp_groups: dict[int, WarpGroup] = {}
+        self.copies = 0  # of the copy engine, from or to its shared memory
+        self.running = 0
+        self.ended = False
+
+    def check(self, who: str, what: str) -> None:
+        if self.ended:
+            raise Fault(f"{who} {what} {self.name}, which has ended")
+
+
+class Cluster:
+    def __init__(self, machine: Machine, first: int, size: int, warps: int) -> None:
+        self.ctas = [Cta(self, rank, first + rank) for rank in range(size)]
+        self.meeting = Meeting(machine.size)
+        self.running = size * warps
+
+
+class Schedule:
+    """Who goes on. Fair, or with somebody slow, or by priorities that change now and then."""
+
+    def __init__(self, seed: int, slow: str | None = None, priorities: bool = False) -> None:
+        self.seed, self.slow, self.priorities = seed, slow, priorities
+        self.random = random.Random(seed)
+        self.lowest = 0.0
+
+    def __repr__(self) -> str:
+        how = f", slow: {self.slow}" if self.slow else ", by priorities" if self.priorities else ""
+        return f"seed {self.seed}{how}"
+
+    def enter(self, entry: Entry) -> None:
+        if self.priorities:
+            entry.priority = self.random.random()
+        elif self.slow is not None:
+            entry.slow = entry.kind == self.slow
+
+    def pick(self, runnable: list[Entry]) -> Entry:
+        draw, n = self.random.random, len(runnable)
+        if self.priorities:
+            entry = max(runnable, key=_priority)
+            if draw() < 0.02:
+                self.lowest -= 1
+                entry.priority = self.lowest
+            return entry
+        entry = runnable[int(draw() * n)]
+        for _ in range(50):
+            if not entry.slow:
+                break
+            entry = runnable[int(draw() * n)]
+        return entry
+
+
+def _priority(entry: Entry) -> float:
+    return entry.priority
+
+
+class Machine:
+    """Runs one launch under one schedule.
+
+    Args:
+        schedule: who goes on.
+        clusters_at_once: there is room for so many; others begin as these end.
+        in_order: clusters begin in the order of the grid, which CUDA does not promise; else in a random one.
+        stores: called for what leaves the kernel: (machine, what, where, provenance).
+    """
+
+    def __init__(
+        self, schedule: Schedule, clusters_at_once: int = 4, in_order: bool = False, stores: Any = None
+    ) -> None:
+        self.schedule, self.clusters_at_once, self.in_order, self.stores = schedule, clusters_at_once, in_order, stores
+        self.runnable: list[Entry] = []
+        self.agent: Agent = None  # type: ignore[assignment]
+        self.steps = 0
+        self.locks: dict[Any, Any] = {}  # clocks, values and waiters of words that warps spin on
+        self.epochs: dict[int, int] = {}
+
+    # ---------------------------------------------------------------- schedule
+    def enter(self, entry: Entry) -> None:
+        entry.place = len(self.runnable)
+        self.runnable.append(entry)
+
+    def leave(self, entry: Entry) -> None:
+        last = self.runnable.pop()
+        if last is not entry:
+            self.runnable[entry.place] = last
+            last.place = entry.place
+
+    def wake(self, waiters: list[Agent]) -> None:
+        for agent in waiters:
+            self.enter(agent)
+        waiters.clear()
+
+    def step(self, doing: str) -> Agent:
+        """The running warp is about to do what others see: anybody may go on before. Returns that warp."""
+        agent = self.agent
+        agent.doing, agent.last = doing, None
+        self._next(agent)
+        return agent
+
+    def block(self, waiters: list[Agent]) -> None:
+        agent = self.agent
+        self.leave(agent)
+        waiters.append(agent)
+        self._next(agent)
+
+    def _next(self, agent: Agent | None) -> None:
+        while True:
+            if not self.runnable:
+                raise Deadlock("nobody can go on:\n" + "\n".join(f"  {a.name}: {a.doing}" for a in self.agents if not a.ended))
+            self.steps += 1
+            entry = self.schedule.pick(self.runnable)
+            if entry.action is not None:
+                self.leave(entry)
+                entry.action()
+                if agent is None:
+                    return
+            elif entry is agent:
+                return
+            else:
+                self.agent = entry  # type: ignore[assignment]
+                self.agent.greenlet.switch()  # until somebody comes back to this one
+                return
+
+    def copy(self, kind: str, ctas: Iterable[Cta], action: Callable[[], None]) -> None:
+        """The copy engine does this at some time."""
+        ctas = list(ctas)
+        for cta in ctas:
+            cta.copies += 1
+
+        def run() -> None:
+            for cta in ctas:
+                cta.check(f"a copy ({kind})", "comes to")
+                cta.copies -= 1
+            action()
+
+        entry = Entry(kind, kind, run)
+        self.schedule.enter(entry)
+        self.enter(entry)
+
+    # ---------------------------------------------------------------- launch
+    def launch(self, body: Callable[[], None], grid: int, threads: int, cluster: int) -> None:
+        warps = threads // 32
+        self.body, self.grid, self.warps, self.cluster = body, grid, warps, cluster
+        self.components, self.size = grid * warps, grid * (warps + 64)
+        self.waiting = list(range(0, grid, cluster))
+        if not self.in_order:
+            self.schedule.random.shuffle(self.waiting)
+        self.agents: list[Agent] = []
+        self.ctas: list[Cta] = []
+        self.hub = greenlet.getcurrent()
+        try:
+            for _ in range(min(self.clusters_at_once, len(self.waiting))):
+                self._begin_cluster()
+            while any(not agent.ended for agent in self.agents):
+                self._next(None)
+            while self.runnable:
+                self._next(None)
+        finally:
+            for agent in self.agents:
+                if not agent.greenlet.dead and agent.greenlet:
+                    agent.greenlet.throw()
+        for cta in self.ctas:
+            for bar in cta.mbarriers.values():
+                if bar.left != bar.count or bar.tx:
+                    raise Fault(f"{bar.name} is left in phase {bar.phase}: {bar.left} of {bar.count} to come, {bar.tx} bytes")
+
+    def _begin_cluster(self) -> None:
+        cluster = Cluster(self, self.waiting.pop(0), self.cluster, self.warps)
+        for cta in cluster.ctas:
+            self.ctas.append(cta)
+            cta.running = self.warps
+            for warp in range(self.warps):
+                agent = Agent(cta, warp, cta.block * self.warps + warp, self.size, self._run)
+                agent.greenlet.parent = self.hub
+                self.schedule.enter(agent)
+                self.agents.append(agent)
+                self.enter(agent)
+
+    def _run(self) -> None:
+        agent = self.agent
+        self.body()
+        if agent.groups or agent.open or agent.bulk_open:
+            raise Fault(f"{agent.name} ends and has not waited for its products or copies")
+        agent.ended, cta = True, agent.cta
+        self.leave(agent)
+        cta.running -= 1
+        cta.cluster.running -= 1
+        cta.cluster.meeting.check(self, cta.cluster.running)
+        if not cta.running:
+            if cta.copies:
+                raise Fault(f"{cta.name} ends while copies from or to its shared memory go on")
+            cta.ended = True
+        if not cta.cluster.running and self.waiting:
+            self._begin_cluster()
+
+    # ---------------------------------------------------------------- clocks
+    def component(self, cell: Cell, key: Any) -> int:
+        """Of copies to or from a cell."""
+        found = cell.components.get(key)
+        if found is None:
+            found = cell.components[key] = self.new_component()
+        return found
+
+    def new_component(self) -> int:
+        self.components += 1
+        if self.components > self.size:
+            raise RuntimeError("more cells than the clocks have room for")
+        return self.components - 1
+
+    def tick(self, agent: Agent, component: int) -> tuple[Any, int]:
+        """The clock of a copy that a warp starts, with its next epoch."""
+        epoch = self.epochs[component] = self.epochs.get(component, 0) + 1
+        clock = agent.clock.copy()
+        clock[component] = epoch
+        return clock, epoch
+
+    # ---------------------------------------------------------------- mbarriers
+    def init_mbarrier(self, cta: Cta, key: Any, name: str, count: int) -> None:
+        agent = self.agent
+        bar = cta.mbarriers[key] = Mbarrier(cta, f"{name} of {cta.name}", count, self.size)
+        bar.clock[agent.index] = agent.clock[agent.index]
+
+    def mbarrier(self, cta: Cta, key: Any, doing: str, to_init: bool = True) -> Mbarrier:
+        agent = self.agent
+        if cta is not agent.cta:
+            cta.check(agent.name, f"{doing} a barrier of")
+        bar = cta.mbarriers.get(key)
+        if bar is None:
+            raise Fault(f"{agent.name} {doing} a barrier of {cta.name} that nobody has initialized")
+        return bar
+
+    def arrive(self, cta: Cta, key: Any, count: int) -> None:
+        agent = self.step("arrives")
+        bar = self.mbarrier(cta, key, "arrives at")
+        bar.arrive(self, agent.clock, count)
+        agent.released()
+
+    def expect(self, cta: Cta, key: Any, size: int, arrivals: int) -> None:
+        agent = self.step("expects bytes")
+        bar = self.mbarrier(cta, key, "expects bytes at")
+        bar.tx += size
+        if arrivals:
+            bar.arrive(self, agent.clock, arrivals)
+            agent.released()
+
+    def wait(self, key: Any, parity: int) -> None:
+        agent = self.step("waits")
+        bar = self.mbarrier(agent.cta, key, "waits at")
+        last = agent.waited.get(bar)
+        if last is None:
+            phase = -parity
+        else:
+            phase = last if last & 1 == parity else last + 1
+        while True:
+            if bar.phase - 1 > phase:
+                raise Fault(f"{agent.name} waits for phase {phase} of {bar.name}, which is in phase {bar.phase}")
+            if bar.phase - 1 == phase:
+                break
+            agent.doing = f"waits for phase {phase} of {bar.name} ({bar.left} of {bar.count} to come, {bar.tx} bytes)"
+            self.block(bar.waiters)
+        agent.waited[bar] = phase
+        np.maximum(agent.clock, bar.clock, out=agent.clock)
+
+    # ---------------------------------------------------------------- barriers that count warps
+    def meet(self, number: int, threads: int, vote: bool = False) -> bool:
+        agent = self.step(f"meets at barrier {number}")
+        if agent.mask is not None:
+            raise Fault(f"{agent.name} comes to barrier {number} with a part of its lanes")
+        meeting = agent.cta.meetings.setdefault(number, Meeting(self.size))
+        which = meeting.arrive(self, agent, threads // 32, vote)
+        agent.doing = f"waits at barrier {number} for {threads // 32} warps"
+        while meeting.gone == which:
+            self.block(meeting.waiters)
+        np.maximum(agent.clock, meeting.clock, out=agent.clock)
+        return meeting.votes[1]
+
+    def arrive_cluster(self) -> None:
+        agent = self.step("arrives at the cluster's barrier")
+        cluster = agent.cta.cluster
+        agent.cluster_gone = cluster.meeting.gone
+        cluster.meeting.expected = cluster.running
+        cluster.meeting.arrive(self, agent, cluster.running)
+
+    def await_cluster(self) -> None:
+        agent = self.step("waits at the cluster's barrier")
+        meeting = agent.cta.cluster.meeting
+        agent.doing = "waits at the cluster's barrier"
+        while meeting.gone == agent.cluster_gone:
+            self.block(meeting.waiters)
+        np.maximum(agent.clock, meeting.clock, out=agent.clock)
+
+    # ---------------------------------------------------------------- products
+    def product(self, cells: list[tuple[Cell, Part]]) -> Group:
+        agent = self.agent
+        if agent.open is None:
+            agent.open = Group()
+        agent.open.cells += cells
+        return agent.open
+
+    def commit_products(self) -> None:
+        agent = self.agent
+        group, agent.open = agent.open, None
+        if group is None:
+            return
+        agent.groups.append(group)
+        agent.products += 1
+        group.number = agent.products
+        four = agent.cta.warp_groups.get(agent.warp // 4)
+        if four is None:
+            four = agent.cta.warp_groups[agent.warp // 4] = WarpGroup(self.new_component())
+        there, clock = four.groups.setdefault(group.number, ([], np.zeros(self.size, np.int32)))
+        there.append((agent, group))
+        np.maximum(clock, agent.clock, out=clock)
+        agent.released()
+        if len(there) == 4:
+            self.wake(four.waiters)
+
+    def await_products(self, left: int) -> None:
+        agent = self.step("waits for products")
+        while len(agent.groups) > left:
+            group = agent.groups.pop(0)
+            four = agent.cta.warp_groups[agent.warp // 4]
+            while group.number > four.over and len(four.groups[group.number][0]) < 4:
+                agent.doing = "waits for products that not all warps of its warp group have issued"
+                self.block(four.waiters)
+            there, clock = four.groups[group.number]
+            if group.number > four.over:
+                four.over = group.number
+                for other, its in there:
+                    for cell, part in its.cells:
+                        cell.end_read(other, part, four.component, group.number)
+            np.maximum(agent.clock, clock, out=agent.clock)
+            agent.clock[four.component] = max(agent.clock[four.component], group.number)
+            for then in group.then:
+                then()
+
+    # ---------------------------------------------------------------- copies
+    def load(self, cells: list[tuple[Cta, Cell]], part: tuple[Any, Any], prov: frozenset[Any], size: int, key: Any) -> None:
+        """Global memory -> a cell of each CTA, whose mbarrier `key` counts the bytes."""
+        agent = self.step("loads")
+        for cta, cell in cells:
+            if cta is not agent.cta:
+                cta.check(agent.name, "loads into")
+            cell.check_write(agent, part, "load")
+            clock, epoch = self.tick(agent, component := self.component(cell, part))
+            cell.writes[part] = Write(f"the load by {agent.name}", component, epoch, prov, True)
+            bar = self.mbarrier(cta, key, "loads to")
+
+            def end(bar: Mbarrier = bar, clock: Any = clock) -> None:
+                bar.complete_tx(self, clock, size)
+
+            self.copy("loads", [cta], end)
+
+    def send(self, source: Cell, part: Part, cta: Cta, cell: Cell, size: int, key: Any) -> None:
+        """A cell -> one of another CTA, whose mbarrier `key` counts the bytes."""
+        agent = self.step("sends")
+        cta.check(agent.name, "sends to")
+        prov = source.read(agent, part, True, "send")
+        into = ("sent", 0)
+        cell.check_write(agent, into, "send")
+        reader, component = self.component(source, "sent"), self.component(cell, into)
+        clock, epoch = self.tick(agent, component)
+        clock[reader] = read_epoch = self.tick(agent, reader)[1]
+        cell.writes[into] = Write(f"the copy by {agent.name}", component, epoch, prov, True)
+        source.pending[reader, part] = (1, f"the copy by {agent.name}")
+        bar = self.mbarrier(cta, key, "sends to")
+
+        def end() -> None:
+            del source.pending[reader, part]
+            source.reads[reader, part] = (reader, read_epoch, f"the copy by {agent.name}")
+            bar.complete_tx(self, clock, size)
+
+        self.copy("sends", [agent.cta, cta], end)
+
+    def bulk_store(self, reads: list[tuple[Cell, Part]], then: Callable[[frozenset[Any]], None]) -> None:
+        """Shared -> global memory, in the warp's bulk group; `then` takes what is stored and notes it."""
+        agent = self.step("stores by the copy engine")
+        if agent.bulk_open is None:
+            agent.bulk_open = Group()
+        group, prov = agent.bulk_open, frozenset()
+        for cell, part in reads:
+            prov = prov | cell.begin_read(agent, part, "store")
+        group.cells += reads
+        group.left += 1
+        group.reading += 1
+        then(prov)
+
+        def read() -> None:
+            group.reading -= 1
+            self.wake(group.waiters)
+            self.copy("stores", [], written)
+
+        def written() -> None:
+            group.left -= 1
+            self.wake(group.waiters)
+
+        self.copy("stores", [agent.cta], read)
+
+    def commit_bulk(self) -> None:
+        agent = self.agent
+        agent.bulk.append(agent.bulk_open or Group())
+        agent.bulk_open = None
+
+    def await_bulk(self, left: int, read: bool) -> None:
+        agent = self.step("waits for stores")
+        for group in agent.bulk[: len(agent.bulk) - left]:
+            agent.doing = "waits for stores"
+            while group.reading if read else group.left:
+                self.block(group.waiters)
+            for cell, part in group.cells:
+                cell.end_read(agent, part, agent.index, int(agent.clock[agent.index]))
+            group.cells = []
+            if not read:
+                for then in group.then:
+                    then()
+                group.then = []
+        if not read:
+            del agent.bulk[: len(agent.bulk) - left]
+
+    # ---------------------------------------------------------------- words that warps spin on
+    def word(self, key: Any) -> Any:
+        found = self.locks.get(key)
+        if found is None:
+            found = self.locks[key] = [None, np.zeros(self.size, np.int32), []]
+        return found
+
+    def load_word(self, key: Any) -> Any:
+        """A loop that reads the same again waits until the word changes."""
+        agent, word = self.agent, self.word(key)
+        if agent.last == (key, word[0]):
+            agent.doing = f"spins on {key}, which is {word[0]}"
+            self.block(word[2])
+        else:
+            self._next(agent)
+        agent.last = (key, word[0])
+        return word
+
+    def store_word(self, key: Any, value: Any) -> Any:
+        word = self.word(key)
+        word[0] = value
+        self.wake(word[2])
+        return word
