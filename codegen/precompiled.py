@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from codegen import KernelError, cubin, store, toolchain
+from codegen import KernelError, cubin, folders, store, toolchain
 from codegen.spec import ARCHS, KernelSpec
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 CODE = ("cubin", "ptx", "sass")
 CODE_FOLDER = "code"
@@ -60,7 +60,7 @@ def write_manifest(folder: Path) -> dict[str, Any]:
         KernelError: the folder cannot be written.
     """
     try:
-        with store.locked(folder / ".manifest.lock"):
+        with folders.locked(folder / ".manifest.lock"):
             kernels = {}
             for path in sorted(folder.iterdir()):
                 spec = _spec_of(path)
@@ -70,7 +70,7 @@ def write_manifest(folder: Path) -> dict[str, Any]:
             manifest = {
                 "schema": SCHEMA,
                 "arch": ARCHS[0],
-                "versions": {"dualkv": toolchain.version("dualkv"), **dict(toolchain.compiler())},
+                "versions": {"dualkv": toolchain.version("dualkv"), **toolchain.compiler()},
                 "kernels": kernels,
             }
             new = folder / f".{MANIFEST}.new"

@@ -40,8 +40,8 @@ def manifest(folder):
 
 def test_the_manifest_says_what_is_there(made):
     said = manifest(made)
-    assert (said["schema"], said["arch"]) == (1, "sm_90a")
-    assert {"dualkv", "flavour", "machine", "nvidia-cutlass-dsl", "apache-tvm-ffi"} < set(said["versions"])
+    assert (said["schema"], said["arch"]) == (2, "sm_90a")
+    assert {"dualkv", "flavour", "machine", "nvidia-cutlass-dsl", "compiler-sha256"} < set(said["versions"])
     assert len(said["kernels"]) == 2
     for name, kernel in said["kernels"].items():
         spec = KernelSpec.from_json(json.dumps(kernel["spec"]))
@@ -132,7 +132,7 @@ def _other_cubin(folder, name):
         (lambda folder, name: (folder / name / "kernel.json").write_text("{}"), "has no readable record"),
         (lambda folder, name: (folder / "manifest.json").write_text("{}"), "cannot be read (KeyError"),
         (lambda folder, name: (folder / "manifest.json").unlink(), "cannot be read (FileNotFoundError"),
-        (lambda folder, name: stand_in.changed(folder / "manifest.json", schema=2), "has schema 2, expected 1"),
+        (lambda folder, name: stand_in.changed(folder / "manifest.json", schema=3), "has schema 3, expected 2"),
         (lambda folder, name: stand_in.changed(folder / "manifest.json", kernels={name: 5}), "is not described"),
     ],
 )
@@ -177,7 +177,7 @@ def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, mo
     monkeypatch.setenv("DUALKV_JIT", "0")
     (folder / "manifest.json").write_text("lies")
     assert {store.where(spec) for spec in SPECS} == {"kernel_dir"}
-    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "kernels": {"dualkv_fwd": {}}}))
+    (folder / "manifest.json").write_text(json.dumps({"schema": 2, "kernels": {"dualkv_fwd": {}}}))
     with pytest.raises(KernelError, match="DUALKV_JIT=0 forbids"):
         store.load(forward_spec("bf16", 64, 1))
 
