@@ -73,7 +73,7 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(report.read_text()) | ptxas_report(said)
     report.unlink()
     used = Path(found.pop("cutlass"))
-    if chosen.dsl.resolve() not in used.resolve().parents:
+    if chosen.dsl.resolve() not in used.parent.resolve().parents:
         raise KernelError(f"compiling {spec} failed: the process took cutlass from {used}, expected {chosen}")
     own = cubin.resources((folder / "kernel.cubin").read_bytes())
     if (own.registers, own.stack) != (found["registers"], found["stack"]):

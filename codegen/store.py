@@ -195,7 +195,7 @@ def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
 
 def wheel_dir() -> Path | None:
     """Folder of the entries that the wheel dualkv-kernels brings, None where it is not installed."""
-    found = importlib.util.find_spec("dualkv_kernels")
+    found = importlib.util.find_spec("dualkv_kernels")  # codegen.precompiled packs it
     return Path(found.origin).parent if found and found.origin else None
 
 

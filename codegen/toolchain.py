@@ -10,8 +10,12 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
+import secrets
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ _NAME = re.compile(r"(?<! as )\b\w+")
 
 DSL = "4.8"  # the nvidia-cutlass-dsl that kernels are written for: 4.7 and older do not compile them
 FFI = (0, 1, 10)  # the oldest apache-tvm-ffi that this DSL compiles with; kernels load with 0.1.9 too
-PRIVATE = "4.8.1"  # version of the private toolchain
+PRIVATE, PRIVATE_FFI = "4.8.1", "0.1.15.post2"  # versions of the private toolchain
 REMEDIES = (
     "install the wheel dualkv-kernels, or the compiler by `pip install 'dualkv[compile]'`, or, beside packages that "
     "pin another version of it, by `dualkv toolchain install`"
@@ -157,6 +161,66 @@ def _examined(root: Path | None, dsl: Path) -> Toolchain | str:
     return Toolchain(root, dsl, f"cu{max(usable)}")
 
 
+# ---------------------------------------------------------------- the private toolchain
+def install() -> Toolchain:
+    """The toolchain that compiles kernels here; where there is none, the private one is installed, by pip or uv.
+
+    Raises:
+        KernelError: it cannot be downloaded or written, or does not serve here.
+    """
+    if (serving := found()) is not None:
+        return serving
+    root = private_folder()
+    try:
+        cache = folders.make_cache_dir()
+        with folders.locked(cache / f".{root.name}.lock"):
+            _examined.cache_clear()  # another process may have installed it meanwhile
+            if isinstance(there := _private(), Toolchain):
+                return there
+            for left in cache.glob(f".{root.name}.new*"):  # by a process that was killed: this one holds the lock
+                shutil.rmtree(left, ignore_errors=True)
+            made = cache / f".{root.name}.new{secrets.token_hex(4)}"
+            try:
+                _download(made)
+                _examined.cache_clear()
+                if isinstance(why_not := _examined(made, made / "nvidia_cutlass_dsl"), str):
+                    raise KernelError(f"the private toolchain does not serve here: {why_not}")
+                shutil.rmtree(root, ignore_errors=True)
+                made.rename(root)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+    except OSError as e:
+        raise KernelError(f"the private toolchain {root} cannot be written ({e.strerror or e})") from e
+    there = _private()
+    assert isinstance(there, Toolchain)
+    return there
+
+
+def requirements() -> list[str]:
+    """What the private toolchain is made of, exactly; the environment has cuda-bindings and the like."""
+    libs = ("base", "core", "cu12" if driver_cuda() == 12 else "cu13")
+    names = ["nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{lib}" for lib in libs)]
+    return [*(f"{name}=={PRIVATE}" for name in names), f"apache-tvm-ffi=={PRIVATE_FFI}"]
+
+
+def _download(folder: Path) -> None:
+    words = [*_installer(), "--target", str(folder), "--no-deps", "--only-binary", ":all:", *requirements()]
+    done = subprocess.run(words, env=os.environ | {"PIP_USER": "0"}, capture_output=True, text=True)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[-1000:]
+        raise KernelError(f"the private toolchain cannot be installed, `{' '.join(words)}` failed: {said}")
+
+
+def _installer() -> list[str]:
+    """pip of this environment, or uv where the environment was made by it."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--quiet", "--python", sys.executable]
+    raise KernelError("neither pip nor uv is here to install the private toolchain with: install one")
+
+
+# ---------------------------------------------------------------- versions and sources
 @cache
 def driver_cuda() -> int | None:
     """Major CUDA version of the NVIDIA driver, None without one."""
