@@ -85,3 +85,14 @@ def test_verify_refuses_an_environment_with_the_compiler(kernels):
     ):
         assert verify(**settings) == "expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0"
     assert verify(DUALKV_JIT="0", DUALKV_KERNEL_DIR=str(kernels)).startswith("cutlass can be imported here")
+
+
+def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():
+    """Each such line of docs/install.md, and no other."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    shown = {line for line in re.findall(r"`pip install ([^`]*)`", page) if "vllm" in line or "sglang" in line}
+    given = re.search(r"<<'END'\n(.*?)\nEND\n", (ROOT / ".ci" / "run").read_text(), re.DOTALL)[1]
+    lines = {f"dualkv{line}".replace("dualkv[]", "dualkv") for line in given.splitlines()}
+    assert {line.replace("'", "") for line in shown} == lines
+    assert len(lines) == 4
+    assert "--dry-run --ignore-installed" in (ROOT / ".ci" / "run").read_text()
