@@ -237,7 +237,7 @@ def test_a_machine_that_cannot_compile_says_so(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     code, _, err = run("--out", str(tmp_path / "a"), "--head-dims", "64", "--gqa", "1")
     assert code == 1
-    assert "must be compiled and no linker is on PATH (gcc, cc or clang): install one" in err
+    assert "must be compiled and no C compiler is on PATH (gcc, cc or clang)," in err
 
 
 def test_tools_has_the_same_command(monkeypatch, capsys):
@@ -254,9 +254,7 @@ def test_a_wheel_of_what_was_asked(run, compiles, monkeypatch, tmp_path):
     folder, dist = tmp_path / "k", tmp_path / "dist"
     asked = ["--head-dims", "64", "--gqa", "1", "--directions", "forward"]
     store.add(forward_spec("fp16", 96, 7), folder)  # lies there, was not asked for
-    code, out, err = run(
-        "precompile", "--out", str(folder), "--wheel", str(dist), "--json", str(tmp_path / "j"), *asked
-    )
+    code, out, err = run("--out", str(folder), "--wheel", str(dist), "--json", str(tmp_path / "j"), *asked)
     assert code == 0, err
     (wheel,) = dist.iterdir()
     assert f"To use them: pip install {wheel} (0.0 MiB), or DUALKV_KERNEL_DIR=" in out
