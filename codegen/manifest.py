@@ -22,9 +22,11 @@ from typing import Any
 from codegen import cubin, store, toolchain
 from codegen.precompiled import record_of
 from codegen.spec import FORWARDS, TILES, KernelSpec, table
+from codegen.tiles import BackwardTile
 
 SUMS = ("REDG", "UBLKRED")  # of dQ, from registers or by the copy engine
-WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", *SUMS, "STL", "LDL")
+COUNTER = "ATOMG.E.ADD.STRONG.GPU"  # what counts the items of a fixed order as they begin
+WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "ATOMG", *SUMS, "STL", "LDL")
 EXPECTED = {  # kinds of instructions without which an operation's kernel is not what it was written to be
     **dict.fromkeys(FORWARDS, ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")),
     "bwd": ("HGMMA", "UTMALDG", "USETMAXREG"),
@@ -81,6 +83,8 @@ def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
             found.append(f"no {kind} instruction")
     if spec.operation == "bwd" and "q" in spec.gradients and not any(name.startswith(SUMS) for name in code):
         found.append(f"no {' or '.join(SUMS)} instruction")
+    if isinstance(spec.tile, BackwardTile) and spec.tile.deterministic and COUNTER not in code:
+        found.append(f"no {COUNTER} instruction")
     return found
 
 

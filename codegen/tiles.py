@@ -5,6 +5,8 @@ Numbers only: nothing here imports CuTe or torch, so the host's plan can use it.
 
 from dataclasses import dataclass, replace
 
+from cute_kernels.abi import slab_floats
+
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills a smaller head dim up with zeros
 MAX_PACKED_HEADS = 16
 
@@ -66,10 +68,6 @@ def forward_tile(head_dim: int) -> ForwardTile:
 
 
 # ---------------------------------------------------------------- backward
-STAT_COLUMNS = 8  # bf16 numbers a query row: its lse and dpsum, as columns of an operand of the main kernel
-LOCKS = 2  # a query block and head: one for each part of dQ that has one writer at a time, if in the order of the keys
-
-
 @dataclass(frozen=True)
 class BackwardTile:
     """Tile of :class:`cute_kernels.bwd_frame.BackwardFrame`.
@@ -93,12 +91,7 @@ class BackwardTile:
 
     def slab_floats(self, head_dim: int) -> int:
         """Floats of an item's partial dK and dV, of a native head dim."""
-        return self.cluster * 2 * self.tile_n * head_dim
-
-
-def clears_ahead(head_dim: int) -> bool:
-    """Whether the main kernel of a native head dim sees to it that sums of dQ start at 0; else the one before does."""
-    return head_dim <= 128
+        return slab_floats(head_dim, self.tile_n, self.cluster)
 
 
 BACKWARD_TILES = {

@@ -21,14 +21,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from codegen.tiles import LOCKS, STAT_COLUMNS
 from cute_kernels import bwd_items as items
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, slab_floats
 from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Item, Loads
 from cute_kernels.bwd_results import Results, as_pairs
-from cute_kernels.bwd_stats import KEYS_BYTES, fill_keys
+from cute_kernels.bwd_stats import KEYS_BYTES, fake_stats, fill_keys
 from cute_kernels.cluster import SMEM_BYTES
-from cute_kernels.ptx import store_volatile
+from cute_kernels.ptx import load_of_cta, store_volatile
 
 KEPT = 6  # numbers of the item in shared memory
 
@@ -47,14 +47,15 @@ class BackwardFrame(Loads, BackwardContainment, Results):
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         q, dout: [T, H, D] fp16 or bf16. T >= 1.
         k, v: [T, Hk, D], dtype of q.
-        stats: [H, nm * tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
+        stats: [H, nm, tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
         dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with a slab are left alone, all others
             written.
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
             before, zeros from the preprocess, or anything where `clears_ahead`. May be empty where dQ is not asked.
         slabs: [n_slabs * slab_floats()] fp32 (may be empty): partial dK and dV; what is not asked is not written.
-        locks: [H * nm * LOCKS] int32, zeros from the preprocess; the first of a block is not 0 once something was added
-            to its dQ. May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.
+        locks: [lock_words(H * nm)] int32, zeros from the preprocess: LOCKS of each query block, the first of which is
+            not 0 once something was added to the block's dQ; last the counter of items begun, used if deterministic.
+            May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.
         work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: bwd_items.py).
         visible_end: [T] int32.
         softmax_scale: fp32.
@@ -70,8 +71,9 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             left out.
         tile_m, tile_n, stages, cluster, heads_inside: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
-            it: CTAs wait for CTAs before them in the grid, which the device starts first. dK and dV are bitwise equal
-            in any case.
+            it, whose items wait for items before them only. Clusters take the items in that order from a counter, as
+            they begin to run: whichever the device starts first, none waits for one that has not begun, and each wait
+            ends when those before it do. dK and dV are bitwise equal in any case. Changes nothing without dQ.
 
     Raises:
         ValueError: a configuration that does not fit, in one sentence.
@@ -101,9 +103,9 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         if cluster not in (1, 2):
             raise ValueError(f"got clusters of {cluster}, expected 1 or 2")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
-        self.stages, self.cluster, self.deterministic = stages, cluster, deterministic
-        self.heads_inside = heads_inside
+        self.stages, self.cluster, self.heads_inside = stages, cluster, heads_inside
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
+        self.deterministic = deterministic and self.want_dq
         self.want_dp = self.want_dq or self.want_dk
         self.check_tile()
         self.num_bars = 0
@@ -166,9 +168,14 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         """The products S and dP; dV and dK; dQ."""
         raise NotImplementedError
 
+    @property
+    def kept(self) -> int:
+        """Numbers of the item in shared memory; behind KEPT, if deterministic, its index in `work`."""
+        return KEPT + self.deterministic
+
     def smem_bytes(self) -> int:
         """Statistics, keys' columns, mbarriers and what is kept; K and V, Q and dO stages, P and dS, dQ."""
-        small = 2 * STAT_COLUMNS * self.tile_m * self.stages + KEYS_BYTES + 8 * self.num_bars + 4 * (1 + KEPT)
+        small = 2 * STAT_COLUMNS * self.tile_m * self.stages + KEYS_BYTES + 8 * self.num_bars + 4 * (1 + self.kept)
         keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
         rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
@@ -185,7 +192,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
 
     def slab_floats(self) -> int:
         """Floats of an item's partial dK and dV: [cluster, 2, tile_n * head_dim]."""
-        return self.cluster * 2 * self.tile_n * self.head_dim
+        return slab_floats(self.head_dim, self.tile_n, self.cluster)
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -201,9 +208,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
         absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
         dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
-        width = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m)
-        strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
-        stats = make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
+        stats = fake_stats(heads, self.tile_m)
         work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
         visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
         locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
@@ -218,12 +223,12 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         k: cute.Tensor,  # (T, Hk, D)
         v: cute.Tensor,  # (T, Hk, D)
         dout: cute.Tensor,  # (T, H, D)
-        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
+        stats: cute.Tensor,  # (H, nm, M * STAT_COLUMNS)
         dk: cute.Tensor,  # (T, Hk, D)
         dv: cute.Tensor,  # (T, Hk, D)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
         slabs: cute.Tensor,  # (n_slabs * slab_floats)
-        locks: cute.Tensor,  # (H * nm * LOCKS)
+        locks: cute.Tensor,  # (lock_words(H * nm))
         work: cute.Tensor,  # (n, 11)
         visible_end: cute.Tensor,  # (T)
         softmax_scale: Float32,
@@ -335,7 +340,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         s = self.allocate(tiles)
         sK, sV, sQ, sdO, sdS, own = (s[name] for name in ("K", "V", "Q", "dO", "dS", "own"))
         sStat, sKeys, bars, at, kept = s["small"]
-        item = Item.load(work, self.cluster, self.rank(), self.tile_n)
+        if const_expr(self.deterministic):
+            self.take_index(warp_idx, locks, kept + KEPT)
+        else:
+            item = Item.load(work, cute.arch.block_idx()[0] // self.cluster, self.rank(), self.tile_n)
         if warp_idx == 0:
             self.init_mbarriers(bars, [(getattr(self, name), *kind) for name, *kind in self.barriers()])
             cute.arch.mbarrier_init_fence()
@@ -349,6 +357,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         if warp_idx == 2:
             fill_keys(sKeys)
             cute.arch.fence_view_async_shared()
+        if const_expr(self.deterministic):
+            self.sync_cluster()  # the index is there
+            index = cute.arch.make_warp_uniform(load_of_cta(kept + KEPT, 0))
+            item = Item.load(work, index, self.rank(), self.tile_n)
         if warp_idx == 3:
             self.keep(kept, item, heads_per_kv)
         self.arrive_cluster()
@@ -356,7 +368,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             if const_expr(self.peer_columns):
                 self.load_peer_keys(tma_Kp, gKp, own, bars, item)
             self.load_keys(tma_K, gK, tma_V, gV, sK, sV, bars, item)
-        num_blocks = stats.shape[1] // (STAT_COLUMNS * self.tile_m)
+        num_blocks = stats.shape[1]
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             self.await_cluster()
@@ -406,12 +418,20 @@ class BackwardFrame(Loads, BackwardContainment, Results):
                 sStat = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)
                 sKeys = smem.allocate_tensor(BFloat16, cute.make_layout(KEYS_BYTES // 2), 16).iterator
                 bars = smem.allocate_array(cutlass.Int64, self.num_bars)
-                s[name] = sStat, sKeys, bars, smem.allocate_array(Int32, 1), smem.allocate_array(Int32, KEPT)
+                s[name] = sStat, sKeys, bars, smem.allocate_array(Int32, 1), smem.allocate_array(Int32, self.kept)
             elif tile is not None:
                 s[name] = smem.allocate_tensor(self.dtype, tile.outer, 1024, tile.inner)
             elif self.staged_floats:
                 s[name] = smem.allocate_tensor(Float32, cute.make_layout(self.staged_floats), 128)
         return s
+
+    @cute.jit
+    def take_index(self, warp_idx: Int32, locks: cute.Tensor, index: cute.Pointer) -> None:
+        """Of the cluster's item in `work`, into shared memory of its first CTA: how many clusters came here before."""
+        if warp_idx == 3 and self.rank() == 0:
+            with cute.arch.elect_one():
+                counter = locks.iterator + (locks.shape[0] - 1)
+                store_volatile(index, cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu"))
 
     def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
         """What warps need of the item behind their loops, during which no register holds it."""

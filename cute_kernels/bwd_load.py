@@ -8,8 +8,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from codegen.tiles import STAT_COLUMNS
 from cute_kernels import bwd_items as items
+from cute_kernels.abi import STAT_COLUMNS
+from cute_kernels.bwd_stats import stats_of
 from cute_kernels.cluster import Clustered
 
 
@@ -30,9 +31,9 @@ class Item:
     previous: Any
 
     @classmethod
-    def load(cls, work: cute.Tensor, cluster: int, rank: Int32, tile_n: int) -> "Item":
-        """That of this CTA's cluster in `work` (fields: bwd_items.py)."""
-        field = [work[cute.arch.block_idx()[0] // cluster, f] for f in range(items.NUM_FIELDS)]
+    def load(cls, work: cute.Tensor, index: Int32, rank: Int32, tile_n: int) -> "Item":
+        """The part of CTA `rank` of a cluster in item `index` of `work` (fields: bwd_items.py)."""
+        field = [work[index, f] for f in range(items.NUM_FIELDS)]
         key = field[items.KEY] + rank * tile_n
         clean_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
         blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
@@ -85,7 +86,7 @@ class Loads(Clustered):
     ) -> None:  # fmt: skip
         """Block by block Q, its statistics and dO."""
         kv_head, mb0, mb1 = item.kv_head, item.block_begin, item.block_end
-        M, size = self.tile_m, 2 * self.tile_m * STAT_COLUMNS
+        size = 2 * self.tile_m * STAT_COLUMNS
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
         it = Int32(0)
         outer, inner = heads_per_kv, mb1 - mb0
@@ -100,7 +101,7 @@ class Loads(Clustered):
                 do_stage, do_phase = self.ring(it, self.do_stages)
                 full_q, full_do, empty_do = bars + self.FULL_Q, bars + self.FULL_DO, bars + self.EMPTY_DO
                 self.load_rows(tma_Q, gQ[None, None, h], sQ, mb, stage, phase, full_q, bars + self.EMPTY_Q, size)
-                row = cute.local_tile(stats[h, None], (M * STAT_COLUMNS,), (mb,))  # lse and dpsum, with Q
+                row = stats_of(stats, h, mb)  # lse and dpsum, with Q
                 with cute.arch.elect_one():
                     cute.copy(bulk, row, cute.group_modes(sStat, 0, 2)[None, stage], mbar_ptr=full_q + stage)
                 self.load_rows(tma_dO, gdO[None, None, h], sdO, mb, do_stage, do_phase, full_do, empty_do, 0)

@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
-from cute_kernels.bwd_stats import exponent_scale, stat_keys, stat_product, stat_rows
+from cute_kernels.bwd_stats import stat_keys, stat_product, stat_rows
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from cute_kernels.ptx import (
     bulk_add,
@@ -356,7 +356,7 @@ class NarrowBackward(BackwardFrame):
             dq_dst = sdQ.iterator + (warp_id * self.dq_warp_floats + lane * 4)
         state = State(
             mma_S, mma_dKV, mma_dQ, mma_part, self.statistics(sStat, sKeys), frags, acc_dK, acc_dV, copy_dS, dS_dst,
-            tid, dq_dst, exponent_scale(scale) * math.log2(math.e), bars,
+            tid, dq_dst, scale * math.log2(math.e), bars,
             (key, key_visible, clean_begin, clean_end), seen, sQ, sdO, sStat,
         )  # fmt: skip
         self.walk(state, (kv_head, mb0, mb1, self.first_block(item)), heads_per_kv, kept)

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
-from codegen.tiles import LOCKS, clears_ahead
+from cute_kernels.abi import LOCKS, clears_ahead
 from cute_kernels.accumulator import round_to
 from cute_kernels.bwd_frame import split_rows
 from cute_kernels.ptx import transpose_8x8
@@ -25,8 +25,8 @@ class BackwardPostprocess:
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
             Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Up to
             head dim 128, [warp][chunk][lane][4].
-        locks: [H * nm * LOCKS] int32, as the main kernel leaves them, read where `clears_ahead`: dQ of a block whose
-            first lock is 0 is 0, whatever is in dq_acc. Else may be empty.
+        locks: [lock_words(H * nm)] int32, as the main kernel leaves them, read where `clears_ahead`: dQ of a block
+            whose first lock is 0 is 0, whatever is in dq_acc. Else may be empty.
         dq: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes. Every element
             is written.
         softmax_scale: fp32.
@@ -56,7 +56,7 @@ class BackwardPostprocess:
     def __call__(
         self,
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
-        locks: cute.Tensor,  # (H * nm * LOCKS)
+        locks: cute.Tensor,  # (lock_words(H * nm))
         dq: cute.Tensor,  # (T, H, D)
         softmax_scale: Float32,
         stream: cuda.CUstream,

@@ -7,8 +7,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
-from codegen.tiles import STAT_COLUMNS, clears_ahead
-from cute_kernels.bwd_stats import stat_columns
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, clears_ahead
+from cute_kernels.bwd_stats import fake_stats, stat_columns, stats_of
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
@@ -16,18 +16,18 @@ VECTOR = 8  # elements of a 128-bit load
 
 class BackwardPreprocess:
     """-lse / softmax_scale and -dpsum of each query row, as columns of an operand of the main kernel (bwd_stats); its
-    locks, and dq_acc unless it clears that itself, set to zero.
+    locks and counter, and dq_acc unless it clears that itself, set to zero.
 
     Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
-        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): of each row what `bwd_stats.stat_columns`
+        stats: [H, nm, tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): of each row what `bwd_stats.stat_columns`
             says, of rows past T that P and dpsum are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.
-        locks: [H * nm * locks a block] int32 or empty. Every element is written.
+        locks: [lock_words(H * nm)] int32 or empty. Every element is written.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
 
@@ -55,9 +55,7 @@ class BackwardPreprocess:
             return make_fake_tensor(self.dtype, (rows, heads, dim), strides, assumed_align=16)
 
         lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
-        width = cute.sym_int32(divisibility=STAT_COLUMNS * self.tile_m)
-        strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
-        stats = make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
+        stats = fake_stats(heads, self.tile_m)
         dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
         locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -69,15 +67,14 @@ class BackwardPreprocess:
         out: cute.Tensor,  # (T, H, D)
         dout: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
-        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
+        stats: cute.Tensor,  # (H, nm, M * STAT_COLUMNS)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
-        locks: cute.Tensor,  # (H * nm * locks a block)
+        locks: cute.Tensor,  # (lock_words(H * nm))
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        num_blocks = stats.shape[1] // (STAT_COLUMNS * self.tile_m)
-        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale, num_blocks).launch(
-            grid=[num_blocks * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale).launch(
+            grid=[stats.shape[1] * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -90,10 +87,9 @@ class BackwardPreprocess:
         dq_acc: cute.Tensor,
         locks: cute.Tensor,
         scale: Float32,
-        num_blocks: Int32,
     ) -> None:
         M, lanes, tid = self.tile_m, self.lanes, cute.arch.thread_idx()[0]
-        num_rows, num_heads, dim = out.shape
+        (num_rows, num_heads, dim), num_blocks = out.shape, stats.shape[1]
         h, mb = cute.arch.block_idx()[0] % num_heads, cute.arch.block_idx()[0] // num_heads
         sum_of_row = SmemAllocator().allocate_tensor(Float32, cute.make_layout(M), 16)
         lane, rows_a_pass = tid % lanes, THREADS // lanes
@@ -118,9 +114,11 @@ class BackwardPreprocess:
             quads = cute.make_tensor(block.align(16), cute.make_layout((4, M * self.head_dim // 4)))
             for i in cutlass.range(tid, M * self.head_dim // 4, THREADS, unroll=4):
                 cute.autovec_copy(zero, quads[None, i])
-        locks_a_block = locks.shape[0] // (num_heads * num_blocks)
-        if tid < locks_a_block:
-            locks[(Int64(h) * num_blocks + mb) * locks_a_block + tid] = Int32(0)
+        if locks.shape[0] != 0:
+            if tid < LOCKS:
+                locks[(Int64(h) * num_blocks + mb) * LOCKS + tid] = Int32(0)
+            if cute.arch.block_idx()[0] == 0 and tid == LOCKS:
+                locks[locks.shape[0] - 1] = Int32(0)
         cute.arch.sync_threads()
         if tid < M:
             t, of_row = mb * M + tid, Float32.inf
@@ -129,5 +127,5 @@ class BackwardPreprocess:
             columns = cute.make_rmem_tensor(STAT_COLUMNS, BFloat16)
             for j, x in enumerate(stat_columns(of_row, sum_of_row[tid], scale)):
                 columns[j] = x
-            row = (stats[h, None].iterator + (mb * M + tid) * STAT_COLUMNS).align(16)
+            row = (stats_of(stats, h, mb).iterator + tid * STAT_COLUMNS).align(16)
             cute.autovec_copy(columns, cute.make_tensor(row, cute.make_layout(STAT_COLUMNS)))

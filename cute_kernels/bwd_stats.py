@@ -14,21 +14,29 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.runtime import make_fake_tensor
 
-from codegen.tiles import STAT_COLUMNS
+from cute_kernels.abi import STAT_COLUMNS
 from cute_kernels.ptx import store_volatile
 
 LARGEST = float.fromhex("0x1.fep127")  # of bf16
-SMALLEST_SCALE = 2.0**-100
 KEYS_BYTES = 256  # of shared memory
 KEYS = (0x3F803F80, 0x00003F80, 0, 0), (0, 0x3F800000, 0x3F803F80, 0)  # ones where lse is, and dpsum; pairs, first low
 
 
-def exponent_scale(softmax_scale: Float32) -> Float32:
-    """The scale of scores in exponents: not so small that lse / scale overflows. Scores of such scales are all 0."""
-    return cute.arch.fmax(softmax_scale, Float32(SMALLEST_SCALE))
+def fake_stats(heads: cute.SymInt, tile_m: int) -> cute.Tensor:
+    """The workspace between preprocess and main kernel, when they are compiled: [H, nm, tile_m * STAT_COLUMNS]."""
+    shape = heads, cute.sym_int32(), tile_m * STAT_COLUMNS
+    strides = cute.sym_int64(divisibility=STAT_COLUMNS), tile_m * STAT_COLUMNS, 1
+    return make_fake_tensor(BFloat16, shape, strides, assumed_align=16)
+
+
+def stats_of(stats: cute.Tensor, h: Int32, mb: Int32) -> cute.Tensor:
+    """(tile_m * STAT_COLUMNS) of a query block: by 64 bits, as 32 end at 2^28 rows."""
+    size = stats.shape[2]
+    return cute.make_tensor((stats[h, None, None].iterator + Int64(mb) * size).align(16), cute.make_layout(size))
 
 
 # ---------------------------------------------------------------- the preprocess
@@ -38,7 +46,7 @@ def stat_columns(lse: Float32, dpsum: Float32, softmax_scale: Float32) -> list[B
     lse NaN or -inf: the first is LARGEST / 2, which makes P infinite; inf: its negative, which makes P 0. dpsum not
     finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See bwd_contain.
     """
-    half_lse = lse / (-2.0 * exponent_scale(softmax_scale))
+    half_lse = lse / (-2.0 * softmax_scale)
     half_lse = cute.arch.fmax(cute.arch.fmin(half_lse, Float32(LARGEST / 2)), Float32(-LARGEST / 2))  # NaN: the former
     half = dpsum * -0.5
     known = (half >= -LARGEST / 2) & (half <= LARGEST / 2)

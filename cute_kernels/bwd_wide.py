@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_contain import BAR_CONTAIN
 from cute_kernels.bwd_frame import BackwardFrame
-from cute_kernels.bwd_stats import exponent_scale, stat_keys, stat_product, stat_rows
+from cute_kernels.bwd_stats import stat_keys, stat_product, stat_rows
 from cute_kernels.cluster import SMEM_BYTES
 from cute_kernels.ptx import copy_to_peer, load_acquire, load_volatile, store_release
 
@@ -94,9 +94,15 @@ class WideBackward(BackwardFrame):
         return "K", "V", "Q", "dO", "dS", "small", "own"
 
     def own_barriers(self) -> list[tuple[str, int, int]]:
-        """P, dS; the order of dQ's sums; dS of the other CTA."""
+        """P, dS; the order of dQ's sums; dS of the other CTA.
+
+        dS has two barriers, for even and odd blocks. On a single one, dS of block `it` + 1 can arrive before the
+        exchange warp has seen that of block `it`; the warp would then wait for a phase that is over. It is never two
+        blocks behind: dS of block `it` + 2 comes after dQ of block `it`, which waits for the barrier PEER of block
+        `it`, where this CTA's exchange warp arrives after it has seen dS of block `it`.
+        """
         warps = 4 * self.warp_groups
-        return [("P", 1, 4), ("DS", 1, 4), ("TURN", 2, 1), ("ADDED", 2, warps), ("PASSED", 2, 1), ("PEER", 3, 1)]
+        return [("P", 1, 4), ("DS", 2, 4), ("TURN", 2, 1), ("ADDED", 2, warps), ("PASSED", 2, 1), ("PEER", 3, 1)]
 
     def dq_rows(self, wg: int) -> int:
         """Query rows of a warp group's tile of dQ: half of a block's where both CTAs have that tile."""
@@ -200,7 +206,8 @@ class WideBackward(BackwardFrame):
             return
         total, size = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
         for it in cutlass.range(0, total, 1, unroll=1):
-            cute.arch.mbarrier_wait(bars + self.DS, it & 1)
+            slot, phase = self.ring(it, 2)
+            cute.arch.mbarrier_wait(bars + self.DS + slot, phase)
             full = bars + self.PEER + it % 3
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -273,7 +280,7 @@ class WideBackward(BackwardFrame):
         acc.fill(0.0)
         state = State(
             mma_S, mma_dKV, mma_dQ, frags, acc, None, stats, P, copy_dS, dS_dst, tid, None, num_blocks,
-            exponent_scale(scale) * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
+            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
         )  # fmt: skip
         total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
         values, keys = [self.with_dq(state, i, dq_acc.iterator, sK, sKp, sdS) for i in range(2)]
@@ -354,8 +361,9 @@ class WideBackward(BackwardFrame):
                 cute.arch.mbarrier_arrive(bars + self.ADDED + it % 2)
 
     def await_dS(self, state: State, it: Int32) -> None:
-        """Wait for dS of block `it`, before P of the next one is passed on: the mbarrier tells even from odd only."""
-        cute.arch.mbarrier_wait(state.bars + self.DS, it & 1)
+        """Wait for dS of block `it`."""
+        slot, phase = self.ring(it, 2)
+        cute.arch.mbarrier_wait(state.bars + self.DS + slot, phase)
 
     def issue_own_dq(self, state: State, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of block `it` over this CTA's keys, whose dS is there."""
@@ -472,7 +480,7 @@ class WideBackward(BackwardFrame):
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(s.bars + self.DS)
+                cute.arch.mbarrier_arrive(s.bars + self.DS + it % 2)
         if dq:
             self.issue_peer_dq(s, it - 1)
         if self.want_dk:

@@ -64,6 +64,13 @@ def store_volatile(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
+def load_of_cta(ptr: cute.Pointer, cta: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """From the shared memory of a CTA of the cluster, where `ptr` lies."""
+    text = "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, $1, $2;\nld.volatile.shared::cluster.s32 $0, [a];\n}"
+    return Int32(_asm(T.i32(), text, "=r,r,r", [ptr, Int32(cta)], loc, ip))
+
+
+@dsl_user_op
 def sleep(nanoseconds: int, *, loc: Any = None, ip: Any = None) -> None:
     _asm(None, "nanosleep.u32 $0;", "r", [Int32(nanoseconds)], loc, ip)
 

@@ -22,6 +22,10 @@ def online_softmax(
     The reference `row_max` moves only when the maximum has outgrown it by 2^RESCALE_AT, so that O is rarely rescaled.
     Any reference gives the same result, 16-bit and fp32 numbers being floating point (fp16 probabilities stay below
     2^RESCALE_AT, far from overflow).
+
+    o_scale is 0 where it would be below 2^-126. A sum up to SUM_LIMIT loses less than 2^-62 of the row by that. A
+    larger sum becomes inf and stays inf or NaN, so that the tile's end sees that the row had outgrown its reference:
+    times 0, the sum would look as if it had not.
     """
     for r in range(2):
         elements = row_elements(acc_S, r)
@@ -31,9 +35,12 @@ def online_softmax(
         new_max = cutlass.select_(grown, new_max, row_max[r])
         o_scale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
         row_max[r] = new_max
-    part = _exp2(acc_S, row_max, scale_log2)
     for r in range(2):
-        row_sum[r] = row_sum[r] * o_scale[r] + part[r]
+        elements = row_elements(acc_S, r)
+        for e in elements:  # the difference first: its product with the scale can overflow only to -inf
+            acc_S[e] = cute.math.exp2((acc_S[e] - row_max[r]) * scale_log2, fastmath=True)
+        kept = cutlass.select_(row_sum[r] > SUM_LIMIT, Float32(float("inf")), row_sum[r] * o_scale[r])
+        row_sum[r] = kept + reduce_tree(operator.add, [acc_S[e] for e in elements])
 
 
 def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32) -> None:

@@ -60,7 +60,7 @@ def attention(
         k: [T, Hk, D] packed keys, H a multiple of Hk (grouped-query attention), dtype and device of q.
         v: [T, Hk, D] packed values.
         layout: where prompts and responses lie in the T rows.
-        softmax_scale: a positive number, 1/sqrt(D) by default.
+        softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         deterministic: bitwise equal gradients from run to run. Without it the kernels still give such gradients of k
             and v; that of q is a sum of fp32 parts in any order.
         return_lse: also return the log-sum-exp of each row's scaled scores. It carries no gradient.
@@ -69,7 +69,7 @@ def attention(
         out [T, H, D] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: shapes, strides, devices or a layout that do not fit; a scale that is not positive and finite.
+        ValueError: shapes, strides, devices or a layout that do not fit; a scale out of range.
         TypeError: dtypes that differ or are not supported; a layout that is no Layout.
     """
     if not isinstance(layout, Layout):
@@ -81,8 +81,8 @@ def attention(
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
-    elif not 0.0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale}, expected a positive finite number")
+    else:
+        ops.check_scale(softmax_scale)
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
     out, lse = forward(q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic)

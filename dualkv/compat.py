@@ -7,7 +7,6 @@ but the first sequence need rows of their own there: then each sequence carries 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dualkv import hopper
 from dualkv.attention import attention, casts, check_local
 from dualkv.layout import IntArray, Layout, Lengths, _cumulative, positions
-from dualkv.ops import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP
+from dualkv.ops import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, check_scale
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -69,14 +68,14 @@ def flash_attn_dualkv_varlen_func(
         max_seqlen_q: at least the largest len_q.
         context_seqlen: P.
         max_seqlen_k_decoded: at least the largest R.
-        softmax_scale: a positive number, 1/sqrt(D) by default.
+        softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         causal: whether a query is hidden from the positions after its own.
 
     Returns:
         [sum(len_q), H, D] in q's dtype, differentiable in all five tensors.
 
     Raises:
-        ValueError: shapes, devices or lengths that do not fit; a scale that is not positive and finite.
+        ValueError: shapes, devices or lengths that do not fit; a scale out of range.
         TypeError: dtypes that differ or are not supported; lengths that are no integers.
     """
     tensors = {
@@ -86,8 +85,8 @@ def flash_attn_dualkv_varlen_func(
     q_lens = _lengths("cu_seqlens_q", cu_seqlens_q)
     k_lens = _lengths("cu_seqlens_k_decoded", cu_seqlens_k_decoded)
     _check_lengths(q, k_context, k_decoded, q_lens, k_lens, max_seqlen_q, context_seqlen, max_seqlen_k_decoded)
-    if softmax_scale is not None and not 0.0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale}, expected a positive finite number")
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
     if not causal:
         return _unmasked(q, k_context, v_context, k_decoded, v_decoded, q_lens, k_lens, softmax_scale)
     place = _placement(context_seqlen, q_lens.tobytes(), k_lens.tobytes(), q.device)

@@ -14,7 +14,8 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
-from codegen.tiles import LOCKS, STAT_COLUMNS, BackwardTile, ForwardTile, clears_ahead
+from codegen.tiles import BackwardTile, ForwardTile
+from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
 from dualkv import plan, plan_backward, plan_paths, schedule
 from dualkv.layout import Segments
 
@@ -237,7 +238,7 @@ def forward(
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
         k, v: [T, Hk, D], H a multiple of Hk.
         segments: the layout of the T rows.
-        softmax_scale: a positive number.
+        softmax_scale: from 2^-100 to 2^100.
 
     Raises:
         RuntimeError: the kernel cannot be compiled or loaded, or a CUDA graph is captured at one of those first calls.
@@ -292,10 +293,10 @@ def backward(
         return torch.empty(shape, dtype=dtype, device=device)
 
     blocks = -(-rows // tile.tile_m)  # of query rows
-    stats = workspace(heads, blocks * tile.tile_m * STAT_COLUMNS, dtype=torch.bfloat16)
+    stats = workspace(heads, blocks, tile.tile_m * STAT_COLUMNS, dtype=torch.bfloat16)
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
-    locks = workspace(heads * blocks * LOCKS if locked else 0, dtype=torch.int32)
+    locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
     slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
     kernels["bwd"](

@@ -20,11 +20,11 @@ import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cute_kernels.abi import MAX_ROWS
+
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IntArray = npt.NDArray[np.int64]
 Value = TypeVar("Value")
-
-MAX_TOKENS = 2**31 - 1  # rows are int32 in kernels and in FlashAttention's cu_seqlens
 
 
 def _int_array(name: str, values: Lengths) -> IntArray:
@@ -85,8 +85,8 @@ class Segments:
             raise ValueError(
                 f"offsets has {len(offsets)} entries for {n} segments in parent, expected {n + 1} (one more)"
             )
-        if offsets[-1] > MAX_TOKENS:
-            raise ValueError(f"offsets ends at {offsets[-1]} tokens, at most {MAX_TOKENS} are supported")
+        if offsets[-1] > MAX_ROWS:
+            raise ValueError(f"offsets ends at {offsets[-1]} tokens, at most {MAX_ROWS} are supported")
         index = np.arange(n)
         if (parent < -1).any() or (parent >= index).any():
             at = int(np.argmax((parent < -1) | (parent >= index)))

@@ -26,6 +26,7 @@ from dualkv.layout import Segments, segments_of
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
 GRADIENTS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # within them the kernels' fp32 holds the scale, its inverse and lse / scale
 
 _lib = torch.library.Library("dualkv", "DEF")
 _lib.define(
@@ -75,9 +76,17 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
 
 
+def check_scale(softmax_scale: float) -> None:
+    """Raises ValueError for a scale that the kernels cannot take."""
+    if not SCALE_MIN <= softmax_scale <= SCALE_MAX:
+        raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
+
+
 def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor
-) -> Segments:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
+    softmax_scale: float,
+) -> Segments:  # fmt: skip
+    check_scale(softmax_scale)
     _check_host(offsets, parent)
     segments = segments_of(offsets, parent)
 
@@ -136,7 +145,7 @@ def _fwd_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return reference.forward(q, k, v, _checked(q, k, v, offsets, parent), softmax_scale)
+    return reference.forward(q, k, v, _checked(q, k, v, offsets, parent, softmax_scale), softmax_scale)
 
 
 def _asked(
@@ -152,7 +161,7 @@ def _bwd_cpu(
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
     gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments = _checked(q, k, v, offsets, parent)
+    segments = _checked(q, k, v, offsets, parent, softmax_scale)
     _check_backward(dout, q, out, lse, gradients)
     return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
 
@@ -161,7 +170,7 @@ def _fwd_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments = _checked(q, k, v, offsets, parent)
+    segments = _checked(q, k, v, offsets, parent, softmax_scale)
     if segments.total == 0:
         return reference.forward(q, k, v, segments, softmax_scale)
     no_kernel = hopper.unsupported(q)
@@ -177,7 +186,7 @@ def _bwd_cuda(
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
     gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments = _checked(q, k, v, offsets, parent)
+    segments = _checked(q, k, v, offsets, parent, softmax_scale)
     _check_backward(dout, q, out, lse, gradients)
     if segments.total == 0:
         return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))

@@ -132,10 +132,14 @@ BAD = [
         for d in (0, 12, 264)
     ),
     _attention(ValueError, "q has 6 tokens, the layout 5", *[torch.zeros(6, 4, 16)] * 3),
+    *(
+        Bad(name, {"softmax_scale": 1e-39}, ValueError, "softmax_scale is 1e-39, expected a number")
+        for name in ("fwd", "bwd")
+    ),
     _attention(TypeError, "layout is a list, expected a dualkv.Layout", layout=[0, 3, 5]),
     *(
-        _attention(ValueError, f"softmax_scale is {scale}, expected a positive finite number", softmax_scale=scale)
-        for scale in (0.0, -1.0, NAN, INF)
+        _attention(ValueError, f"softmax_scale is {scale}, expected a number from 2", softmax_scale=scale)
+        for scale in (0.0, -1.0, 1e-46, 1e-39, 2.0**-101, 2**101, NAN, INF)
     ),
     *(
         Bad("fwd", {name: torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, f"{name} is on meta, .* CPU")
@@ -187,8 +191,8 @@ BAD += [
     _compat(ValueError, "max_seqlen_q is 4, expected at least the longest of cu_seqlens_q, 5", max_seqlen_q=4),
     _compat(ValueError, "max_seqlen_k_decoded is 1, expected at least", max_seqlen_k_decoded=1),
     *(
-        _compat(ValueError, f"softmax_scale is {scale}, expected a positive finite number", softmax_scale=scale)
-        for scale in (0.0, -1.0, NAN, INF)
+        _compat(ValueError, f"softmax_scale is {scale}, expected a number from 2", softmax_scale=scale)
+        for scale in (0.0, -1.0, 1e-46, 1e-39, 2.0**-101, 2**101, NAN, INF)
     ),
     *(
         _compat(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from codegen.tiles import LOCKS, STAT_COLUMNS
 from cute_kernels import items
+from cute_kernels.abi import LOCKS, STAT_COLUMNS
 from dualkv import Layout, hopper, ops, plan, plan_backward, plan_paths
 from dualkv.layout import segments_of
 
@@ -119,12 +119,12 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         *_, stats, dq_sums, locks, scale = called["bwd_preprocess"]
         blocks = -(-tokens // tile.tile_m)
         assert scale == 0.125
-        assert stats.shape == (heads, blocks * tile.tile_m * STAT_COLUMNS)
+        assert stats.shape == (heads, blocks, tile.tile_m * STAT_COLUMNS)
         assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
         assert (stats.dtype, dq_sums.dtype) == (torch.bfloat16, torch.float32)
         assert locks.dtype == torch.int32
         locked = "q" in gradients and (deterministic or native <= 128)
-        assert locks.numel() == (heads * blocks * LOCKS if locked else 0)
+        assert locks.numel() == (heads * blocks * LOCKS + 1 if locked else 0)
         slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
         assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
         assert slabs.numel() == (plan.num_slabs * tile.slab_floats(native) if gradients != "q" else 0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
 from cute_kernels import fwd_walk, items
+from cute_kernels.abi import MAX_ROWS
 from dualkv import Layout, plan
 from dualkv.layout import Segments, segments_of
 from dualkv.plan import L2_ROWS, forward_work, segment_begin
@@ -238,11 +239,11 @@ def test_empty_layouts():
 
 
 def test_rows_up_to_int32():
-    seg = segments([2**31 - 2], [[1]])
+    seg = segments([MAX_ROWS - 1], [[1]])
     work = forward_work(seg, 2**20, 128)
     assert work.dtype == np.int32
     assert work.min() >= 0
-    assert work[:, items.ROW_END].max() == 2**31 - 1
+    assert work[:, items.ROW_END].max() == MAX_ROWS
 
 
 def test_every_head_dim_and_ratio_has_a_tile():

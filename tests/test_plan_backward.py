@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels import bwd_items as items
+from cute_kernels.abi import LOCKS, MAX_ROWS
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
@@ -120,6 +121,30 @@ def check_turns(seg, tile, plan, kv_heads):
             last_key[kv_head, rows] = item[items.KEY]
 
 
+def check_waits(tile, plan):
+    """Whatever the order in which items begin, as long as it is theirs: each waits for items before it only.
+
+    For every lock of every query block, as `add_up` (up to head dim 128: a lock a warp group, both CTAs of a cluster
+    one after the other) and `await_turns` (beyond: a lock a CTA) wait for it and pass it on. Values come from nobody
+    else, and CTAs of a cluster run together: so the first item that is not done waits for nothing.
+    """
+    both, written, awaited = tile.tile_n == 128, {}, []
+    for i, item in enumerate(plan.items.astype(int)):
+        place, before = item[items.ORDER], item[items.PREVIOUS] + 1
+        for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
+            turn = place if mb < item[items.PREVIOUS_END] else before
+            for rank in range(tile.cluster):
+                value, after = (turn, place + 1) if not both else (turn * tile.cluster, place * tile.cluster + rank + 1)
+                value = place * tile.cluster + 1 if both and rank else value
+                for lock in range(LOCKS) if both else [rank]:
+                    where = item[items.KV_HEAD], mb, lock
+                    awaited.append((where, value, (i, rank)))
+                    assert written.setdefault((where, after), (i, rank)) == (i, rank), "one item a value"
+    for where, value, asks in awaited:
+        if value:
+            assert written[where, value] < asks, "waits for an item that may not have begun"
+
+
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))
 groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
 ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
@@ -169,6 +194,7 @@ def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sm
     seg = segments([p for p, _ in groups], [rs for _, rs in groups])
     plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic=True)
     check_turns(seg, tile, plan, kv_heads)
+    check_waits(tile, plan)
     if seg.total <= 1000:
         check(seg, tile, plan, ratio * kv_heads, kv_heads)
 
@@ -179,6 +205,7 @@ def test_responses_start_behind_the_next_prompt():
     seg = segments([1000] * 32, [[500] * 8] * 32)
     plan = backward_work(seg, tile, 32, 8, 132, True)
     check_turns(seg, tile, plan, 8)
+    check_waits(tile, plan)
     key, order = plan.items[:, items.KEY], np.arange(len(plan.items))
     for group in range(31):
         begin = group * 5000
@@ -206,6 +233,7 @@ def test_deterministic_sums_of_tiny_segments_have_one_order(tree, tile, ratio, n
     plan = backward_work(seg, tile, ratio, 1, num_sms, deterministic=True)
     check(seg, tile, plan, ratio, 1)
     check_turns(seg, tile, plan, 1)
+    check_waits(tile, plan)
 
 
 def test_deep_trees_of_many_segments():
@@ -215,6 +243,17 @@ def test_deep_trees_of_many_segments():
             plan = backward_work(seg, backward_tile(128), 4, 1, 132, deterministic)
             check(seg, backward_tile(128), plan, 4, 1)
         check_turns(seg, backward_tile(128), plan, 1)
+        check_waits(backward_tile(128), plan)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_an_item_that_waits_for_a_later_one_is_noticed(head_dim):
+    seg, tile = segments([2000, 100], [[300] * 8, [700] * 2]), backward_tile(head_dim, True)
+    plan = backward_work(seg, tile, 8, 2, 132, deterministic=True)
+    check_waits(tile, plan)
+    plan.items[:] = plan.items[::-1].copy()
+    with pytest.raises(AssertionError, match="may not have begun"):
+        check_waits(tile, plan)
 
 
 def test_items_of_trees_that_read_the_same_queries_start_together():
@@ -435,9 +474,9 @@ def test_empty_layouts():
 
 
 def test_rows_up_to_int32():
-    plan = backward_work(segments([2**31 - 2], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
+    plan = backward_work(segments([MAX_ROWS - 1], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
     assert plan.items[:, items.KEY : items.SLAB].min() >= 0
-    assert plan.items[:, items.KEY_END].max() == 2**31 - 1
+    assert plan.items[:, items.KEY_END].max() == MAX_ROWS
 
 
 def test_every_head_dim_has_a_tile():

@@ -119,6 +119,9 @@ def test_problems_are_found():
     without = {name: n for name, n in main["instructions"].items() if not name.startswith(manifest.SUMS)}
     assert manifest.problems(spec, main | {"instructions": without}) == ["no REDG or UBLKRED instruction"]
     assert manifest.problems(backward_specs("bf16", 128, gradients="kv").main, main | {"instructions": without}) == []
+    spec = backward_specs("bf16", 128, deterministic=True).main
+    without = {name: n for name, n in RECORD["kernels"][str(spec)]["instructions"].items() if name != manifest.COUNTER}
+    assert manifest.problems(spec, main | {"instructions": without}) == [f"no {manifest.COUNTER} instruction"]
     assert manifest.differences(good, good | {"registers": 200}) == [
         f"registers: recorded {good['registers']}, now 200"
     ]

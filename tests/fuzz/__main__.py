@@ -15,7 +15,7 @@ import torch
 
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
-from tests.fuzz.case import WrongResult, reduce, run, seeded
+from tests.fuzz.case import VALUES, WrongResult, reduce, run, seeded
 
 CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
@@ -53,6 +53,7 @@ def main():
     parser.add_argument("--seed", default=None, help="of an earlier run; drawn by default")
     parser.add_argument("--start", type=int, default=0, help="index of the first case (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--values", choices=VALUES, help="cases of these alone (others are drawn and skipped)")
     parser.add_argument("--json", type=Path, help="write what was tried, and how much failed")
     parser.add_argument("--commit", help="recorded where git cannot tell")
     options = parser.parse_args()
@@ -69,6 +70,8 @@ def main():
             said = now
             print(f"  {tried['cases']} cases, {failed} failed, worst {worst:.2f} of its bound", flush=True)
         case = seeded(seed, index, options.device)
+        if options.values not in (None, case.values):
+            continue
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
         try:
             ratio, why = attempt(case)

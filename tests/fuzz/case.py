@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +17,9 @@ from tests.fuzz import dense
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 STRIDES = ("contiguous", "fused", "heads first", "unaligned", "wider rows")
-VALUES = ("normal", "large scores", "small scores", "equal keys", "an outlier")
+VALUES = (
+    "normal", "large scores", "small scores", "equal keys", "an outlier", "far keys", "low scores", "far scale",
+)  # fmt: skip
 NATIVE_HEAD_DIMS = (64, 96, 128, 192, 256)
 # Around the sizes of tiles and of the reference's chunks.
 EDGES = tuple(n + d for n in (16, 32, 64, 80, 96, 112, 128, 176, 192, 256) for d in (-1, 0, 1))
@@ -166,10 +169,14 @@ def draw(rng, device):
         common["kv_heads"] = rng.randint(1, 2)
         common["head_dim"] = 8 * rng.choice((1, 1, 2, 3, 8))
     common["heads"] = ratio * common["kv_heads"]
+    if common["values"] == "far scale":
+        common["scale"] = 2.0 ** (rng.uniform(-12, 8) if common["dtype"] == "fp16" else rng.uniform(-98, 98))
     if rng.random() < 0.2:
         lengths, q_lens, causal = _compat(rng, longest, tokens)
         return Case("compat", lengths=lengths, q_lens=q_lens, causal=causal, **common)
     lengths, parent = _segments(rng, longest, tokens)
+    if common["values"] == "far keys" and rng.random() < 0.5:  # room for blocks that need no mask, of both kinds
+        lengths, parent = (rng.randint(1, tokens // 4), *(rng.randint(tokens // 4, tokens // 3),) * 2), (-1, 0, 0)
     if gpu and _deep(parent) and ratio not in TREE_RATIOS:
         common["heads"] = TREE_RATIOS[-1] * common["kv_heads"]
     # Each choice of gradients is a kernel of its own: few of them on a GPU.
@@ -202,6 +209,7 @@ def _inputs(case, *shapes):
 
     q, *kv = [random(*shape) for shape in shapes]
     keys = kv[0]
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
     if case.values == "large scores":
         q.mul_(8)
     elif case.values == "small scores":
@@ -210,6 +218,15 @@ def _inputs(case, *shapes):
         keys.copy_(keys[:1].expand_as(keys).clone())
     elif case.values == "an outlier" and len(keys):
         keys[case.seed % len(keys)].mul_(40)
+    elif case.values == "far keys":
+        _far_keys(case, q, kv[::2], scale)
+    elif case.values == "low scores":
+        q[..., 0], keys[..., 0] = (sign * (1000 / scale) ** 0.5 for sign in (1, -1))
+    elif case.values == "far scale":
+        power = round(math.log2(scale) + math.log2(case.head_dim) / 2)
+        q.mul_(2.0 ** -(power // 2))
+        for x in kv[::2]:
+            x.mul_(2.0 ** -(power - power // 2))
     tensors = [q, *kv]
     if case.strides == "fused" and case.kind == "attention":
         fused = torch.cat([x.flatten(1) for x in tensors], 1).unflatten(1, (-1, case.head_dim))
@@ -217,6 +234,33 @@ def _inputs(case, *shapes):
     else:
         tensors = [_strided(x, case.strides) for x in tensors]
     return tensors, _strided(random(*shapes[0]), case.strides)
+
+
+def _far_keys(case, q, parts, scale):
+    """Every row's score of a key is about the key's own: 0 of most, and of some up to 2^130 in powers of two.
+
+    Among them are pairs just below fp32's range and a little apart, one key near the end of the first segment and one
+    behind it: whichever of the two a row meets first, the other one can move its reference by more than 2^126.
+    """
+    rng, carrier, ends = random.Random(case.seed), 16.0, np.cumsum([0, *map(len, parts)])
+    n = int(ends[-1])
+    if n == 0:
+        return
+    heights = np.zeros(n)
+    if rng.random() < 0.7:
+        first = rng.uniform(118, 128)
+        pair = [first, first + rng.uniform(-3, 6)]
+        end = min(case.lengths[0], n - 1)
+        heights[[rng.randint(max(end - 64, 0), end), rng.randint(end, n - 1)]] = (
+            pair if rng.random() < 0.5 else pair[::-1]
+        )
+    else:
+        for _ in range(rng.randint(1, 4)):
+            heights[rng.randrange(n)] = rng.uniform(-130, 130)
+    q.mul_(0.05)[..., 0] = carrier
+    for x, begin, end in zip(parts, ends, ends[1:], strict=False):
+        column = torch.from_numpy(heights[begin:end] * math.log(2) / (carrier * scale))
+        x.mul_(0.05)[..., 0] = column[:, None].to(x)
 
 
 def segment_mask(lengths, parent):

@@ -237,6 +237,69 @@ def another_process_loads_the_gpu():
     process.wait()
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_items_of_a_fixed_order_come_from_a_counter(head_dim, monkeypatch):
+    """So the order in which the device starts clusters does not matter. Each launch counts them anew, from 0 on."""
+    layout, counts, made = Layout.from_lengths([3000, 100], [[400] * 9, [700] * 2]), [], hopper._backward_kernels
+
+    def counting(*arguments):
+        specs, kernels = made(*arguments)
+
+        def main(*handed):
+            locks, work = handed[9:11]
+            assert locks[-1] == 0, "the preprocess sets it"
+            kernels["bwd"](*handed)
+            counts.append((int(locks[-1]), len(work)))
+
+        return specs, kernels | {"bwd": main}
+
+    monkeypatch.setattr(hopper, "_backward_kernels", counting)
+    q, k, v, dout = inputs(layout, head_dim=head_dim)
+    out, lse = hopper.forward(q, k, v, layout._segments, head_dim**-0.5)
+    for _ in range(3):
+        run(q, k, v, dout, out, lse, layout, deterministic=True)
+    assert len(counts) == 3
+    assert all(count == items > 50 for count, items in counts), counts
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_fixed_order_while_other_work_holds_the_device(head_dim):
+    """Eager and from a graph, on a side stream, where clusters begin as products of matrices leave multiprocessors."""
+    layout = Layout.from_lengths([3000, 100], [[400] * 9, [700] * 2])
+    q, k, v, dout = inputs(layout, head_dim=head_dim)
+    out, lse = hopper.forward(q, k, v, layout._segments, head_dim**-0.5)
+
+    def backward():
+        return hopper.backward(dout, q, k, v, out, lse, layout._segments, head_dim**-0.5, True)
+
+    want = backward()
+    a = torch.randn(8192, 8192, device="cuda")  # a product in fp32 takes some 20 ms
+    product, other, side = torch.mm(a, a), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        replayed = backward()
+    for eager in (True, False, True, False, False, False):
+        for x in replayed:
+            x.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            for _ in range(20):
+                torch.mm(a, a, out=product)
+            done = other.record_event()
+        with torch.cuda.stream(side):
+            if eager:
+                got = backward()
+            else:
+                graph.replay()
+                got = replayed
+        side.synchronize()
+        assert not done.query(), "the device was not busy"
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("name", ["one group", "ragged groups", "split"])
 def test_a_hundred_deterministic_runs(name, another_process_loads_the_gpu):
     layout = LAYOUTS.get(name, SPLIT)

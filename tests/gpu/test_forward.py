@@ -11,6 +11,8 @@ from codegen.spec import forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout, hopper
 from tests import oracle
+from tests.fuzz import dense
+from tests.fuzz.case import segment_mask
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -298,3 +300,34 @@ def test_nan_and_inf_stay_in_their_response(head_dim):
             assert torch.equal(out[others], want[others])
             assert torch.equal(lse[:, others], want_lse[:, others])
             assert not out[rows].isfinite().any()
+
+
+@pytest.mark.parametrize(("own", "context"), [(125, 126.5), (126, 127.5), (124.5, 128.5), (126.5, 125), (100, 140)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_keys_far_above_the_others(head_dim, own, context):
+    """A warp group's own blocks without a mask, then the context's last one with a mask: both outgrow the reference."""
+    lengths, parent = (100, 1530, 300), (-1, 0, 0)
+    layout = Layout.from_segments([0, 100, 1630, 1930], parent)
+    q, k, v = inputs(layout, 4, 1, head_dim)
+    heights = torch.zeros(layout.num_tokens, device="cuda")
+    heights[300], heights[98] = own, context  # the scores of these keys, in powers of two
+    q.mul_(0.05)[:, :, 0] = 64.0
+    k.mul_(0.05)[:, 0, 0] = heights * math.log(2) * head_dim**0.5 / 64.0
+    out, lse = run(q, k, v, layout)
+    mask = torch.from_numpy(segment_mask(lengths, parent)).cuda()
+    want = dense.attention(q, k, v, mask, head_dim**-0.5, torch.zeros_like(q))
+    assert want["out"].ratio(out) <= 1.0
+    assert want["lse"].ratio(lse) <= 1.0
+
+
+@pytest.mark.parametrize(("head_dim", "size"), [(64, 1e14), (128, 1e15), (256, 2e16), (128, 1e18)])
+def test_scores_below_every_reference(head_dim, size):
+    """Scores down to -1e38, all equal: each row is the mean of the values that it sees."""
+    layout = Layout.from_lengths([70], [[90, 33]])
+    q, k, v = inputs(layout, 4, 1, head_dim)
+    out, lse = run(q.fill_(size), k.fill_(-size), v, layout)
+    mask = torch.from_numpy(segment_mask((70, 90, 33), (-1, 0, 0))).cuda().double()
+    mean, bound = (mask @ x[:, 0].double() / mask.sum(1, keepdim=True) for x in (v, v.abs()))
+    assert ((out.double() - mean[:, None]).abs() <= 2**-8 * bound[:, None] + 2**-8 * mean[:, None].abs()).all()
+    score = -(q[0, 0].double() * q[0, 0].double()).sum() * head_dim**-0.5
+    assert ((lse - score).abs() <= 2**-18 * score.abs()).all()

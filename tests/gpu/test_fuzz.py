@@ -31,3 +31,13 @@ def test_saved_cases():
 def test_fresh_cases():
     for index in range(200):
         run(seeded("suite", index, "cuda"))
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 1e-30, 1e9, 2.0**100])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scales_at_the_limits(head_dim, scale):
+    run(
+        Case(
+            "attention", "cuda", "bf16", 4, 1, head_dim, (70, 90, 33), (-1, 0, 0), values="far scale", scale=scale
+        )
+    )  # fmt: skip

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 import dualkv
-from codegen.tiles import clears_ahead, kernel_head_dim
+from codegen.tiles import kernel_head_dim
+from cute_kernels.abi import clears_ahead
 from tools.sanitize import controls
 from tools.sanitize.cases import LAYOUTS, Case, cases
 

@@ -1,0 +1,130 @@
+"""The forward's online softmax, its own source run on numbers that round and flush to zero as the GPU's do.
+
+A row's reference moves in masked blocks only, so scores can outgrow the reference in blocks without a mask, and the
+reference can move afterwards by more than 2^126. Whatever the order of blocks, a tile must end with the right row or
+with a sum that calls for the recompute pass.
+"""
+
+import operator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+from cute_kernels import accumulator, softmax
+
+THREADS, ELEMENTS = 4, 8  # threads that hold a row; a thread's elements of a block, of two rows
+TINY = np.finfo(np.float32).tiny
+TILES, BOUND = 1500, 2.0**-18
+RECOMPUTE_ABOVE = softmax.SUM_LIMIT
+
+
+class Number:
+    """fp32 numbers of the four threads that hold a row; results below 2^-126 are 0."""
+
+    def __init__(self, x):
+        x = np.broadcast_to(np.asarray(x, np.float32), THREADS)
+        self.x = np.where(np.abs(x) < TINY, np.float32(0), x)
+
+    def _with(self, other, operation):
+        with np.errstate(all="ignore"):
+            return Number(operation(self.x, number(other).x))
+
+    def __add__(self, other):
+        return self._with(other, operator.add)
+
+    def __sub__(self, other):
+        return self._with(other, operator.sub)
+
+    def __mul__(self, other):
+        return self._with(other, operator.mul)
+
+    def __gt__(self, other):
+        return self.x > number(other).x
+
+
+def number(x):
+    return x if isinstance(x, Number) else Number(x)
+
+
+def exp2(x, fastmath):
+    with np.errstate(all="ignore"):
+        return Number(np.exp2(x.x))
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """The functions of `softmax` on Numbers."""
+    cute = SimpleNamespace(
+        size=len,
+        math=SimpleNamespace(exp2=exp2),
+        arch=SimpleNamespace(
+            fmax=lambda a, b: Number(np.fmax(a.x, number(b).x)),
+            warp_reduction_max=lambda x, threads_in_group: Number(x.x.max()),
+        ),
+    )
+    select = SimpleNamespace(select_=lambda where, a, b: Number(np.where(where, number(a).x, number(b).x)))
+    for name, value in (("cute", cute), ("cutlass", select), ("Float32", Number)):
+        monkeypatch.setattr(softmax, name, value)
+    monkeypatch.setattr(accumulator, "cute", cute)
+
+
+def tile(rng):
+    """Scores [blocks, ELEMENTS, THREADS] in powers of two, most near 0 and a few far; whether each block is masked."""
+    blocks = rng.integers(2, 7)
+    scores = rng.uniform(-3, 3, (blocks, ELEMENTS, THREADS))
+    for _ in range(rng.integers(1, 4)):
+        scores[rng.integers(blocks), rng.integers(ELEMENTS), rng.integers(THREADS)] += rng.choice(
+            (60, 100, 124, 126, 130)
+        )
+    scores += rng.choice((-140, 0, 0, 90)) + rng.choice((0, 0, 3), (blocks, 1, 1))
+    masked = rng.random(blocks) < 0.5
+    masked[0] = True
+    hidden = masked[:, None, None] & (rng.random(scores.shape) < 0.3)
+    return np.where(hidden, -np.inf, scores).astype(np.float32), masked
+
+
+def wrong_tiles():
+    """(tiles that end with a wrong row and no recompute pass, tiles that ask for that pass), of TILES random ones."""
+    rng, wrong, again = np.random.default_rng(0), 0, 0
+    for _ in range(TILES):
+        scores, masked = tile(rng)
+        values = rng.uniform(-1, 1, scores.shape)
+        row_max, row_sum = [Number(softmax.FIRST_MAX)] * 2, [Number(0.0)] * 2
+        out, factor = [Number(0.0)] * 2, [Number(1.0)] * 2
+        for block, value, mask in zip(scores, values, masked, strict=True):
+            acc = [Number(x) for x in block]
+            if mask:
+                softmax.online_softmax(acc, row_max, row_sum, factor, 1.0)
+                out = [o * f for o, f in zip(out, factor, strict=True)]
+            else:
+                softmax.fixed_softmax(acc, row_max, row_sum, 1.0)
+            for r in range(2):
+                for e in accumulator.row_elements(acc, r):
+                    out[r] = out[r] + acc[e] * value[e]
+        for r in range(2):
+            elements = accumulator.row_elements([0] * ELEMENTS, r)
+            s, v = scores[:, elements].astype(np.float64), values[:, elements]
+            if np.isneginf(s).all():
+                continue
+            p = np.exp2(s - s.max())
+            with np.errstate(all="ignore"):
+                total, found = row_sum[r].x.astype(np.float64).sum(), out[r].x.astype(np.float64).sum()
+                fits = total + found * 0.0 <= RECOMPUTE_ABOVE
+            if not fits:
+                again += 1
+            elif not abs(found / total - (p * v).sum() / p.sum()) <= BOUND * (p * abs(v)).sum() / p.sum():
+                wrong += 1
+    return wrong, again
+
+
+def test_a_row_is_right_or_computed_again():
+    wrong, again = wrong_tiles()
+    assert wrong == 0
+    assert 0 < again < TILES  # of 2 * TILES rows
+
+
+def test_without_the_limit_such_rows_are_wrong(monkeypatch):
+    monkeypatch.setattr(softmax, "SUM_LIMIT", float("inf"))  # of online_softmax alone
+    assert wrong_tiles()[0] > 0
