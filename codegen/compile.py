@@ -20,16 +20,16 @@ from typing import Any
 from codegen import KernelError, cubin, toolchain
 from codegen.spec import FORWARDS, PARTIAL, KernelSpec
 
-LINKERS = ("gcc", "cc", "clang")
+C_COMPILERS = ("gcc", "cc", "clang")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def cannot_compile() -> str | None:
     """What this machine lacks to compile kernels and how to get it, or None."""
-    if not toolchain.can_compile():
-        return "this machine has only the runtime of the CuTe DSL: pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'"
-    if not any(map(shutil.which, LINKERS)):
-        return "no linker is on PATH (gcc, cc or clang): install one"
+    if said := toolchain.lacking():
+        return said
+    if not any(map(shutil.which, C_COMPILERS)):
+        return "no C compiler is on PATH (gcc, cc or clang), by which kernels are linked: install one"
     return None
 
 
@@ -42,20 +42,22 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
         the like: products run one by one).
 
     Raises:
-        KernelError: no compiler or linker here, or the compile failed; says which and why.
+        KernelError: no CuTe DSL or C compiler here, or the compile failed; says which and why.
         OSError: the folder cannot be written, or has no space left.
     """
     if lacking := cannot_compile():
         raise KernelError(
             f"kernel {spec} must be compiled and {lacking}, or set DUALKV_KERNEL_DIR to a folder that holds it"
         )
+    chosen = toolchain.found()
+    assert chosen is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
     environment |= {
         "CUTE_DSL_ARCH": spec.arch,
         "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
         "CUTE_DSL_KEEP_PTX": "1",
         "LC_ALL": "C",
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p),
+        "PYTHONPATH": os.pathsep.join([*chosen.path, *(os.path.abspath(p) for p in sys.path if p)]),
     }
     worker = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-m", "codegen.compile"],
@@ -70,6 +72,9 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     report = folder / "worker.json"
     found: dict[str, Any] = json.loads(report.read_text()) | ptxas_report(said)
     report.unlink()
+    used = Path(found.pop("cutlass"))
+    if chosen.dsl.resolve() not in used.parent.resolve().parents:
+        raise KernelError(f"compiling {spec} failed: the process took cutlass from {used}, expected {chosen}")
     own = cubin.resources((folder / "kernel.cubin").read_bytes())
     if (own.registers, own.stack) != (found["registers"], found["stack"]):
         raise KernelError(f"compiling {spec} failed: ptxas reported {found}, its cubin says {own}")
@@ -133,12 +138,14 @@ def _worker() -> None:
     """Compile the spec on stdin into the current folder."""
     spec = KernelSpec.from_json(sys.stdin.read())
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import it, a second each time, to no use here
+    import cutlass
     import cutlass.cute as cute
+    import tvm_ffi
     from cutlass.base_dsl.version_info import CUDA_VERSION
-    from cutlass.cute.runtime import find_runtime_libraries
 
-    if f"cu{CUDA_VERSION.major}" != toolchain.flavour():
-        raise RuntimeError(f"the CuTe DSL chose its cu{CUDA_VERSION.major} compiler, expected {toolchain.flavour()}")
+    flavour = toolchain.compiler()["flavour"]
+    if f"cu{CUDA_VERSION.major}" != flavour:
+        raise RuntimeError(f"the CuTe DSL chose its cu{CUDA_VERSION.major} compiler, expected {flavour}")
     kernel = _kernel(spec)
     options = f"--enable-tvm-ffi --gpu-arch {spec.arch} --keep-cubin --dump-dir ."
     compiled = cute.compile(kernel, *kernel.fake_arguments(), options=options)
@@ -148,11 +155,15 @@ def _worker() -> None:
     Path("kernel.cubin").write_bytes(code)
     Path("kernel.ptx").write_text(compiled.artifacts.PTX)
     compiled.export_to_c("kernel.o", function_name=spec.symbol, export_only_tvm_ffi_symbols=True)
-    linker = next(filter(None, map(shutil.which, LINKERS)))
-    subprocess.run([linker, "-shared", "-o", "kernel.so", "kernel.o", *find_runtime_libraries()], check=True)
+    # Of other libraries it needs tvm-ffi's alone, by its soname, and libc; `defs` fails where host code calls another.
+    runtime, ffi = Path(__file__).with_name("runtime.c"), tvm_ffi.libinfo.find_libtvm_ffi()
+    cc = str(next(filter(None, map(shutil.which, C_COMPILERS))))
+    flags = ["-O2", "-fPIC", "-shared", "-s", "-Wl,-z,defs"]
+    subprocess.run([cc, *flags, "-o", "kernel.so", "kernel.o", str(runtime), str(ffi)], check=True)
     Path("kernel.o").unlink()
     ptxas = re.search(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", code)
     report = {
+        "cutlass": cutlass.__file__,
         "ptxas": ptxas[1].decode() if ptxas else "unknown",
         "shared_memory": _shared_memory(str(compiled.ir_module)),
     }

@@ -182,7 +182,8 @@ def sass(cubin: Path) -> str:
 
 def _nvdisasm() -> str:
     """nvdisasm on PATH, or the one of PyPI's nvidia-cuda-nvdisasm."""
-    candidates = [shutil.which("nvdisasm"), *(f"{p}/nvidia/{toolchain.flavour()}/bin/nvdisasm" for p in sys.path if p)]
+    packaged = (f"{p}/nvidia/{flavour}/bin/nvdisasm" for flavour in ("cu13", "cu12") for p in sys.path if p)
+    candidates = [shutil.which("nvdisasm"), *packaged]
     for path in candidates:
         if path and os.access(path, os.X_OK):
             return path

@@ -55,10 +55,10 @@ def instructions(entry: Path) -> dict[str, int]:
 
 
 def sources() -> dict[str, str]:
-    """Of each operation, sha256 over the code that its kernels are made from; comments and blank lines do not count."""
+    """Of each operation, sha256 over what its machine code is made from; comments and blank lines do not count."""
     found = {}
     for operation in TILES:
-        modules = sorted(toolchain.sources(operation).items())
+        modules = sorted((n, p) for n, p in toolchain.sources(operation).items() if p.suffix == ".py")
         found[operation] = hashlib.sha256("\n".join(f"{n}\n{_code(p)}" for n, p in modules).encode()).hexdigest()
     return found
 

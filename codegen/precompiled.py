@@ -6,19 +6,25 @@ whatever it says.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import platform
+import re
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from codegen import KernelError, cubin, store, toolchain
+from codegen import KernelError, cubin, folders, store, toolchain
 from codegen.spec import ARCHS, KernelSpec
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
+PACKAGE = "dualkv_kernels"  # in which codegen.store looks
+MOST_BYTES = 100_000_000  # of a wheel: PyPI's bound on a file
 CODE = ("cubin", "ptx", "sass")
 CODE_FOLDER = "code"
 NO_RECORD = "has no readable record of this version (kernel.json)"
@@ -60,7 +66,7 @@ def write_manifest(folder: Path) -> dict[str, Any]:
         KernelError: the folder cannot be written.
     """
     try:
-        with store.locked(folder / ".manifest.lock"):
+        with folders.locked(folder / ".manifest.lock"):
             kernels = {}
             for path in sorted(folder.iterdir()):
                 spec = _spec_of(path)
@@ -70,7 +76,7 @@ def write_manifest(folder: Path) -> dict[str, Any]:
             manifest = {
                 "schema": SCHEMA,
                 "arch": ARCHS[0],
-                "versions": {"dualkv": toolchain.version("dualkv"), **dict(toolchain.compiler())},
+                "versions": {"dualkv": toolchain.version("dualkv"), **toolchain.compiler()},
                 "kernels": kernels,
             }
             new = folder / f".{MANIFEST}.new"
@@ -103,6 +109,59 @@ def emit(entry: Path, spec: KernelSpec, kinds: Iterable[str], into: Path) -> Ite
         else:
             shutil.copyfile(entry / f"kernel.{kind}", path)
         yield path
+
+
+# ---------------------------------------------------------------- the wheel dualkv-kernels
+def write_wheel(entries: Iterable[Path], folder: Path, version: str) -> Path:
+    """Write `dualkv_kernels-<version>-py3-none-manylinux_2_<glibc>_<machine>.whl`: what loading an entry takes.
+
+    The same entries make the same file. Any Python loads it; it asks for `version` of dualkv, this one, whose sources
+    the records name.
+
+    Raises:
+        KernelError: the folder cannot be written, or the wheel would be larger than MOST_BYTES.
+    """
+    files: dict[str, bytes] = {
+        f"{PACKAGE}/__init__.py": b'"""Compiled kernels of dualkv: codegen.store finds them."""\n'
+    }
+    glibc = [17]  # of manylinux2014, the oldest that PyTorch is built for
+    for entry in sorted(entries):
+        for name in ("kernel.so", "kernel.json"):
+            files[f"{PACKAGE}/{entry.name}/{name}"] = content = (entry / name).read_bytes()
+            glibc += [int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", content)]
+    tag = f"py3-none-manylinux_2_{max(glibc)}_{platform.machine()}"
+    about = f"{PACKAGE}-{version}.dist-info"
+    files[f"{about}/METADATA"] = (
+        f"Metadata-Version: 2.4\nName: {PACKAGE.replace('_', '-')}\nVersion: {version}\n"
+        "Summary: Compiled kernels of dualkv for Hopper GPUs\nLicense-Expression: Apache-2.0\n"
+        f"Requires-Dist: dualkv=={version}\n"
+    ).encode()
+    files[f"{about}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: dualkv {version}\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
+    )
+    rows = []
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.append(f"{name},sha256={digest},{len(content)}\n")
+    files[f"{about}/RECORD"] = "".join([*rows, f"{about}/RECORD,,\n"]).encode()
+    path = folder / f"{PACKAGE}-{version}-{tag}.whl"
+    new = folder / f".{path.name}.new"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+                for name, content in files.items():
+                    info = zipfile.ZipInfo(name)  # of 1980: no time of today in it
+                    info.external_attr = 0o644 << 16
+                    wheel.writestr(info, content, zipfile.ZIP_DEFLATED)
+            if new.stat().st_size > MOST_BYTES:
+                raise KernelError(f"{path} would have {new.stat().st_size} bytes, expected at most {MOST_BYTES}")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as e:
+        raise KernelError(f"{path} cannot be written ({e.strerror or e})") from e
+    return path
 
 
 # ---------------------------------------------------------------- check

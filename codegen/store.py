@@ -1,4 +1,4 @@
-"""Compiled kernels, found or made: memory, `DUALKV_KERNEL_DIR`, the user's cache, then a compile.
+"""Compiled kernels, found or made: memory, `DUALKV_KERNEL_DIR`, the wheel dualkv-kernels, the cache, then a compile.
 
 An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin`, `kernel.ptx` and the record `kernel.json`. It
 appears whole by one rename, and counts only if its record fits what is asked for and `kernel.so` has the recorded hash
@@ -13,39 +13,36 @@ Environment:
 from __future__ import annotations
 
 import atexit
-import ctypes
-import fcntl
 import hashlib
+import importlib.util
 import json
 import logging
 import os
-import pwd
+import platform
 import secrets
 import shutil
-import stat
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from codegen import KernelError, compile, select, toolchain
+from codegen import KernelError, compile, folders, select, toolchain
+from codegen.folders import cache_dir, locked
 from codegen.spec import KernelSpec, canonical_json
 
 _log = logging.getLogger("dualkv.codegen")
-SCHEMA = 1
+SCHEMA = 2
 Kernel = Callable[..., Any]
 
 counts: Counter[str] = Counter()
-"""How often kernels came from `kernel_dir`, `cache` or `compiled` in this process (memory is not counted)."""
+"""How often kernels came from `kernel_dir`, `wheel`, `cache` or `compiled` in this process (memory is not counted)."""
 
 _loaded: dict[KernelSpec, Kernel] = {}
 _lock = threading.RLock()
-_held: set[int] = set()  # descriptors of lock files
 
 
 def load(spec: KernelSpec) -> Kernel:
@@ -80,20 +77,20 @@ def entry(spec: KernelSpec) -> Path:
     if found is not None:
         counts[where] += 1
         return found
+    looked = f"kernel {spec} is not compiled (looked in {' and '.join(why_not)})"
     if not _may_compile():
         words = select.words(spec)
         make = f"`dualkv precompile --out DIR {' '.join(words)}` makes it" if words else "no command makes it"
         raise KernelError(
-            f"kernel {spec} is not compiled and DUALKV_JIT=0 forbids compiling it here; looked in "
-            f"{' and '.join(why_not)}. {make}; set DUALKV_KERNEL_DIR=DIR then, or unset DUALKV_JIT"
+            f"{looked} and DUALKV_JIT=0 forbids compiling it here. {make}; set DUALKV_KERNEL_DIR=DIR then, or unset "
+            "DUALKV_JIT"
         )
-    folder = cache_dir()
+    if lacking := compile.cannot_compile():
+        raise KernelError(f"{looked} and {lacking}")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(folder)
-        return _add(spec, folder)
+        return _add(spec, folders.make_cache_dir())
     except OSError as e:
-        cannot = f"the kernel cache {folder} cannot be written ({e.strerror or e})"
+        cannot = f"the kernel cache {cache_dir()} cannot be written ({e.strerror or e})"
     try:
         path = _add(spec, _temporary_folder(os.getpid()))
     except OSError as e:
@@ -111,7 +108,7 @@ def _warn(text: str) -> None:
 
 
 def where(spec: KernelSpec) -> str | None:
-    """`memory`, `kernel_dir` or `cache`: where `load` would find `spec` without compiling, None if nowhere."""
+    """`memory`, `kernel_dir`, `wheel` or `cache`: where `load` would find `spec` without compiling, None if nowhere."""
     return "memory" if spec in _loaded else _find(spec)[1] or None
 
 
@@ -140,7 +137,7 @@ def key(spec: KernelSpec) -> str:
     """sha256 over everything that shapes the compiled kernel."""
     content = {
         "spec": spec.to_dict(),
-        "compiler": dict(toolchain.compiler()),
+        "compiler": toolchain.compiler(),
         "sources": toolchain.source_digest(spec.operation),
     }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
@@ -162,27 +159,44 @@ def find_in(folder: Path, spec: KernelSpec) -> tuple[Path | None, list[str]]:
 
 
 def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
-    """(entry, "kernel_dir" or "cache", []) or (None, "", what was looked at and why it does not do)."""
+    """(entry, "kernel_dir", "wheel" or "cache", []) or (None, "", what was looked at and why it does not do)."""
     why_not = []
     kernel_dir = os.environ.get("DUALKV_KERNEL_DIR")
     if kernel_dir:
         if not Path(kernel_dir).is_dir():
             raise KernelError(f"DUALKV_KERNEL_DIR is {kernel_dir!r}, expected an existing folder of compiled kernels")
-        _check_private(Path(kernel_dir), "DUALKV_KERNEL_DIR", (os.geteuid(), 0))
+        folders.check_private(Path(kernel_dir), "DUALKV_KERNEL_DIR", (os.geteuid(), 0))
         found, reasons = find_in(Path(kernel_dir), spec)
         if found is not None:
             return found, "kernel_dir", []
         why_not.append(f"DUALKV_KERNEL_DIR={kernel_dir} ({'; '.join(reasons) or 'no entry of it'})")
-    path = cache_dir() / _name(spec)
-    if path.is_dir():
-        _check_private(cache_dir())
+    if wheel := wheel_dir():
+        found, reasons = find_in(wheel, spec)
+        if found is not None:
+            return found, "wheel", []
+        why_not.append(f"the wheel dualkv-kernels ({'; '.join(reasons) or 'no entry of it'})")
+    cache = cache_dir()
+    if cache.is_dir():
+        folders.check_private(cache)
+    if toolchain.found() is None:  # what was compiled when there was a compiler is as good as another machine's
+        found, reasons = find_in(cache, spec)
+        if found is not None:
+            return found, "cache", []
+        why_not.append(f"the cache {cache} ({'; '.join(reasons) or 'no entry of it'})")
+    elif (path := cache / _name(spec)).is_dir():
         reason = mismatch(path, spec, same_compiler=True)
         if reason is None:
             return path, "cache", []
         why_not.append(f"the cache ({path} {reason})")
     else:
-        why_not.append(f"the cache {cache_dir()} (no entry {path.name})")
+        why_not.append(f"the cache {cache} (no entry {path.name})")
     return None, "", why_not
+
+
+def wheel_dir() -> Path | None:
+    """Folder of the entries that the wheel dualkv-kernels brings, None where it is not installed."""
+    found = importlib.util.find_spec("dualkv_kernels")  # codegen.precompiled packs it
+    return Path(found.origin).parent if found and found.origin else None
 
 
 def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
@@ -208,17 +222,13 @@ def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
             return f"is corrupt (kernel.so does not export {spec.symbol})"
     except (OSError, ValueError, KeyError, TypeError) as e:
         return f"is corrupt ({type(e).__name__}: {e})"
-    ours = dict(toolchain.compiler())
     if same_compiler:
-        return None if compiler == ours else "was made by another compiler"
-    for name in ("machine", "flavour"):
-        if compiler.get(name) != ours[name]:
-            return f"was made for {name} {compiler.get(name)}, here is {ours[name]}"
-    for name in ("apache-tvm-ffi", "nvidia-cutlass-dsl-libs"):
-        here, there = ours[name], str(compiler.get(name))
-        # A machine that only loads kernels may have the DSL's runtime library without its package.
-        if here != "absent" and here.split(".")[:2] != there.split(".")[:2]:
-            return f"was made for {name} {there}, here is {here}"
+        return None if compiler == toolchain.compiler() else "was made by another compiler"
+    if compiler.get("machine") != platform.machine():
+        return f"was made for machine {compiler.get('machine')}, here is {platform.machine()}"
+    cuda, driver = compiler.get("flavour"), toolchain.driver_cuda()
+    if driver is not None and cuda not in [f"cu{major}" for major in range(12, driver + 1)]:
+        return f"was made for {cuda}, the driver here runs CUDA {driver}"
     return None
 
 
@@ -265,7 +275,7 @@ def _make(spec: KernelSpec, folder: Path) -> None:
         "schema": SCHEMA,
         "spec": spec.to_dict(),
         "symbol": spec.symbol,
-        "compiler": dict(toolchain.compiler()),
+        "compiler": toolchain.compiler(),
         "sources": toolchain.source_digest(spec.operation),
         **compile.compile_kernel(spec, folder),
     }
@@ -277,49 +287,16 @@ def _make(spec: KernelSpec, folder: Path) -> None:
     counts["compiled"] += 1
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time, and one thread of it; a process that dies lets go."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    _held.add(file)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # not by closing alone: a child forked meanwhile has it open too
-    finally:
-        _held.discard(file)
-        os.close(file)
-
-
 def _in_forked_child() -> None:
-    """What other threads of the parent were doing is not being done here: free its locks."""
+    """What other threads of the parent were doing is not being done here: free their lock."""
     global _lock
     _lock = threading.RLock()
-    for file in _held:
-        os.close(file)
-    _held.clear()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # ---------------------------------------------------------------- settings and load
-def cache_dir() -> Path:
-    """Folder of the entries made here, which may not exist yet."""
-    given = os.environ.get("DUALKV_CACHE_DIR")
-    if given:
-        return Path(given).absolute()
-    caches, home = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")
-    if not caches and not home:
-        try:
-            home = pwd.getpwuid(os.geteuid()).pw_dir
-        except KeyError:  # a container run as a user that its image does not know
-            return Path(tempfile.gettempdir()).absolute() / f"dualkv-{os.geteuid()}"
-    return Path(caches or f"{home}/.cache").absolute() / "dualkv"
-
-
 @cache
 def _temporary_folder(process: int) -> Path:
     """Of one process, removed at its end."""
@@ -340,39 +317,27 @@ def _may_compile() -> bool:
     return value != "0"
 
 
-def _check_private(folder: Path, what: str = "the kernel cache", owners: tuple[int, ...] = ()) -> None:
-    """Code is loaded from `folder`: it must belong to this user (or `owners`), and nobody else may write to it."""
-    info = folder.stat()
-    if info.st_uid not in (owners or (os.geteuid(),)):
-        raise KernelError(
-            f"{what} {folder} belongs to uid {info.st_uid}, this process runs as {os.geteuid()}: code is not loaded "
-            "from another user's folder; use a folder of yours"
-        )
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KernelError(
-            f"{what} {folder} can be written by others (mode {stat.S_IMODE(info.st_mode):o}): code is not loaded from "
-            f"there; chmod go-w {folder}"
-        )
-
-
 @cache
-def _runtime() -> ctypes.CDLL:
-    """The DSL's runtime library, in the process before any kernel that links to it."""
-    return ctypes.CDLL(str(toolchain.runtime_library()), mode=ctypes.RTLD_GLOBAL)
+def _check_ffi() -> None:
+    """Kernels are linked to this interface of tvm-ffi, whichever of its versions compiled them."""
+    version = toolchain.version("apache-tvm-ffi")
+    if not version.startswith("0.1."):
+        raise KernelError(f"apache-tvm-ffi is {version}, kernels need 0.1: pip install 'apache-tvm-ffi>=0.1.9,<0.2'")
 
 
 def open_entry(path: Path, spec: KernelSpec) -> Kernel:
     """The kernel in an entry that :func:`mismatch` has nothing against.
 
     Raises:
-        KernelError: the DSL's runtime library, tvm-ffi or the entry cannot be loaded; others may write to the entry.
+        KernelError: tvm-ffi or the entry cannot be loaded; others may write to the entry.
     """
-    for place in (path, path / "kernel.so"):  # the folder around them has been looked at
-        _check_private(place, "the compiled kernel", (os.geteuid(), 0))
+    if path.parent != wheel_dir():  # who can write to installed packages can write to this one
+        for place in (path, path / "kernel.so"):  # the folder around them has been looked at
+            folders.check_private(place, "the compiled kernel", (os.geteuid(), 0))
+    _check_ffi()
     try:
         import tvm_ffi
 
-        _runtime()
         kernel: Kernel = tvm_ffi.load_module(str(path / "kernel.so"))[spec.symbol]
     except (ImportError, OSError, RuntimeError, AttributeError) as e:
         raise KernelError(f"kernel {spec} in {path} cannot be loaded ({type(e).__name__}: {e})") from e

@@ -1,4 +1,4 @@
-"""What makes and loads kernels on this machine: compiler flavour, versions, runtime library, kernel sources.
+"""What compiles kernels on this machine: the CuTe DSL, its versions, and the kernels' sources.
 
 Everything here is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack the
 first, and this package does without the second.
@@ -10,14 +10,22 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
-from functools import cache
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from codegen import KernelError
+from codegen import KernelError, folders
 
-_COMPILER = re.compile(r"_cutlass_ir\.cu(\d+)\..*\.so")
+_COMPILER = re.compile(rf"_cutlass_ir\.cu(\d+){re.escape(EXTENSION_SUFFIXES[0])}")  # for this Python
 # Not by `ast`: where two threads parse at once, as those that load kernels do, CPython 3.11 and 3.12 may raise
 # SystemError.
 _IMPORT = re.compile(
@@ -26,22 +34,193 @@ _IMPORT = re.compile(
 _NAME = re.compile(r"(?<! as )\b\w+")
 
 
-@cache
-def dsl_folder() -> Path:
-    """The installed `nvidia_cutlass_dsl` folder.
+DSL = "4.8"  # the nvidia-cutlass-dsl that kernels are written for: 4.7 and older do not compile them
+FFI = (0, 1, 10)  # the oldest apache-tvm-ffi that this DSL compiles with; kernels load with 0.1.9 too
+PRIVATE, PRIVATE_FFI = "4.8.1", "0.1.15.post2"  # versions of the private toolchain
+REMEDIES = (
+    "install the wheel dualkv-kernels, or the compiler by `pip install 'dualkv[compile]'`, or, beside packages that "
+    "pin another version of it, by `dualkv toolchain install`"
+)
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A CuTe DSL that compiles kernels here.
+
+    Attributes:
+        root: the private toolchain's folder, None for the packages of this environment.
+        dsl: its `nvidia_cutlass_dsl` folder.
+        flavour: `cu13` or `cu12`, the newest that the driver can run, as the DSL itself picks it. Each carries a ptxas
+            of its own, so the same source compiles to different code.
+    """
+
+    root: Path | None
+    dsl: Path
+    flavour: str
+
+    def __str__(self) -> str:
+        where = "of this environment" if self.root is None else f"in the private toolchain {self.root}"
+        return f"nvidia-cutlass-dsl {self.version('nvidia-cutlass-dsl')} {where}"
+
+    @property
+    def path(self) -> list[str]:
+        """What a process that compiles has on its PYTHONPATH before everything else."""
+        return [] if self.root is None else [str(self.dsl / "dsl_packages"), str(self.root)]
+
+    def version(self, package: str) -> str:
+        """Version of one of its packages, `absent` without it."""
+        return _version(package, self.root)
+
+    @cached_property
+    def compiler(self) -> dict[str, str]:
+        """Version of everything outside this project that shapes a compiled kernel.
+
+        ptxas is built into the library of the DSL's compiler, whose hash therefore stands for it; a compiled kernel's
+        record names the version that ptxas itself reports. apache-tvm-ffi is not among them: it makes no code.
+        """
+        libs = f"nvidia-cutlass-dsl-libs-{self.flavour}"
+        files = next((d.files or [] for d in _distributions(libs, self.root)), [])
+        # As its package recorded it: reading 190 MB would take long.
+        hashes = (f.hash.value for f in files if f.hash and _COMPILER.fullmatch(f.name))
+        return {
+            "machine": platform.machine(),
+            "flavour": self.flavour,
+            "nvidia-cutlass-dsl": self.version("nvidia-cutlass-dsl"),
+            "nvidia-cutlass-dsl-libs": self.version(libs),
+            "compiler-sha256": next(hashes, "absent"),
+        }
+
+
+def found() -> Toolchain | None:
+    """What compiles kernels here: this environment's DSL, else the private toolchain, else None."""
+    return next((t for t in (_environment(), _private()) if isinstance(t, Toolchain)), None)
+
+
+def lacking() -> str | None:
+    """Why nothing compiles kernels here and what to do, in one sentence, or None."""
+    if found() is not None:
+        return None
+    return f"nothing here compiles kernels ({_environment()}; {_private()}): {REMEDIES}"
+
+
+def compiler() -> dict[str, str]:
+    """Of the toolchain found: see :attr:`Toolchain.compiler`.
 
     Raises:
-        KernelError: it is not installed.
+        KernelError: there is none.
     """
-    found = importlib.util.find_spec("nvidia_cutlass_dsl")
-    if found is None or not found.submodule_search_locations:
-        raise KernelError(
-            "nvidia-cutlass-dsl is not installed: pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9', "
-            "or, only to run kernels compiled elsewhere, its runtime library (see docs/deployment.md)"
+    toolchain = found()
+    if toolchain is None:
+        raise KernelError(str(lacking()))
+    return toolchain.compiler
+
+
+@cache
+def _environment() -> Toolchain | str:
+    """This environment's toolchain, or why it is none."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    if spec is None or not spec.submodule_search_locations:
+        return "nvidia-cutlass-dsl is not installed"
+    return _examined(None, Path(next(iter(spec.submodule_search_locations))))
+
+
+def private_folder() -> Path:
+    """Of the private toolchain, which may not exist."""
+    return folders.cache_dir() / f"toolchain-{PRIVATE}-cp{sys.version_info[0]}{sys.version_info[1]}"
+
+
+def _private() -> Toolchain | str:
+    """The private toolchain, or why there is none."""
+    root = private_folder()
+    if not root.is_dir():
+        return "there is no private toolchain"
+    folders.check_private(root.parent)
+    return _examined(root, root / "nvidia_cutlass_dsl")
+
+
+@cache
+def _examined(root: Path | None, dsl: Path) -> Toolchain | str:
+    """The DSL in a folder, or why kernels are not compiled by it."""
+    version, ffi = _version("nvidia-cutlass-dsl", root), _version("apache-tvm-ffi", root)
+    where = "" if root is None else f"the private toolchain {root} has "
+    if not version.startswith(f"{DSL}."):
+        return f"{where}nvidia-cutlass-dsl {version}, expected {DSL}"
+    if tuple(map(int, re.findall(r"\d+", ffi)[:3])) < FFI:
+        return f"{where}apache-tvm-ffi {ffi}, to compile with the DSL takes {'.'.join(map(str, FFI))}"
+    libs = dsl / "dsl_packages" / "cutlass" / "_mlir" / "_mlir_libs"
+    names = (_COMPILER.fullmatch(p.name) for p in libs.glob("_cutlass_ir.*"))
+    majors = sorted({int(m[1]) for m in names if m and (dsl / f"cu{m[1]}" / "lib").is_dir()})
+    driver = driver_cuda()
+    usable = [m for m in majors if driver is None or m <= driver]
+    if not usable:
+        have = ", ".join(f"cu{m}" for m in majors) or "none"
+        return (
+            f"no compiler in {dsl} is for this Python and the driver (CUDA {driver or 'absent'}), it has {have}: "
+            f"install nvidia-cutlass-dsl[cu{driver or 13}] or a newer driver"
         )
-    return Path(next(iter(found.submodule_search_locations)))
+    return Toolchain(root, dsl, f"cu{max(usable)}")
 
 
+# ---------------------------------------------------------------- the private toolchain
+def install() -> Toolchain:
+    """The toolchain that compiles kernels here; where there is none, the private one is installed, by pip or uv.
+
+    Raises:
+        KernelError: it cannot be downloaded or written, or does not serve here.
+    """
+    if (serving := found()) is not None:
+        return serving
+    root = private_folder()
+    try:
+        cache = folders.make_cache_dir()
+        with folders.locked(cache / f".{root.name}.lock"):
+            _examined.cache_clear()  # another process may have installed it meanwhile
+            if isinstance(there := _private(), Toolchain):
+                return there
+            for left in cache.glob(f".{root.name}.new*"):  # by a process that was killed: this one holds the lock
+                shutil.rmtree(left, ignore_errors=True)
+            made = cache / f".{root.name}.new{secrets.token_hex(4)}"
+            try:
+                _download(made)
+                _examined.cache_clear()
+                if isinstance(why_not := _examined(made, made / "nvidia_cutlass_dsl"), str):
+                    raise KernelError(f"the private toolchain does not serve here: {why_not}")
+                shutil.rmtree(root, ignore_errors=True)
+                made.rename(root)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+    except OSError as e:
+        raise KernelError(f"the private toolchain {root} cannot be written ({e.strerror or e})") from e
+    there = _private()
+    assert isinstance(there, Toolchain)
+    return there
+
+
+def requirements() -> list[str]:
+    """What the private toolchain is made of, exactly; the environment has cuda-bindings and the like."""
+    libs = ("base", "core", "cu12" if driver_cuda() == 12 else "cu13")
+    names = ["nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{lib}" for lib in libs)]
+    return [*(f"{name}=={PRIVATE}" for name in names), f"apache-tvm-ffi=={PRIVATE_FFI}"]
+
+
+def _download(folder: Path) -> None:
+    words = [*_installer(), "--target", str(folder), "--no-deps", "--only-binary", ":all:", *requirements()]
+    done = subprocess.run(words, env=os.environ | {"PIP_USER": "0"}, capture_output=True, text=True)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[-1000:]
+        raise KernelError(f"the private toolchain cannot be installed, `{' '.join(words)}` failed: {said}")
+
+
+def _installer() -> list[str]:
+    """pip of this environment, or uv where the environment was made by it."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--quiet", "--python", sys.executable]
+    raise KernelError("neither pip nor uv is here to install the private toolchain with: install one")
+
+
+# ---------------------------------------------------------------- versions and sources
 @cache
 def driver_cuda() -> int | None:
     """Major CUDA version of the NVIDIA driver, None without one."""
@@ -53,73 +232,18 @@ def driver_cuda() -> int | None:
     return None if failed else version.value // 1000
 
 
-@cache
-def flavour() -> str:
-    """`cu13` or `cu12`: the newest installed CuTe DSL that the driver can run, as the DSL itself picks it.
-
-    Each flavour carries a ptxas of its own, so the same source compiles to different code.
-
-    Raises:
-        KernelError: none is installed, or none that the driver can run.
-    """
-    root = dsl_folder()
-    majors = {int(p.parent.parent.name[2:]) for p in root.glob("cu*/lib/libcute_dsl_runtime.so")}
-    driver = driver_cuda()
-    usable = [m for m in majors if driver is None or m <= driver]
-    if not usable:
-        have = ", ".join(f"cu{m}" for m in sorted(majors)) or "none"
-        raise KernelError(
-            f"no CuTe DSL runtime in {root} fits the driver (CUDA {driver or 'absent'}): installed {have}; "
-            f"install nvidia-cutlass-dsl[cu{driver or 13}] or a newer driver"
-        )
-    return f"cu{max(usable)}"
-
-
-def runtime_library() -> Path:
-    """`libcute_dsl_runtime.so` of the flavour in use; compiled kernels need it in the process."""
-    return dsl_folder() / flavour() / "lib" / "libcute_dsl_runtime.so"
-
-
-def can_compile() -> bool:
-    """Whether the DSL's compiler is installed, not only the runtime of compiled kernels."""
-    libs = dsl_folder() / "dsl_packages" / "cutlass" / "_mlir" / "_mlir_libs"
-    return libs.is_dir() and any(
-        m and f"cu{m[1]}" == flavour() for m in (_COMPILER.fullmatch(p.name) for p in libs.iterdir())
-    )
-
-
 def version(package: str) -> str:
     """Version of an installed package, `absent` without one."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
+    return _version(package, None)
 
 
-@cache
-def compiler() -> tuple[tuple[str, str], ...]:
-    """(name, version) of everything outside this project that shapes a compiled kernel.
-
-    ptxas is built into the library of the DSL's compiler, whose hash therefore stands for it; a compiled kernel's
-    record names the version that ptxas itself reports.
-    """
-    return (
-        ("machine", platform.machine()),
-        ("flavour", flavour()),
-        ("nvidia-cutlass-dsl", version("nvidia-cutlass-dsl")),
-        ("nvidia-cutlass-dsl-libs", version(f"nvidia-cutlass-dsl-libs-{flavour()}")),
-        ("compiler-sha256", _compiler_hash()),
-        ("apache-tvm-ffi", version("apache-tvm-ffi")),
-    )
+def _version(package: str, root: Path | None) -> str:
+    return next((d.version for d in _distributions(package, root)), "absent")
 
 
-def _compiler_hash() -> str:
-    """Of the library with the compiler and ptxas, as its package recorded it: reading 190 MB would take long."""
-    try:
-        files = importlib.metadata.files(f"nvidia-cutlass-dsl-libs-{flavour()}") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    return next((f.hash.value for f in files if f.hash and _COMPILER.fullmatch(f.name)), "absent")
+def _distributions(name: str, root: Path | None) -> Iterable[importlib.metadata.Distribution]:
+    """Installed in a folder, or in this environment."""
+    return importlib.metadata.Distribution.discover(name=name, path=sys.path if root is None else [str(root)])
 
 
 @cache
@@ -138,7 +262,7 @@ def read_source_digest(operation: str) -> str:
 
 
 def sources(operation: str) -> dict[str, Path]:
-    """`cute_kernels/<operation>.py`, what it imports of its package, and what chooses its arguments and compiles it.
+    """`cute_kernels/<operation>.py`, what it imports of its package, what chooses its arguments, compiles and links it.
 
     With `cute_kernels/abi.py`, which every kernel imports, they are all that a kernel's code and the sizes of its
     host's buffers depend on, but for what the specification says.
@@ -147,7 +271,8 @@ def sources(operation: str) -> dict[str, Path]:
     if found is None or not found.submodule_search_locations:
         raise KernelError("the package cute_kernels, which dualkv is installed with, is missing")
     root = Path(next(iter(found.submodule_search_locations)))
-    sources = {f"codegen.{name}": Path(__file__).with_name(f"{name}.py") for name in ("compile", "spec")}
+    names = {"codegen.compile": "compile.py", "codegen.spec": "spec.py", "codegen.runtime": "runtime.c"}
+    sources = {name: Path(__file__).with_name(file) for name, file in names.items()}
     wanted = ["cute_kernels", f"cute_kernels.{operation}"]
     while wanted:
         name = wanted.pop()

@@ -1,6 +1,6 @@
-"""Holds a runtime environment to its promise: no compiler, every kernel of DUALKV_KERNEL_DIR loads, and runs on a GPU.
+"""Holds a runtime environment to its promise: no compiler, every kernel that it was given loads, and runs on a GPU.
 
-DUALKV_KERNEL_DIR=DIR DUALKV_JIT=0 python deploy/verify.py
+DUALKV_JIT=0 python deploy/verify.py: kernels of the wheel dualkv-kernels or, where it is set, of DUALKV_KERNEL_DIR.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}  # of the largest value: half-precision
 
 
 def specs_in(folder: Path) -> list[KernelSpec]:
-    """What the folder's manifest lists."""
-    kernels = json.loads((folder / precompiled.MANIFEST).read_text())["kernels"].values()
-    return [KernelSpec.from_json(json.dumps(kernel["spec"])) for kernel in kernels]
+    """What the folder's records name."""
+    records = [precompiled.record_of(path) for path in sorted(folder.glob("dualkv_*-*"))]
+    return [KernelSpec.from_json(json.dumps(record["spec"])) for record in records]
 
 
 def run(forward: KernelSpec, backward: bool) -> float:
@@ -49,21 +49,20 @@ def run(forward: KernelSpec, backward: bool) -> float:
 
 
 def main() -> None:
-    folder = os.environ.get("DUALKV_KERNEL_DIR")
-    if not folder or os.environ.get("DUALKV_JIT") != "0":
-        sys.exit("expected DUALKV_KERNEL_DIR to be the folder of kernels and DUALKV_JIT to be 0")
+    given = os.environ.get("DUALKV_KERNEL_DIR")
+    source, folder = ("kernel_dir", Path(given)) if given else ("wheel", store.wheel_dir())
+    if folder is None or os.environ.get("DUALKV_JIT") != "0":
+        sys.exit("expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0")
     if importlib.util.find_spec("cutlass") is not None:
         sys.exit("cutlass can be imported here: this environment has the compiler that it is to do without")
-    checked = precompiled.check(Path(folder))
-    specs = specs_in(Path(folder))
+    specs = specs_in(folder)
     for spec in specs:
         store.load(spec)
-    problems = checked.problems
-    if store.counts != {"kernel_dir": len(specs)}:
-        problems.append(f"kernels came from {dict(store.counts)}, expected {len(specs)} from kernel_dir")
-    if problems:
-        sys.exit("\n".join(problems))
-    print(f"{len(specs)} kernels load without a compiler")
+    if not specs or store.counts != {source: len(specs)}:
+        sys.exit(f"kernels came from {dict(store.counts)}, expected {len(specs)}, more than none, from {source}")
+    if "cute_dsl" in Path("/proc/self/maps").read_text():
+        sys.exit("a library of the CuTe DSL is in this process: kernels are to do without")
+    print(f"{len(specs)} kernels load without a compiler, from {folder}")
     why_not = hopper.device_unsupported(torch.device("cuda", 0)) if torch.cuda.is_available() else "no GPU"
     if why_not:
         print(f"not run: {why_not}")

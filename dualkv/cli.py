@@ -1,4 +1,4 @@
-"""The command line: `dualkv demo`, `dualkv doctor`, `dualkv bench`, `dualkv precompile`; also `python -m dualkv`."""
+"""The command line: `dualkv demo`, `doctor`, `bench`, `precompile` and `toolchain`; also `python -m dualkv`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train on many rollouts of one prompt and pay for the prompt once.",
 )
+
+toolchain_app = typer.Typer(no_args_is_help=True, help="A compiler of kernels of its own, beside other packages' pins.")
+app.add_typer(toolchain_app, name="toolchain")
 
 
 def _print_version(asked: bool) -> None:
@@ -315,21 +318,33 @@ def precompile(
     trees: Annotated[
         bool, typer.Option("--trees", help="The forward's kernels for trees of more than two levels too.")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every kernel that training asks for, instead of models or head dims.")
+    ] = False,
+    wheel: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Pack the kernels into a wheel dualkv-kernels in DIR, too.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compiles at a time. Default: CPUs.")] = None,
     emit: Annotated[str, typer.Option(help="Write code out to DIR/code: of cubin, ptx and sass, by commas.")] = "",
     json_to: JsonOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Compile the kernels of models, or of head dims and GQA ratios, on a machine without a GPU, into a folder."""
+    from codegen import spec
     from dualkv import precompile as kernels
 
     specs = kernels.requested(
         _commas(models), _numbers("tp", tp), _numbers("head-dims", head_dims), _numbers("gqa", gqa),
         _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
     )  # fmt: skip
+    if everything and specs:
+        raise ValueError("--all is every kernel, expected no --models and no --head-dims beside it")
+    specs = spec.table() if everything else specs
     console = _console(json_to)
     if (out is None) == (check is None):
         raise ValueError("expected --out DIR (compile into it) or --check DIR (look at it), one of them")
+    if check is not None and wheel is not None:
+        raise ValueError("--wheel packs what --out compiles, expected no --check beside it")
     if check is not None:
         found = kernels.check(check, specs)
         for sentence in kernels.described(found):
@@ -339,15 +354,30 @@ def precompile(
             raise typer.Exit(1)
         return
     if not specs:
-        raise ValueError("nothing to compile: expected --models, or --head-dims with --gqa")
+        raise ValueError("nothing to compile: expected --models, --head-dims with --gqa, or --all")
     with tracked(console) as track:
-        result = kernels.precompile(specs, Path(str(out)), jobs or kernels.default_jobs(), _commas(emit), track)
+        result = kernels.precompile(specs, Path(str(out)), jobs or kernels.default_jobs(), _commas(emit), wheel, track)
     table = Table(*kernels.COLUMNS)
     for row in kernels.rows(result):
         table.add_row(*row)
     console.print(table)
     console.print(kernels.summary(result), markup=False, highlight=False)
     _write_json(result.as_dict(), json_to)
+
+
+@toolchain_app.command("install")
+def toolchain_install(debug: DebugOption = False) -> None:
+    """Install a compiler of kernels beside this environment's packages, into the cache: nothing else changes."""
+    from codegen import toolchain
+
+    there = toolchain.found()
+    console = Console()
+    if there is not None:
+        console.print(f"nothing to install: {there} compiles kernels", markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(f"installing {', '.join(toolchain.requirements())} into {toolchain.private_folder()}", soft_wrap=True)
+    made = toolchain.install()
+    console.print(f"{made} compiles kernels from now on", markup=False, highlight=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------------- output

@@ -55,7 +55,8 @@ class Ready:
 class Diagnosis:
     """All findings; `advice` holds one sentence for each thing to do, most important first.
 
-    `kernels` are those that are ready, `lookup` says where kernels are looked for and what happens to others.
+    `kernels` are those that are ready, `lookup` says where kernels are looked for, `compiler` what compiles others here
+    (None: nothing).
     """
 
     python: str
@@ -67,12 +68,14 @@ class Diagnosis:
     runs: list[Runs]
     kernels: list[Ready]
     lookup: str
+    compiler: str | None
     advice: list[str]
 
     @property
     def healthy(self) -> bool:
-        """Whether everything that dualkv needs is there."""
-        return all(package.version is not None for package in self.packages if package.needed)
+        """Whether everything that dualkv needs is there: packages, and for a Hopper GPU kernels or their compiler."""
+        served = self.kernels or self.compiler or not any(runs.what == KERNEL for runs in self.runs)
+        return bool(served) and all(package.version is not None for package in self.packages if package.needed)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -87,14 +90,13 @@ REFERENCE = "the chunked reference"
 NEEDED = {
     "torch>=2.11": "everything",
     "numpy>=2.0": "everything",
-    "nvidia-cutlass-dsl[cu13]>=4.8,<4.9": "compiling kernels",
-    "apache-tvm-ffi>=0.1.15,<0.2": "loading and calling kernels",
-    "cuda-bindings>=13.0,<14": "compiling kernels",
+    "apache-tvm-ffi>=0.1.9,<0.2": "loading and calling kernels",
+    "cuda-bindings>=13.0,<14": "compiling kernels, reading them back from a GPU",
     "typer>=0.20": "the command line",
     "rich>=14": "the command line",
 }
-COMPILING = ("nvidia-cutlass-dsl", "cuda-bindings")  # not needed where kernels are only loaded
 OPTIONAL = (  # name, purpose, how to install
+    ("nvidia-cutlass-dsl", "compiling kernels", "pip install 'dualkv[compile]'"),
     ("transformers", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
     ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
     ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
@@ -108,12 +110,10 @@ OPTIONAL = (  # name, purpose, how to install
 def examine() -> Diagnosis:
     """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
     driver, gpus = _driver()
-    loads_only = _loads_only()
     packages = []
     for requirement, purpose in NEEDED.items():
         name = re.split(r"[\[<>=]", requirement)[0]
-        needed = not (loads_only and name in COMPILING)
-        packages.append(Package(name, _version(name), needed, purpose, f"pip install '{requirement}'"))
+        packages.append(Package(name, _version(name), True, purpose, f"pip install '{requirement}'"))
     packages += [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
     kernels, lookup, unready = _kernels()
     return Diagnosis(
@@ -126,6 +126,7 @@ def examine() -> Diagnosis:
         runs=_runs(),
         kernels=kernels,
         lookup=lookup,
+        compiler=_compiler(),
         advice=unready + _advice(driver, gpus, packages),
     )
 
@@ -137,34 +138,43 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _loads_only() -> bool:
-    """Whether this is an environment for kernels compiled elsewhere: the DSL's runtime library and no compiler."""
-    try:
-        return toolchain.runtime_library().exists() and not toolchain.can_compile()
-    except KernelError:
-        return False
+def _compiler() -> str | None:
+    """What compiles kernels at their first use."""
+    may = os.environ.get("DUALKV_JIT") != "0" and compile.cannot_compile() is None
+    return str(toolchain.found()) if may else None
 
 
 def _kernels() -> tuple[list[Ready], str, list[str]]:
     """Kernels that are ready; where they are looked for, and what happens to others; what is wrong with that."""
     folder, jit = os.environ.get("DUALKV_KERNEL_DIR"), os.environ.get("DUALKV_JIT") != "0"
-    places = [f"DUALKV_KERNEL_DIR={folder}"] if folder else []
-    lookup = f"kernels are looked for in {' and then '.join([*places, f'the cache {store.cache_dir()}'])}; others are "
-    lookup += "compiled at their first use, seconds each" if jit else "refused, because DUALKV_JIT=0"
-    unready = []
+    cannot = compile.cannot_compile() if jit else "DUALKV_JIT=0"
     try:
+        places = [
+            *([f"DUALKV_KERNEL_DIR={folder} ({_counted(Path(folder))})"] if folder else []),
+            *([f"the wheel dualkv-kernels {_version('dualkv-kernels')} ({_counted(wheel)})"]
+              if (wheel := store.wheel_dir()) else []),
+            f"the cache {store.cache_dir()} ({_counted(store.cache_dir())})",
+        ]  # fmt: skip
+        lookup = f"kernels are looked for in {', then '.join(places)}; others are "
+        lookup += f"refused, because of {cannot}" if cannot else f"compiled at their first use by {toolchain.found()}"
         found = [_ready(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
-        if folder and (unusable := precompiled.unusable(Path(folder))):
+    except KernelError as e:
+        return [], str(e), [str(e)]
+    ready = [one for one in found if one.forward or one.backward]
+    unready = [f"there are no kernels: {cannot}"] if cannot and not ready else []
+    for what, made in (("kernels", folder), ("wheel dualkv-kernels", store.wheel_dir())):
+        if made and (unusable := precompiled.unusable(Path(made))):
             name, why = min(unusable.items())
             unready.append(
-                f"{len(unusable)} of the kernels in {folder} are not used here ({name} {why}): "
-                "run dualkv precompile again, with this version"
+                f"{len(unusable)} of the kernels in {made} are not used here ({name} {why}): make the {what} again, "
+                "with this version"
             )
-        if jit and (lacking := compile.cannot_compile()):
-            unready.append(f"kernels cannot be compiled: {lacking}")
-    except KernelError as e:
-        return [], lookup, [str(e)]
-    return [ready for ready in found if ready.forward or ready.backward], lookup, unready
+    return ready, lookup, unready
+
+
+def _counted(folder: Path) -> str:
+    entries = len(list(folder.glob("dualkv_*-*")))
+    return f"{entries} kernel{'' if entries == 1 else 's'}"
 
 
 def _ready(dtype: str, head_dim: int) -> Ready:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from codegen import precompiled, store
 from codegen.select import DIRECTIONS, Shape, select
 from codegen.spec import DTYPES, FORWARDS, GRADIENTS, KernelSpec
+from dualkv import __version__
 from dualkv.models import CONFIGS
 
 
@@ -186,12 +187,14 @@ class Result:
 
     Attributes:
         code: files written for reading.
+        wheel: the file, and its size in bytes.
         unusable: entries of other versions that lie in the folder too.
     """
 
     folder: str
     kernels: list[Made]
     code: list[str]
+    wheel: tuple[str, int] | None
     unusable: list[str]
     seconds: float
 
@@ -208,6 +211,7 @@ def precompile(
     folder: Path,
     jobs: int,
     code: Iterable[str] = (),
+    wheel: Path | None = None,
     track: Callable[..., Iterator[Any]] = lambda items, what, total: iter(items),
 ) -> Result:
     """Compile what `folder` lacks of `specs` and write its manifest.json; a second call compiles nothing.
@@ -217,6 +221,7 @@ def precompile(
         folder: made if need be.
         jobs: compiles at a time, each a process.
         code: of codegen.precompiled.CODE, written to `folder/code` for reading.
+        wheel: a folder to write a wheel of these kernels to.
         track: shows progress; see dualkv.cli.tracked.
 
     Raises:
@@ -230,12 +235,15 @@ def precompile(
             raise ValueError(f"code is written out as {', '.join(precompiled.CODE)}, got {kind!r}")
     begin = time.monotonic()
     there = {spec for spec in specs if store.has(spec, folder)}
-    made, written = [], []
+    made, written, entries = [], [], []
     for spec, entry in track(store.fill(specs, folder, jobs), "compiling", len(specs)):
+        entries.append(entry)
         made.append(Made(str(spec), entry.name, spec in there, precompiled.record_of(entry)))
         written += [str(path) for path in precompiled.emit(entry, spec, code, folder / precompiled.CODE_FOLDER)]
     precompiled.write_manifest(folder)
-    return Result(str(folder), made, written, list(precompiled.unusable(folder)), time.monotonic() - begin)
+    packed = None if wheel is None else precompiled.write_wheel(entries, wheel, __version__)
+    of_wheel = None if packed is None else (str(packed), packed.stat().st_size)
+    return Result(str(folder), made, written, of_wheel, list(precompiled.unusable(folder)), time.monotonic() - begin)
 
 
 def check(folder: Path, specs: list[KernelSpec]) -> precompiled.Checked:
@@ -284,8 +292,11 @@ def summary(result: Result) -> str:
     others = len(result.unusable)
     old = f"; {others} of other versions lie there too and are not used, remove them" if others else ""
     kernels = f"{_counted(len(result.kernels), 'kernel')} in {result.folder}"
-    settings = f"DUALKV_KERNEL_DIR={Path(result.folder).absolute()} DUALKV_JIT=0"
-    return f"{kernels}, {result.compiled} compiled in {result.seconds:.1f} s{code}{old}. To use them: {settings}"
+    use = f"DUALKV_KERNEL_DIR={Path(result.folder).absolute()} DUALKV_JIT=0"
+    if result.wheel is not None:
+        path, size = result.wheel
+        use = f"pip install {path} ({size / 2**20:.1f} MiB), or {use}"
+    return f"{kernels}, {result.compiled} compiled in {result.seconds:.1f} s{code}{old}. To use them: {use}"
 
 
 def described(checked: precompiled.Checked) -> Iterator[str]:

@@ -8,20 +8,16 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from codegen import store, toolchain
+from codegen import store
 from codegen.spec import backward_specs
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-
-
-def requirements() -> list[str]:
-    lines = (DEPLOY / "requirements-runtime.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def closure(names: list[str]) -> set[str]:
@@ -40,11 +36,12 @@ def closure(names: list[str]) -> set[str]:
     return found
 
 
-def test_runtime_requirements_are_pinned_and_bring_no_compiler():
-    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    for name in requirements():
-        assert name in pinned, name
-    assert not [name for name in closure(requirements()) if "cutlass" in name]
+def test_what_dualkv_needs_brings_no_compiler():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = closure(list(project["dependencies"]))
+    assert {"torch", "numpy", "apache-tvm-ffi", "typer", "rich"} <= needs
+    assert not [name for name in needs if "cutlass" in name]
+    assert "nvidia-cutlass-dsl" in closure(list(project["optional-dependencies"]["compile"]))
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +49,6 @@ def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     store.add(backward_specs("bf16", 64).postprocess, folder)
     return folder
-
-
-def test_the_library_goes_with_its_licence(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(DEPLOY / "runtime_library.py"), str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    files = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
-    library = f"nvidia_cutlass_dsl/{toolchain.flavour()}/lib/libcute_dsl_runtime.so"
-    assert files == sorted(["nvidia_cutlass_dsl/LICENSE", library])
-    assert (tmp_path / library).read_bytes() == toolchain.runtime_library().read_bytes()
-    assert "NVIDIA Software License Agreement" in (tmp_path / "nvidia_cutlass_dsl" / "LICENSE").read_text()
 
 
 def test_the_dockerfile_copies_what_exists_and_is_let_through():
@@ -80,9 +64,9 @@ def test_the_dockerfile_copies_what_exists_and_is_let_through():
     for path in let_through:
         assert (ROOT / path).exists(), path
     runtime = text.split(" AS runtime")[1]
-    assert not re.search(r"cutlass|gcc", runtime)
+    assert not re.search(r"cutlass|gcc|compile\]", runtime)
     for stage in (text, (DEPLOY / "two_stages.sh").read_text()):
-        for step in ("runtime_library.py", "requirements-runtime.txt", "verify.py", "dualkv precompile", "--no-deps"):
+        for step in ("[compile]", "--wheel", "verify.py", "dualkv precompile", "DUALKV_JIT=0"):
             assert step in stage, step
 
 
@@ -95,7 +79,20 @@ def test_verify_refuses_an_environment_with_the_compiler(kernels):
         assert done.returncode == 1
         return done.stderr.strip()
 
-    assert verify(DUALKV_JIT="1", DUALKV_KERNEL_DIR=str(kernels)).startswith(
-        "expected DUALKV_KERNEL_DIR to be the folder"
-    )
+    for settings in (
+        {"DUALKV_JIT": "1", "DUALKV_KERNEL_DIR": str(kernels)},
+        {"DUALKV_JIT": "0", "DUALKV_KERNEL_DIR": ""},
+    ):
+        assert verify(**settings) == "expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0"
     assert verify(DUALKV_JIT="0", DUALKV_KERNEL_DIR=str(kernels)).startswith("cutlass can be imported here")
+
+
+def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():
+    """Each such line of docs/install.md, and no other."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    shown = {line for line in re.findall(r"`pip install ([^`]*)`", page) if "vllm" in line or "sglang" in line}
+    given = re.search(r"<<'END'\n(.*?)\nEND\n", (ROOT / ".ci" / "run").read_text(), re.DOTALL)[1]
+    lines = {f"dualkv{line}".replace("dualkv[]", "dualkv") for line in given.splitlines()}
+    assert {line.replace("'", "") for line in shown} == lines
+    assert len(lines) == 4
+    assert "--dry-run --ignore-installed" in (ROOT / ".ci" / "run").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import KernelError, store, toolchain
+from codegen import store, toolchain
 from codegen.spec import backward_specs, forward_spec
 from dualkv import cli, doctor
 from tests.codegen import stand_in
@@ -29,11 +30,13 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
         doctor.Ready("bf16", 128, [4, 8], True, False),
         doctor.Ready("fp16", 64, [1], False, False),
     ]
-    assert f"looked for in DUALKV_KERNEL_DIR={there} and then the cache {store.cache_dir()}" in lookup
-    assert "compiled at their first use" in lookup
+    assert (
+        f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (5 kernels)" in lookup
+    )
+    assert re.search(r"compiled at their first use by nvidia-cutlass-dsl 4.8.\d of this environment", lookup)
     assert wrong == []
     monkeypatch.setenv("DUALKV_JIT", "0")
-    assert "refused, because DUALKV_JIT=0" in doctor._kernels()[1]
+    assert "refused, because of DUALKV_JIT=0" in doctor._kernels()[1]
 
 
 def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
@@ -44,13 +47,15 @@ def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
     assert ready == []
     assert wrong == [
         f"1 of the kernels in {tmp_path / 'k'} are not used here ({entry.name} was made from other kernel sources): "
-        "run dualkv precompile again, with this version"
+        "make the kernels again, with this version"
     ]
 
 
 def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert doctor._kernels()[2] == ["kernels cannot be compiled: no linker is on PATH (gcc, cc or clang): install one"]
+    assert doctor._kernels()[2] == [
+        "there are no kernels: no C compiler is on PATH (gcc, cc or clang), by which kernels are linked: install one"
+    ]
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "absent"))
     assert "expected an existing folder" in doctor._kernels()[2][0]
 
@@ -70,24 +75,37 @@ def test_what_it_tells_to_install_is_what_the_package_asks_for():
         assert any(requirement.startswith(name) for requirement in project["optional-dependencies"][extra])
 
 
-def test_an_environment_that_only_loads_kernels_is_healthy(monkeypatch):
-    right = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in doctor.COMPILING else right(name))
-    assert not doctor.examine().healthy
-    monkeypatch.setattr(toolchain, "can_compile", lambda: False)
+def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
+    """The wheel, the cache, this environment's compiler, the private one, nothing: and nothing is enough for no GPU."""
+    hopper = doctor.Runs("cuda:0, bf16 or fp16", doctor.KERNEL, "a Hopper GPU")
+    monkeypatch.setattr(doctor, "_runs", lambda: [hopper])
     found = doctor.examine()
+    assert re.fullmatch(r"nvidia-cutlass-dsl 4.8.\d of this environment", found.compiler)
     assert found.healthy
-    assert any("only the runtime of the CuTe DSL" in sentence for sentence in found.advice)
+    monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl is not installed")
+    found = doctor.examine()
+    assert (found.compiler, found.healthy) == (None, False)
+    assert found.advice[0].startswith("there are no kernels: nothing here compiles kernels (nvidia-cutlass-dsl is not")
+    monkeypatch.setattr(doctor, "_runs", list)
+    assert doctor.examine().healthy
 
-    def absent():
-        raise KernelError("nvidia-cutlass-dsl is not installed")
-
-    monkeypatch.setattr(toolchain, "dsl_folder", absent)
-    toolchain.flavour.cache_clear()
-    try:
-        assert not doctor.examine().healthy
-    finally:
-        toolchain.flavour.cache_clear()
+    monkeypatch.setattr(doctor, "_runs", lambda: [hopper])
+    package = tmp_path / "site" / "dualkv_kernels"
+    private = toolchain.Toolchain(tmp_path / "toolchain", tmp_path / "toolchain" / "nvidia_cutlass_dsl", "cu13")
+    monkeypatch.setattr(toolchain, "_private", lambda: private)
+    found = doctor.examine()
+    assert found.compiler == f"nvidia-cutlass-dsl absent in the private toolchain {tmp_path / 'toolchain'}"
+    entry = store.add(forward_spec("bf16", 128, 4), package)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(toolchain, "_private", lambda: "there is no private toolchain")
+    found = doctor.examine()
+    assert "looked for in the wheel dualkv-kernels None (1 kernel), then the cache" in found.lookup
+    assert "others are refused, because of nothing here compiles kernels" in found.lookup
+    assert found.kernels == [doctor.Ready("bf16", 128, [4], False, False)]
+    assert found.healthy
+    stand_in.changed(entry / "kernel.json", sources="others")
+    assert any("make the wheel dualkv-kernels again" in sentence for sentence in doctor.examine().advice)
 
 
 def test_the_command_prints_them(compiles, monkeypatch, capsys):

@@ -20,6 +20,7 @@ from codegen import toolchain
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("dualkv", "codegen", "cute_kernels")
 SOURCES = {str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+SOURCES |= {"dualkv/py.typed", "codegen/runtime.c"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def distributions(tmp_path_factory):
 def test_the_wheel_has_the_packages_and_nothing_else(distributions):
     names = zipfile.ZipFile(distributions[1]).namelist()
     packaged = {name for name in names if ".dist-info/" not in name}
-    assert packaged == SOURCES | {"dualkv/py.typed"}
+    assert packaged == SOURCES
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -54,7 +55,7 @@ def test_the_source_distribution_builds_the_wheel_and_tells_its_story(distributi
         names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
     own = {name for name in names if not name.startswith("dualkv.egg-info/")}
     beside = {"pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "setup.cfg"}
-    assert own == SOURCES | {"dualkv/py.typed"} | beside
+    assert own == SOURCES | beside
 
 
 def test_metadata(distributions):
@@ -65,7 +66,7 @@ def test_metadata(distributions):
     assert metadata["Version"] == dualkv.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == "<3.13,>=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"transformers", "trl", "verl", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"compile", "transformers", "trl", "verl", "bench", "dev"}
     assert "dualkv = dualkv.__main__:main" in entry_points
     assert "dualkv = dualkv.integrations.verl" in entry_points
 
@@ -156,8 +157,10 @@ def test_a_missing_package_is_one_sentence(names, words, says):
 
 
 def test_kernels_without_their_compiler(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(toolchain, "can_compile", lambda: False)  # by what is installed of nvidia-cutlass-dsl
+    monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path))
     code, out, err = run("precompile", "--out", str(tmp_path / "k"), "--head-dims", "64", "--gqa", "1")
     assert (code, out.strip()) == (1, "")
     assert len(err.splitlines()) == 1
-    assert "pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'" in err
+    for remedy in ("the wheel dualkv-kernels", "`pip install 'dualkv[compile]'`", "`dualkv toolchain install`"):
+        assert remedy in err

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import zipfile
 
 import pytest
 
@@ -210,7 +211,7 @@ def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkey
     [
         ([], "expected --out DIR (compile into it) or --check DIR (look at it), one of them"),
         (["--out", "a", "--check", "b"], "expected --out DIR"),
-        (["--out", "a"], "nothing to compile: expected --models, or --head-dims with --gqa"),
+        (["--out", "a"], "nothing to compile: expected --models, --head-dims with --gqa, or --all"),
         (["--out", "a", "--models", "gpt-oss-120b"], "gpt-oss-120b has attention sinks"),
         (["--out", "a", "--models", "qwen3-8b", "--tp", "two"], "--tp is 'two', expected integers by commas"),
         (["--out", "a", "--models", "qwen3-8b", "--dtypes", "fp8"], "dtypes is fp8, expected some of bf16,fp16"),
@@ -236,7 +237,7 @@ def test_a_machine_that_cannot_compile_says_so(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     code, _, err = run("--out", str(tmp_path / "a"), "--head-dims", "64", "--gqa", "1")
     assert code == 1
-    assert "must be compiled and no linker is on PATH (gcc, cc or clang): install one" in err
+    assert "must be compiled and no C compiler is on PATH (gcc, cc or clang)," in err
 
 
 def test_tools_has_the_same_command(monkeypatch, capsys):
@@ -244,3 +245,38 @@ def test_tools_has_the_same_command(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_module("tools.precompile", run_name="__main__")
     assert capsys.readouterr().err.startswith("dualkv: nothing to compile: expected --models")
+
+
+# ---------------------------------------------------------------- the wheel
+def test_a_wheel_of_what_was_asked(run, compiles, monkeypatch, tmp_path):
+    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda folder: {})  # stand-ins have no registers
+    monkeypatch.setattr(precompile, "rows", lambda result: [])
+    folder, dist = tmp_path / "k", tmp_path / "dist"
+    asked = ["--head-dims", "64", "--gqa", "1", "--directions", "forward"]
+    store.add(forward_spec("fp16", 96, 7), folder)  # lies there, was not asked for
+    code, out, err = run("--out", str(folder), "--wheel", str(dist), "--json", str(tmp_path / "j"), *asked)
+    assert code == 0, err
+    (wheel,) = dist.iterdir()
+    assert f"To use them: pip install {wheel} (0.0 MiB), or DUALKV_KERNEL_DIR=" in " ".join(out.split())
+    assert json.loads((tmp_path / "j").read_text())["wheel"] == [str(wheel), wheel.stat().st_size]
+    (entry,) = {name.split("/")[1] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert entry.startswith(forward_spec("bf16", 64, 1).symbol)
+
+
+def test_all_is_the_table(run, monkeypatch, tmp_path):
+    asked = []
+
+    def none(specs, *_):
+        asked.extend(specs)
+        raise KernelError("seen")
+
+    monkeypatch.setattr(precompile, "precompile", none)
+    assert run("--all", "--out", str(tmp_path))[0] == 1
+    assert asked == table()
+    for words, says in (
+        (["--all", "--out", "k", "--head-dims", "64", "--gqa", "1"], "--all is every kernel, expected no --models"),
+        (["--check", "k", "--wheel", "d"], "--wheel packs what --out compiles, expected no --check beside it"),
+    ):
+        code, _, err = run(*words)
+        assert code == 1
+        assert says in err

@@ -20,7 +20,7 @@ ATTRIBUTES = {  # module.function
     "torch.load", "torch.jit.load", "torch.hub.load", "numpy.load", "np.load", "os.system", "os.popen",
     "tempfile.mktemp", "subprocess.getoutput", "subprocess.getstatusoutput",
 }  # fmt: skip
-# Machine code by a path that is computed: compiled kernels and their runtime, from folders that the store has checked.
+# Machine code by a path that is computed: compiled kernels, from folders that the store has checked.
 LOADERS = {"ctypes.CDLL", "tvm_ffi.load_module"}
 MAY_LOAD = {"codegen/store.py"}
 PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)  # in a file of requirements
@@ -86,6 +86,8 @@ def test_what_is_installed_fits_the_bounds():
         for of, path in {**files, "": ROOT / "constraints.txt"}.items()
     }
     for requirement in map(Requirement, needs):
+        if requirement.name == project["name"]:  # one extra within another
+            continue
         assert requirement.specifier, f"{requirement.name} has no lower bound"
         name = requirement.name.lower()
         pinned = pins[name if name in files else ""].get(name)
@@ -96,9 +98,12 @@ def test_what_is_installed_fits_the_bounds():
 def test_the_lowest_versions_are_the_bounds():
     """Of what the package itself needs: what tests/lowest.txt pins is no more than the lower bound asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = [*project["dependencies"], *project["optional-dependencies"]["transformers"]]
+    extras = project["optional-dependencies"]
+    needs = {
+        r.name: r for r in map(Requirement, [*project["dependencies"], *extras["transformers"], *extras["compile"]])
+    }
     text = (ROOT / "tests" / "lowest.txt").read_text().replace("[cu13]", "")
     pins = dict(PIN.findall(text))
-    for requirement in map(Requirement, needs):
+    for requirement in needs.values():
         (lowest,) = (part.version for part in requirement.specifier if part.operator == ">=")
         assert f"{pins[requirement.name]}.".startswith(f"{lowest}."), requirement

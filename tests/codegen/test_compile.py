@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -76,15 +78,21 @@ def test_a_stored_kernel_loads_and_checks_its_arguments_without_the_dsl(compiled
     assert "Expects 10 parameters" in too_few
 
 
-def test_no_linker_and_no_compiler_are_said(monkeypatch, tmp_path):
+REMEDIES = ("the wheel dualkv-kernels", "`pip install 'dualkv[compile]'`", "`dualkv toolchain install`")
+
+
+def test_no_c_compiler_and_no_dsl_are_said(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(
-        RuntimeError, match=r"no linker is on PATH \(gcc, cc or clang\): install one, or set DUALKV_KERN"
+        RuntimeError, match=r"no C compiler is on PATH \(gcc, cc or clang\), .*: install one, or set DUALK"
     ):
         compile.compile_kernel(SPEC, tmp_path)
-    monkeypatch.setattr(toolchain, "can_compile", lambda: False)
-    with pytest.raises(RuntimeError, match="only the runtime of the CuTe DSL: pip install"):
+    monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError) as caught:
         compile.compile_kernel(SPEC, tmp_path)
+    for words in ("(nvidia-cutlass-dsl is not installed; there is no private toolchain)", *REMEDIES):
+        assert words in str(caught.value)
 
 
 def test_a_failing_worker_is_quoted(monkeypatch, tmp_path):
@@ -114,25 +122,49 @@ def test_ptxas_report_survives_line_wraps():
         compile.ptxas_report("")
 
 
+def _dsl(root: Path, majors=(12, 13), **versions: str) -> Path:
+    """A folder that looks like an installed DSL."""
+    versions = {"nvidia_cutlass_dsl": "4.8.1", "apache_tvm_ffi": "0.1.15", **versions}
+    for name, version in versions.items():
+        (root / f"{name}-{version}.dist-info").mkdir(parents=True)
+        (root / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    libs = root / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass" / "_mlir" / "_mlir_libs"
+    libs.mkdir(parents=True)
+    for major in majors:
+        (root / "nvidia_cutlass_dsl" / f"cu{major}" / "lib").mkdir(parents=True)
+        (libs / f"_cutlass_ir.cu{major}{EXTENSION_SUFFIXES[0]}").touch()
+    return root
+
+
+def _examined(root: Path):
+    return toolchain._examined.__wrapped__(root, root / "nvidia_cutlass_dsl")
+
+
 def test_flavours_follow_the_driver(monkeypatch, tmp_path):
-    for major in (12, 13):
-        library = tmp_path / f"cu{major}" / "lib" / "libcute_dsl_runtime.so"
-        library.parent.mkdir(parents=True)
-        library.touch()
-    monkeypatch.setattr(toolchain, "dsl_folder", lambda: tmp_path)
-    flavour = toolchain.flavour.__wrapped__
+    root = _dsl(tmp_path)
     for driver, expected in ((None, "cu13"), (12, "cu12"), (13, "cu13"), (14, "cu13")):
         monkeypatch.setattr(toolchain, "driver_cuda", lambda driver=driver: driver)
-        assert flavour() == expected
+        assert _examined(root).flavour == expected
     monkeypatch.setattr(toolchain, "driver_cuda", lambda: 11)
-    with pytest.raises(RuntimeError, match=r"fits the driver \(CUDA 11\): installed cu12, cu13"):
-        flavour()
+    assert re.search(r"and the driver \(CUDA 11\), it has cu12, cu13: install", _examined(root))
 
 
-def test_runtime_library_is_the_one_the_dsl_links_to():
-    program = "from cutlass.cute.runtime import find_runtime_libraries as f; print(f(enable_tvm_ffi=False)[0])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert Path(done.stdout.strip()) == toolchain.runtime_library()
+def test_which_dsl_compiles(tmp_path):
+    """One that vLLM pins does not, nor one for another Python, nor with a tvm-ffi that is too old."""
+    found = _examined(_dsl(tmp_path / "right"))
+    assert found.version("nvidia-cutlass-dsl") == "4.8.1"
+    assert found.path == [
+        str(tmp_path / "right" / "nvidia_cutlass_dsl" / "dsl_packages"), str(tmp_path / "right")
+    ]  # fmt: skip
+    assert _examined(_dsl(tmp_path / "a", nvidia_cutlass_dsl="4.5.2")).endswith(
+        "nvidia-cutlass-dsl 4.5.2, expected 4.8"
+    )
+    assert "apache-tvm-ffi 0.1.9, to compile" in _examined(_dsl(tmp_path / "b", apache_tvm_ffi="0.1.9"))
+    assert "it has none" in _examined(_dsl(tmp_path / "c", majors=()))
+    other = _dsl(tmp_path / "d")
+    for path in other.rglob("_cutlass_ir.*"):
+        path.rename(path.with_name(path.name.replace(EXTENSION_SUFFIXES[0], ".cpython-39-x86_64-linux-gnu.so")))
+    assert "it has none" in _examined(other)
 
 
 SIZES = """

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from codegen import KernelError, cubin, precompiled, store
+from codegen import KernelError, cubin, precompiled, store, toolchain
 from codegen.select import Shape, select, words
 from codegen.spec import GRADIENTS, KernelSpec, backward_specs, forward_spec, table
 from codegen.tiles import HEAD_DIMS
@@ -40,8 +44,8 @@ def manifest(folder):
 
 def test_the_manifest_says_what_is_there(made):
     said = manifest(made)
-    assert (said["schema"], said["arch"]) == (1, "sm_90a")
-    assert {"dualkv", "flavour", "machine", "nvidia-cutlass-dsl", "apache-tvm-ffi"} < set(said["versions"])
+    assert (said["schema"], said["arch"]) == (2, "sm_90a")
+    assert {"dualkv", "flavour", "machine", "nvidia-cutlass-dsl", "compiler-sha256"} < set(said["versions"])
     assert len(said["kernels"]) == 2
     for name, kernel in said["kernels"].items():
         spec = KernelSpec.from_json(json.dumps(kernel["spec"]))
@@ -132,7 +136,7 @@ def _other_cubin(folder, name):
         (lambda folder, name: (folder / name / "kernel.json").write_text("{}"), "has no readable record"),
         (lambda folder, name: (folder / "manifest.json").write_text("{}"), "cannot be read (KeyError"),
         (lambda folder, name: (folder / "manifest.json").unlink(), "cannot be read (FileNotFoundError"),
-        (lambda folder, name: stand_in.changed(folder / "manifest.json", schema=2), "has schema 2, expected 1"),
+        (lambda folder, name: stand_in.changed(folder / "manifest.json", schema=3), "has schema 3, expected 2"),
         (lambda folder, name: stand_in.changed(folder / "manifest.json", kernels={name: 5}), "is not described"),
     ],
 )
@@ -177,7 +181,7 @@ def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, mo
     monkeypatch.setenv("DUALKV_JIT", "0")
     (folder / "manifest.json").write_text("lies")
     assert {store.where(spec) for spec in SPECS} == {"kernel_dir"}
-    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "kernels": {"dualkv_fwd": {}}}))
+    (folder / "manifest.json").write_text(json.dumps({"schema": 2, "kernels": {"dualkv_fwd": {}}}))
     with pytest.raises(KernelError, match="DUALKV_JIT=0 forbids"):
         store.load(forward_spec("bf16", 64, 1))
 
@@ -218,6 +222,44 @@ def test_another_users_process_may_read_what_was_made(made):
     for path in made.iterdir():
         if path.is_dir():
             assert path.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+# ---------------------------------------------------------------- the wheel
+def entries(folder):
+    return sorted(folder.glob("dualkv_*"))
+
+
+def test_the_wheel_is_installed_by_pip_and_found_by_the_store(made, tmp_path, monkeypatch):
+    wheel = precompiled.write_wheel(entries(made), tmp_path / "dist", "0.1.0")
+    again = precompiled.write_wheel(reversed(entries(made)), tmp_path / "again", "0.1.0")
+    assert wheel.read_bytes() == again.read_bytes()
+    (minor,) = re.fullmatch(
+        rf"dualkv_kernels-0\.1\.0-py3-none-manylinux_2_(\d+)_{platform.machine()}\.whl", wheel.name
+    ).groups()
+    assert 17 <= int(minor) <= int(platform.libc_ver()[1].split(".")[1])
+    site = tmp_path / "site"
+    words = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)  # pip compares RECORD's hashes
+    metadata = importlib.metadata.Distribution.at(next(site.glob("*.dist-info")))
+    assert (metadata.name, metadata.version, metadata.requires) == ("dualkv-kernels", "0.1.0", ["dualkv==0.1.0"])
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.delenv("DUALKV_KERNEL_DIR", raising=False)
+    monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(store, "_loaded", {})
+    store.counts.clear()
+    assert all(callable(kernel) for kernel in store.load_all(SPECS))
+    assert store.counts == {"wheel": 2}
+    assert sorted(p.name for p in store.entry(SPECS[0]).iterdir()) == ["kernel.json", "kernel.so"]
+
+
+def test_a_wheel_that_is_too_large_or_cannot_be_written_is_refused(made, tmp_path, monkeypatch):
+    with pytest.raises(KernelError, match=r"/proc/dist/.* cannot be written"):
+        precompiled.write_wheel(entries(made), Path("/proc/dist"), "0.1.0")
+    monkeypatch.setattr(precompiled, "MOST_BYTES", 4000)
+    with pytest.raises(KernelError, match=r"\.whl would have \d+ bytes, expected at most 4000"):
+        precompiled.write_wheel(entries(made), tmp_path / "dist", "0.1.0")
+    assert list((tmp_path / "dist").iterdir()) == []
 
 
 # ---------------------------------------------------------------- which kernels

@@ -96,7 +96,7 @@ def test_sources_are_what_python_imports(operation):
             elif isinstance(node, ast.Import):
                 needed |= {alias.name for alias in node.names}
     needed = {name for name in needed if name.startswith("cute_kernels")}
-    assert set(sources) == needed | {"codegen.compile", "codegen.spec"}
+    assert set(sources) == needed | {"codegen.compile", "codegen.runtime", "codegen.spec"}
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def kernel_lines(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     own = folder / "kernel.cubin"
     found: dict[str, Any] = {"symbol": cubin.resources(own.read_bytes()).function}
     try:
-        if not toolchain.can_compile():
-            return found | {"why_not": "the CuTe DSL's compiler is not installed here"}
+        if lacking := toolchain.lacking():
+            return found | {"why_not": lacking}
         with tempfile.TemporaryDirectory() as made:
             twin = _compile_with_lines(spec, Path(made))
             places, code = parse_sass(_nvdisasm("-g", twin))
