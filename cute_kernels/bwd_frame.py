@@ -269,7 +269,7 @@ class BackwardFrame(Loads, BackwardContainment, Results):
             gV,
             tma_Kp,
             gKp,
-            by_block(stats, M),
+            by_block(stats, q.shape[0], M),
             as_pairs(dk) if const_expr(self.want_dk) else dk,
             as_pairs(dv) if const_expr(self.want_dv) else dv,
             dq_acc,
@@ -341,7 +341,8 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         sK, sV, sQ, sdO, sdS, own = (s[name] for name in ("K", "V", "Q", "dO", "dS", "own"))
         sStat, sKeys, bars, at, kept = s["small"]
         if const_expr(self.deterministic):
-            self.take_index(warp_idx, locks, kept + KEPT)
+            counter = self.lock_of(locks, stats.shape[0], stats.shape[1], Int32(0), Int32(0))  # behind all locks
+            self.take_index(warp_idx, counter, kept + KEPT)
         else:
             item = Item.load(work, cute.arch.block_idx()[0] // self.cluster, self.rank(), self.tile_n)
         if warp_idx == 0:
@@ -426,11 +427,10 @@ class BackwardFrame(Loads, BackwardContainment, Results):
         return s
 
     @cute.jit
-    def take_index(self, warp_idx: Int32, locks: cute.Tensor, index: cute.Pointer) -> None:
+    def take_index(self, warp_idx: Int32, counter: cute.Pointer, index: cute.Pointer) -> None:
         """Of the cluster's item in `work`, into shared memory of its first CTA: how many clusters came here before."""
         if warp_idx == 3 and self.rank() == 0:
             with cute.arch.elect_one():
-                counter = locks.iterator + (locks.shape[0] - 1)
                 store_volatile(index, cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu"))
 
     def keep(self, kept: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:

@@ -73,7 +73,7 @@ class BackwardPreprocess:
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        stats = by_block(stats, self.tile_m)
+        stats = by_block(stats, out.shape[0], self.tile_m)
         self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale).launch(
             grid=[stats.shape[1] * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
@@ -119,7 +119,7 @@ class BackwardPreprocess:
             if tid < LOCKS:
                 locks[(Int64(h) * num_blocks + mb) * LOCKS + tid] = Int32(0)
             if cute.arch.block_idx()[0] == 0 and tid == LOCKS:
-                locks[locks.shape[0] - 1] = Int32(0)
+                locks[Int64(num_heads) * num_blocks * LOCKS] = Int32(0)
         cute.arch.sync_threads()
         if tid < M:
             t, of_row = mb * M + tid, Float32.inf

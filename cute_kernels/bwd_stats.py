@@ -27,16 +27,19 @@ KEYS = (0x3F803F80, 0x00003F80, 0, 0), (0, 0x3F800000, 0x3F803F80, 0)  # ones wh
 
 
 def fake_stats(heads: cute.SymInt, tile_m: int) -> cute.Tensor:
-    """What preprocess and main kernel are compiled for as [H, nm * tile_m * STAT_COLUMNS]. 32 bits end at 2^28 rows."""
+    """[H, nm * tile_m * STAT_COLUMNS] when preprocess and main kernel are compiled; 32 bits would end at 2^28 rows."""
     width = cute.sym_int64(divisibility=STAT_COLUMNS * tile_m)
     strides = cute.sym_int64(divisibility=STAT_COLUMNS), 1
     return make_fake_tensor(BFloat16, (heads, width), strides, assumed_align=16)
 
 
-def by_block(stats: cute.Tensor, tile_m: int) -> cute.Tensor:
-    """[H, nm * tile_m * STAT_COLUMNS] -> (H, nm, tile_m * STAT_COLUMNS)"""
-    size = tile_m * STAT_COLUMNS
-    shape, strides = (stats.shape[0], Int32(stats.shape[1] // size), size), (stats.stride[0], size, 1)
+def by_block(stats: cute.Tensor, num_rows: Int32, tile_m: int) -> cute.Tensor:
+    """[H, nm * tile_m * STAT_COLUMNS] of so many rows -> (H, nm, tile_m * STAT_COLUMNS)
+
+    nm comes from the rows: the DSL hands out the lower 32 bits of a width.
+    """
+    num_blocks, size = (num_rows + tile_m - 1) // tile_m, tile_m * STAT_COLUMNS
+    shape, strides = (stats.shape[0], num_blocks, size), (stats.stride[0], size, 1)
     return cute.make_tensor(stats.iterator, cute.make_layout(shape, stride=strides))
 
 
