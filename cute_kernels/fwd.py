@@ -5,9 +5,9 @@ does not care about order: a tile's blocks that need the mask come first, then t
 
 The unmasked loop takes no maximum: the reference of a row stands where the masked blocks left it, as 16-bit and fp32
 probabilities exp2(s - reference) beyond 1 are as exact as others. In fp16 a warp moves it where they come near 2^16.
-What outgrows it beyond all that shows at the tile's end, in the row's sum or in O. Such tiles are done again in a
-second turn within the launch, with the maxima of all their blocks: the masked part then goes on to the last block. So
-every result is exact.
+What outgrows it beyond all that shows at the tile's end, in the row's sum, in O or in the reference itself. Such tiles
+are done again in a second turn within the launch, with the maxima of all their blocks: the masked part then goes on to
+the last block. So every result is exact.
 """
 
 import math
@@ -24,7 +24,16 @@ from cute_kernels.fwd_contain import ForwardContainment
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.fwd_walk import Walk
 from cute_kernels.mask import mask
-from cute_kernels.softmax import FIRST_MAX, SUM_LIMIT, fixed_softmax, half_softmax, normalize, online_softmax, rescale
+from cute_kernels.softmax import (
+    FIRST_MAX,
+    REFERENCE_LIMIT,
+    SUM_LIMIT,
+    fixed_softmax,
+    half_softmax,
+    normalize,
+    online_softmax,
+    rescale,
+)
 from cute_kernels.work import Tile, first_and_step
 
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
@@ -100,7 +109,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
                         at = self.stretch(x, rows, scale_log2, g, s, tile, wg, at, *of_all)
 
                     normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
-                    if not self.fits(x.acc_O, rows.sum, tile, wg, tile_row):
+                    if not self.fits(x.acc_O, rows, scale_log2, tile, wg, tile_row):
                         self.note(s.again, n)
                     if turn == 1 and tile.straddles:
                         fields, kv_head = g.work[g.schedule[first + n * step, 0], None], head_group // groups_per_kv
@@ -320,12 +329,17 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         """What `mask` says of one pair."""
         return (key <= row) & (key < limit) & (~straddles | (key >= bounds[row]))
 
-    def fits(self, acc_O: cute.Tensor, row_sum: cute.Tensor, tile: Tile, wg: Int32, tile_row: Int32) -> cutlass.Boolean:
-        """Whether no score of the warp's rows has outgrown its reference; row_sum: (2), of the whole rows."""
+    def fits(
+        self, acc_O: cute.Tensor, rows: Rows, scale_log2: Float32, tile: Tile, wg: Int32, tile_row: Int32
+    ) -> cutlass.Boolean:
+        """Whether the warp's rows are right without a recompute pass: no score has outgrown its row's reference, and no
+        reference is too large for `fixed_softmax`. rows.sum: of the whole rows."""
         fits = cutlass.Boolean(True)
         for r in range(2):
             nan = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)]) * 0.0  # or 0, if all are finite
-            fits &= (row_sum[r] + nan <= SUM_LIMIT) | ~self.in_use(tile, wg, tile_row + 8 * r)
+            reference = rows.max[r] * scale_log2
+            near = cute.arch.fmax(reference, -reference) <= REFERENCE_LIMIT
+            fits &= (near & (rows.sum[r] + nan <= SUM_LIMIT)) | ~self.in_use(tile, wg, tile_row + 8 * r)
         return cute.arch.vote_all_sync(fits)
 
     @cute.jit

@@ -8,10 +8,12 @@ from cutlass import Float32
 
 from cute_kernels.accumulator import reduce_tree, row_elements
 
-FIRST_MAX = -1.0e30  # finite, so that exp2(-inf - FIRST_MAX) = 0: a row may be empty in any block
+FIRST_MAX = -float.fromhex("0x1.fffffep127")  # the least fp32 number, so that exp2(-inf - FIRST_MAX) = 0: a row may be
+# empty in any block, and no score is below it
 RESCALE_AT = 8.0  # log2 of what a row's maximum may outgrow its reference by
 HALF_LIMIT = 2.0**15  # of a thread's probabilities of a block in fp16: each one fits
 SUM_LIMIT = 2.0**64  # of a row's probabilities, beyond which its reference counts as outgrown
+REFERENCE_LIMIT = 2.0**12  # of a reference in powers of two, up to which `_exp2` may subtract its rounded product
 
 
 def online_softmax(
@@ -37,7 +39,7 @@ def online_softmax(
         row_max[r] = new_max
     for r in range(2):
         elements = row_elements(acc_S, r)
-        for e in elements:  # the difference first: its product with the scale can overflow only to -inf
+        for e in elements:  # the difference first: exact whatever the size, and the product overflows to -inf alone
             acc_S[e] = cute.math.exp2((acc_S[e] - row_max[r]) * scale_log2, fastmath=True)
         kept = cutlass.select_(row_sum[r] > SUM_LIMIT, Float32(float("inf")), row_sum[r] * o_scale[r])
         row_sum[r] = kept + reduce_tree(operator.add, [acc_S[e] for e in elements])
@@ -75,7 +77,11 @@ def half_softmax(
 
 
 def _exp2(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> list[Float32]:
-    """acc_S becomes exp2((s - reference) * scale_log2) with the reference `row_max`; returns this thread's sums."""
+    """acc_S becomes exp2((s - reference) * scale_log2) with the reference `row_max`; returns this thread's sums.
+
+    In one instruction a score: the scaled reference is rounded, which shifts exponents by up to 2^-24 of it. The tile's
+    end sees to it that references are within REFERENCE_LIMIT, where that is less than 2^-12.
+    """
     part = []
     for r in range(2):
         reference, elements = row_max[r] * scale_log2, row_elements(acc_S, r)
