@@ -49,7 +49,28 @@ def test_calls_take_the_kernels_of_their_side(entries, monkeypatch):
         assert store.load_all([SPEC]) == [expected]
 
 
-def test_speed_is_the_earlier_time_over_todays():
-    times = {"before": (10.0, 12.0), "now": (10.0, 10.0)}
-    sides = {n: {"sustained_ms": sum(t) / 2, "rounds": [{"ms": ms} for ms in t]} for n, t in times.items()}
-    assert before.speeds({"sides": sides}) == {"speed": 1.1, "lowest": 1.0, "highest": 1.2}
+def test_pairs_are_timed_in_both_orders(monkeypatch):
+    called = []
+
+    class Event:
+        def __init__(self, ms):
+            self.ms = ms
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.ms
+
+    def timed(call):
+        call()
+        return Event(0.0), Event({"before": 12.0, "now": 10.0}[called[-1]])
+
+    monkeypatch.setattr(before, "timed", timed)
+    calls = (lambda: called.append("before"), lambda: called.append("now"))
+    assert before.ratios(calls, 2, 0.0) == [1.2, 1.2]
+    assert called == ["before"] * 2 + ["now"] * 4 + ["before"] * 2
+
+
+def test_speed_is_the_median_pair():
+    assert before.speed([1.0, 1.1, 1.5]) == {"speed": 1.1, "lower_quartile": 1.05, "upper_quartile": 1.3}

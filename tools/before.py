@@ -7,6 +7,7 @@ FOLDER holds the earlier commit's kernels, made there: `dualkv precompile --out 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
+from dualkv.bench.timing import timed
 from dualkv.bench.workloads import NAMED, parse
 from tools import filed
 from tools.tables import MAIN
@@ -89,44 +91,58 @@ def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
     return load
 
 
-def speeds(result: dict[str, Any]) -> dict[str, float]:
-    """The earlier time over today's, by mode: of the medians, and the lowest and the highest of the rounds."""
-    before, now = (result["sides"][name] for name in (BEFORE, NOW))
-    rounds = [b["ms"] / n["ms"] for b, n in zip(before["rounds"], now["rounds"], strict=True)]
-    return {"speed": before["sustained_ms"] / now["sustained_ms"], "lowest": min(rounds), "highest": max(rounds)}
+def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, pause: float) -> list[float]:
+    """The first call's time over the second's, of `pairs` pairs of single calls, each first in every other pair.
+
+    A call is timed behind an untimed one of its own, so that the GPU waits for no host, and before a pause, so that the
+    card stays below its power limit: at the limit its clock moves by several per cent from turn to turn.
+    """
+    found = []
+    for i in range(pairs):
+        ms = [0.0, 0.0]
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            calls[which]()
+            begin, end = timed(calls[which])
+            end.synchronize()
+            ms[which] = begin.elapsed_time(end)
+            time.sleep(pause)
+        found.append(ms[0] / ms[1])
+    return found
 
 
+def speed(found: list[float]) -> dict[str, float]:
+    """The earlier time over today's: median of the pairs, and its quartiles."""
+    lower, middle, upper = statistics.quantiles(found, n=4, method="inclusive")
+    return {"speed": middle, "lower_quartile": lower, "upper_quartile": upper}
+
+
+@torch.no_grad()
 def main(
     folder: Annotated[Path, typer.Argument(help="Kernels of the earlier commit.")],
     workload: Annotated[list[str] | None, typer.Option("-w", help="By name or lengths. Default: the eight.")] = None,
     direction: Annotated[list[str] | None, typer.Option("-d", help="fwd, bwd, deterministic. Default: all.")] = None,
-    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 0.6,
-    rounds: Annotated[int, typer.Option(help="Turns of each.")] = 3,
+    pairs: Annotated[int, typer.Option(help="Of calls, the earlier kernels' and today's.")] = 100,
+    pause: Annotated[float, typer.Option(help="Seconds behind each call.")] = 0.005,
     json_to: Annotated[Path | None, typer.Option("--json", help="File what was measured here.")] = None,
 ) -> None:
-    """Time an earlier commit's kernels against today's."""
+    """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
     kernels = [Kernels(BEFORE, earlier(folder)), Kernels(NOW, store.load)]
-    meter = run.Meter()
     results: list[dict[str, Any]] = []
     load, load_all = store.load, store.load_all
     try:
         for name in workload or EIGHT:
             for asked in direction or ["fwd", "bwd", "deterministic"]:
-                fixed = asked == "deterministic"
-                sides.SIDES.update({one.name: one.side(fixed) for one in kernels})
-                made = run.bench(
-                    parse(name), "bwd" if fixed else asked, [BEFORE, NOW], seconds, rounds, run.Clock(None), meter
-                )
-                if errors := [side["error"] for side in made["sides"].values() if "error" in side]:
-                    raise RuntimeError(f"{name} {asked}: {errors[0]}")
-                results.append({"workload": name, "direction": asked, **speeds(made)})
-                shown = [f"{results[-1][key]:.4f}" for key in ("speed", "lowest", "highest")]
-                print(f"{name} {asked}: {' '.join(shown)}", flush=True)
+                fixed, made = asked == "deterministic", Inputs(parse(name))
+                before, now = (one.side(fixed)(made, "bwd" if fixed else asked) for one in kernels)
+                run.run_checked(before, None)
+                difference = run.run_checked(now, tuple(x.clone() for x in before.results()))
+                found = speed(ratios((before.call, now.call), pairs, pause))
+                results.append({"workload": name, "direction": asked, "difference": difference, **found})
+                print(f"{name} {asked}: {' '.join(f'{x:.4f}' for x in found.values())}", flush=True)
+                del made, before, now
                 torch.cuda.empty_cache()
     finally:
         store.load, store.load_all = load, load_all
-        for one in kernels:
-            sides.SIDES.pop(one.name, None)
     by_direction: dict[str, list[float]] = {}
     for r in results:
         by_direction.setdefault(r["direction"], []).append(r["speed"])
@@ -136,8 +152,8 @@ def main(
     ]
     print(markdown_table(("earlier time over today's", "mean", "lowest", "highest"), rows))
     if json_to:
-        settings = {"seconds": seconds, "rounds": rounds}
-        json_to.write_text(filed.text(run.environment(meter) | {"settings": settings, "results": results}))
+        settings = {"pairs": pairs, "pause": pause}
+        json_to.write_text(filed.text(run.environment(run.Meter()) | {"settings": settings, "results": results}))
 
 
 if __name__ == "__main__":
