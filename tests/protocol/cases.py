@@ -40,13 +40,19 @@ class Case:
     warps: int
     start: Callable[[Any, Machine], Callable[[], None]]
 
-    def run(self, schedule: Schedule, edits: Edits = (), in_order: bool = False) -> int:
+    def run(self, schedule: Schedule, edits: Edits = ()) -> int:
         """Under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
         loaded = dsl.kernels(*edits)
+        # Deterministic sums wait for clusters before them in the grid, unless they are taken from a counter.
+        in_order = "deterministic" in self.name and not hasattr(loaded.bwd_narrow.NarrowBackward, "take_index")
         machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3), in_order=in_order)
         dsl.Now.machine = machine
         self.start(loaded, machine)()
         return machine.steps
+
+    def again(self, schedule: Schedule) -> str:
+        """The command that runs one schedule of `schedules` again."""
+        return f"python -m tests.protocol --kernel '{self.name}' --schedules 1 --seed {schedule.seed}"
 
     def slow(self) -> list[str]:
         """Who may be slow."""
@@ -55,12 +61,10 @@ class Case:
 
 
 def schedules(case: Case, count: int, seed: int = 0) -> list[Schedule]:
-    """Of three schedules one is fair, one follows priorities, and in one somebody is slow, each in turn."""
-    slow = case.slow()
-    return [
-        Schedule(seed + i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1)
-        for i in range(count)
-    ]
+    """Those of the seeds from `seed` on. Of three one is fair, one follows priorities, and in one somebody is slow, each
+    in turn."""
+    slow, chosen = case.slow(), range(seed, seed + count)
+    return [Schedule(i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1) for i in chosen]
 
 
 def segments(prompts: list[int], responses: list[list[int]]) -> Any:
@@ -359,9 +363,9 @@ def cases() -> list[Case]:
     found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2, do_stages=1))
     found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
     for d in tiles.HEAD_DIMS:
-        found.append(forward(f"fwd d{d} ", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
+        found.append(forward(f"fwd d{d}", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
         lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
-        found.append(forward(f"fwd_paths d{d} ", d, lengths, heads=4, kv_heads=1, parents=parents))
+        found.append(forward(f"fwd_paths d{d}", d, lengths, heads=4, kv_heads=1, parents=parents))
     found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
     found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
     more = {"q_in_registers": True, "tile_n": 64, "warp_groups": 1, "cluster": 4}
