@@ -19,7 +19,7 @@ from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Layout, segments_of
 from dualkv.schedule import schedule
 from tests.protocol import dsl
-from tests.protocol.machine import Fault, Machine, Schedule
+from tests.protocol.machine import Agent, Fault, Machine, Schedule
 
 Edits = tuple[tuple[str, str, str], ...]
 SCALE = 0.125
@@ -31,39 +31,57 @@ class Case:
 
     Attributes:
         name: for the command line; begins with the kernel's.
+        cluster, warps: CTAs a cluster, and warps a CTA.
         start: launches it on the machine that runs; returns the check of what came out.
     """
 
     name: str
+    cluster: int
+    warps: int
     start: Callable[[Any, Machine], Callable[[], None]]
 
-    def run(self, schedule: Schedule, edits: Edits = (), in_order: bool = False) -> int:
+    def run(self, schedule: Schedule, edits: Edits = ()) -> int:
         """Under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
         loaded = dsl.kernels(*edits)
+        # Deterministic sums wait for clusters before them in the grid, unless they are taken from a counter.
+        in_order = "deterministic" in self.name and not hasattr(loaded.bwd_narrow.NarrowBackward, "take_index")
         machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3), in_order=in_order)
         dsl.Now.machine = machine
         self.start(loaded, machine)()
         return machine.steps
 
+    def again(self, schedule: Schedule) -> str:
+        """The command that runs one schedule of `schedules` again."""
+        return f"python -m tests.protocol --kernel '{self.name}' --schedules 1 --seed {schedule.seed}"
+
     def slow(self) -> list[str]:
         """Who may be slow."""
-        ranks = 1 if "cluster 1" in self.name else 2
-        warps = 16 if "fwd" in self.name and any(f"d{d} " in self.name for d in (64, 96, 128)) else 12
-        return ["loads", "stores", "sends", *(f"warp {w} of rank {r}" for r in range(ranks) for w in range(warps))]
+        warps = (f"warp {w} of rank {r}" for r in range(self.cluster) for w in range(self.warps))
+        return ["loads", "stores", "sends", *warps]
 
 
 def schedules(case: Case, count: int, seed: int = 0) -> list[Schedule]:
-    """Of three schedules one is fair, one follows priorities, and in one somebody is slow, each in turn."""
-    slow = case.slow()
-    return [
-        Schedule(seed + i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1)
-        for i in range(count)
-    ]
+    """Those of the seeds from `seed` on. Of three one is fair, one follows priorities, and in one somebody is slow, each
+    in turn."""
+    slow, chosen = case.slow(), range(seed, seed + count)
+    return [Schedule(i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1) for i in chosen]
 
 
 def segments(prompts: list[int], responses: list[list[int]]) -> Any:
     layout = Layout.from_lengths(prompts, responses)
     return segments_of(layout.offsets, layout.parent)
+
+
+def _here(agent: Agent) -> list[Any]:
+    """When a warp did this."""
+    return [agent.index, int(agent.clock[agent.index]), agent.name]
+
+
+def _at_end(agent: Agent) -> list[Any]:
+    """When a warp has waited for the copy that it starts, which is not yet known."""
+    when: list[Any] = []
+    agent.bulk_open.then.append(lambda: when.extend(_here(agent)))  # type: ignore[union-attr]
+    return when
 
 
 # ---------------------------------------------------------------- backward
@@ -77,21 +95,13 @@ class Gradients:
         self.num_blocks = -(-seg.total // self.M)
         self.of_keys: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of ("dk", KV head, 16 keys' first)
         self.of_queries: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of (block, place in it)
-        self.writers: dict[Any, tuple[int, int, str]] = {}
+        self.writers: dict[Any, list[Any]] = {}  # (component, epoch, name) of the last ones, nothing yet of copies
 
     def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
         agent = machine.agent
         if what in ("dk", "dv"):
             rows = where["row"] if agent.mask is None else where["row"][agent.mask]
             self.of_keys[what, where["head"], int(rows.min())].append(prov)
-        elif what == "slabs":
-            D, N, cluster = self.kernel.head_dim, self.N, self.kernel.cluster
-            at, within = divmod(dsl.first_lane(where), N * D)
-            at, which = divmod(at, 2)
-            slab, rank = divmod(at, cluster)
-            item = next(x for x in self.work if x[7] == slab)
-            sixteen = within // (D // 8 * 128)
-            self.of_keys[("dk", "dv")[which], int(item[0]), int(item[1]) + rank * N + 16 * sixteen].append(prov)
         else:
             self.add(machine, what, dsl.first_lane(where), prov)
 
@@ -100,7 +110,7 @@ class Gradients:
         agent, floats = machine.agent, self.M * self.kernel.head_dim
         block, place = divmod(at, floats)
         if what == "dq_acc":  # zeros: of the whole block, a quad after another
-            self.writers[block, "cleared"] = (agent.index, int(agent.clock[agent.index]), agent.name)
+            self.writers[block, "cleared"] = _here(agent)
             return
         cleared = self.writers.get((block, "cleared"))
         if cleared is not None and not agent.knows(*cleared[:2]):
@@ -108,9 +118,9 @@ class Gradients:
         before = self.of_queries[block, place]
         if self.kernel.deterministic:
             last = self.writers.get((block, place))
-            if last is not None and not agent.knows(*last[:2]):
-                raise Fault(f"{agent.name} adds to dQ of block {block}, and nothing says that {last[2]} is through")
-            self.writers[block, place] = (agent.index, int(agent.clock[agent.index]), agent.name)
+            if last is not None and not (last and agent.knows(*last[:2])):
+                raise Fault(f"{agent.name} adds to dQ of block {block}, and nothing says that the last sum is there")
+            self.writers[block, place] = _here(agent) if agent.bulk_open is None else _at_end(agent)
         if what == "dq =":
             if before:
                 raise Fault(f"{agent.name} stores to dQ of block {block} after others have added to it")
@@ -235,7 +245,7 @@ def backward(
         kernel(q, k, v, dout, stats, dk, dv, dq_acc, dsl.Flat("slabs", 0), locks, *tables, SCALE, None)
         return out.check
 
-    return Case(name, start)
+    return Case(name, made.cluster, 12, start)
 
 
 # ---------------------------------------------------------------- forward
@@ -266,11 +276,9 @@ class Outputs:
     def store_box(self, machine: Machine, key: Any) -> None:
         """The second turn may store what the first has stored, once that is over."""
         agent, last = machine.agent, self.on_its_way.get(key)
-        if last is not None and not (last and agent.knows(*last)):
+        if last is not None and not (last and agent.knows(*last[:2])):
             raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
-        state: list[int] = []
-        self.on_its_way[key] = state
-        agent.bulk_open.then.append(lambda: state.extend((agent.index, int(agent.clock[agent.index]))))  # type: ignore
+        self.on_its_way[key] = _at_end(agent)
 
     def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int) -> None:
         blocks = []
@@ -301,10 +309,10 @@ class Outputs:
 
 
 def forward(
-    name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, clusters: int = 2, fp16: bool = False,
-    parents: list[int] | None = None, **tile: Any,
+    name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False, parents: list[int] | None = None,
+    **tile: Any,
 ) -> Case:  # fmt: skip
-    """A launch of the forward, or of that for trees of any depth, where `layout` is lengths of segments and `parents`."""
+    """A launch of the forward, or of that for trees, where `layout` is lengths of segments. One cluster takes all tiles."""
     config = replace(tiles.forward_tile(head_dim), **tile)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
@@ -319,7 +327,7 @@ def forward(
         work, cost = made.items, plan_paths.tile_cost(made.items)
         ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
         tables = [("regions", made.regions), ("visible_end", ends)]
-    taken = schedule(cost, heads // packed, kv_heads, clusters, seg.total * head_dim * 4, True)
+    taken = schedule(cost, heads // packed, kv_heads, 1, seg.total * head_dim * 4, True)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
@@ -330,10 +338,10 @@ def forward(
         found = Outputs(kernel, seg, heads, kv_heads)
         machine.stores = found
         arrays = dsl.Host("work", work), dsl.Host("schedule", taken), *(dsl.Host(*x) for x in tables)
-        kernel(q, k, v, out, lse, *arrays, SCALE, clusters * config.cluster, None)
+        kernel(q, k, v, out, lse, *arrays, SCALE, config.cluster, None)
         return found.check
 
-    return Case(name, start)
+    return Case(name, config.cluster, 4 * (1 + config.warp_groups), start)
 
 
 def cases() -> list[Case]:
@@ -355,9 +363,9 @@ def cases() -> list[Case]:
     found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2, do_stages=1))
     found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
     for d in tiles.HEAD_DIMS:
-        found.append(forward(f"fwd d{d} ", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
+        found.append(forward(f"fwd d{d}", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
         lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
-        found.append(forward(f"fwd_paths d{d} ", d, lengths, heads=4, kv_heads=1, parents=parents))
+        found.append(forward(f"fwd_paths d{d}", d, lengths, heads=4, kv_heads=1, parents=parents))
     found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
     found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
     more = {"q_in_registers": True, "tile_n": 64, "warp_groups": 1, "cluster": 4}

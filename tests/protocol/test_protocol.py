@@ -1,0 +1,65 @@
+"""Every kernel's waits and arrivals under random schedules; and each fault that is put into the sources is found.
+
+For more schedules: `python -m tests.protocol --schedules 10000 --kernel bwd_wide`.
+"""
+
+import pytest
+
+from tests.protocol.cases import Case, cases, schedules
+from tests.protocol.faults import PLANTED, SINGLE_DS
+from tests.protocol.machine import Deadlock, Fault, Schedule
+
+CASES = {case.name: case for case in cases()}
+A_CASE = 12  # schedules here
+UNTIL_FOUND = 60
+
+
+def run(case: Case, schedule: Schedule) -> None:
+    try:
+        case.run(schedule)
+    except Fault as fault:
+        pytest.fail(f"{case.name}, {schedule!r}: {fault}\nagain: {case.again(schedule)}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_wait_for_what_they_use(name):
+    for schedule in schedules(CASES[name], A_CASE):
+        run(CASES[name], schedule)
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: f"{fault.case}: {fault.name}")
+def test_faults_are_found(fault):
+    for schedule in schedules(CASES[fault.case], UNTIL_FOUND):
+        try:
+            CASES[fault.case].run(schedule, fault.edits)
+        except Fault:
+            return
+    pytest.fail(f"{UNTIL_FOUND} schedules of {fault.case} do not find: {fault.name}")
+
+
+def test_a_single_barrier_for_dS_hangs():
+    """It is what was seen on the GPU: a slow exchange warp waits for a phase that is over."""
+    case, slow = CASES[SINGLE_DS.case], "warp 3 of rank 0"
+    with pytest.raises(Fault, match=r"warp 3 waits for phase \d+ of mbarrier \d+ of CTA \d+, which is in phase"):
+        for seed in range(20):
+            case.run(Schedule(seed, slow=slow), SINGLE_DS.edits)
+
+
+def test_schedules_repeat():
+    case = CASES["bwd_wide d256 do_stages 1"]
+    for a, b in zip(schedules(case, 3), schedules(case, 3), strict=True):
+        assert case.run(a) == case.run(b)
+    assert len({case.run(schedule) for schedule in schedules(case, 6)}) > 1
+
+
+def test_everybody_is_slow_in_turn():
+    case = CASES["fwd d64"]
+    slow = {schedule.slow for schedule in schedules(case, 200)}
+    assert {f"warp {w} of rank 0" for w in range(16)} | {"loads", "stores"} <= slow
+
+
+def test_who_waits_is_named():
+    fault = next(fault for fault in PLANTED if fault.name == "Q is not released")
+    case = CASES[fault.case]
+    with pytest.raises(Deadlock, match=r"CTA 0 warp 0: waits for phase \d+ of mbarrier \d+ of CTA 0 \(\d+ of 16 to come"):
+        case.run(schedules(case, 1)[0], fault.edits)
