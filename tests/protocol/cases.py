@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from codegen import tiles
+from cute_kernels.abi import LOCKS, clears_ahead
 from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Layout, segments_of
 from dualkv.schedule import schedule
@@ -43,9 +44,7 @@ class Case:
     def run(self, schedule: Schedule, edits: Edits = ()) -> int:
         """Under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
         loaded = dsl.kernels(*edits)
-        # Deterministic sums wait for clusters before them in the grid, unless they are taken from a counter.
-        in_order = "deterministic" in self.name and not hasattr(loaded.bwd_narrow.NarrowBackward, "take_index")
-        machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3), in_order=in_order)
+        machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3))
         dsl.Now.machine = machine
         self.start(loaded, machine)()
         return machine.steps
@@ -124,7 +123,7 @@ class Gradients:
         if what == "dq =":
             if before:
                 raise Fault(f"{agent.name} stores to dQ of block {block} after others have added to it")
-        elif cleared is None and not before and tiles.clears_ahead(self.kernel.head_dim):
+        elif cleared is None and not before and clears_ahead(self.kernel.head_dim):
             raise Fault(f"{agent.name} adds to dQ of block {block} before anybody has cleared it")
         before.append(prov)
 
@@ -238,7 +237,7 @@ def backward(
         k, v, dk, dv = (dsl.View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
         stats = dsl.View("stats", (heads, blocks * tile_m * 8), ("head", "col"))
         dq_acc = dsl.Flat("dq_acc", heads * blocks * tile_m * head_dim)
-        locks = dsl.Flat("locks", heads * blocks * tiles.LOCKS + 1)
+        locks = dsl.Flat("locks", heads * blocks * LOCKS + 1)
         out = Gradients(kernel, seg, work.items, heads, kv_heads)
         machine.stores = out
         tables = dsl.Host("work", work.items), dsl.Host("visible_end", np.asarray(seg.visible_end))

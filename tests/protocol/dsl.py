@@ -730,13 +730,19 @@ def make_tensor(at: Any, layout: Any) -> Any:
     if isinstance(at.base, Flat):
         return Place(at)
     view = at.base
-    roles = layout.roles
-    if roles is None:
-        roles = ("row", "col", "head") if isinstance(shape, tuple) and isinstance(shape[0], tuple) else ("row", "head", "col")
-        roles = roles if isinstance(shape, tuple) else ("col",)
+    roles = layout.roles or _roles(view, shape)
     found = View(view.name, shape, roles, dict(view.at))
     found.at["col"] = found.at["col"] + at.offset
     return found
+
+
+def _roles(view: View, shape: Any) -> tuple[str, ...]:
+    """What the modes of another layout of a tensor are."""
+    if not isinstance(shape, tuple):
+        return ("col",)
+    if isinstance(shape[0], tuple):  # of packed heads
+        return "row", "col", "head"
+    return ("head", "row", "col") if view.roles == ("head", "col") else ("row", "head", "col")
 
 
 class Place:
@@ -873,7 +879,7 @@ def copy(atom: Any, source: Any, target: Any, tma_bar_ptr: Any = None, mbar_ptr:
         ctas = who.cta.cluster.ctas if mcast_mask is not None else [who.cta]
         if mcast_mask is not None:
             ctas = [c for c in ctas if mcast_mask >> c.rank & 1]
-        size = atom.bytes if isinstance(atom, Tma) else product(source.tile) * 2
+        size = atom.bytes if isinstance(atom, Tma) else product(source.tile or source.shape) * 2
         stage, region = target.stage or 0, target.region
         if target.stage is None and region.staged:
             raise Fault(f"tensor {region.number}: no stage is chosen")

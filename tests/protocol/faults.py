@@ -47,8 +47,10 @@ PLANTED = [
     _one("a CTA leaves early", WIDE, "bwd_frame.py", "            self.sync_cluster()  # no CTA leaves while its peer may still write into it", "            pass"),
     _one("a stage is loaded before it is empty", NARROW, "bwd_load.py", "        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)\n", ""),
     _one("a wait with the other parity", NARROW, "bwd_load.py", "cute.arch.mbarrier_wait(empty + stage, phase ^ 1)", "cute.arch.mbarrier_wait(empty + stage, phase)"),
-    _one("too many bytes expected", NARROW, "bwd_load.py", "M, size = self.tile_m, 2 * self.tile_m * STAT_COLUMNS", "M, size = self.tile_m, 4 * self.tile_m * STAT_COLUMNS"),
+    _one("too many bytes expected", NARROW, "bwd_load.py", "size = 2 * self.tile_m * STAT_COLUMNS", "size = 4 * self.tile_m * STAT_COLUMNS"),
     _one("every lane arrives", "bwd_narrow d128 cluster 1", "cluster.py", "            with cute.arch.elect_one():\n                cute.arch.mbarrier_arrive(bar)", "            cute.arch.mbarrier_arrive(bar)"),
+    _one("items in the order of the grid", WIDE + " deterministic", "bwd_frame.py", "cute.arch.make_warp_uniform(load_of_cta(kept + KEPT, 0))", "cute.arch.block_idx()[0] // self.cluster"),
+    _one("the item before it is known", NARROW + " deterministic", "bwd_frame.py", "            self.sync_cluster()  # the index is there\n", ""),
     # the wide one
     _one("Q is not released", WIDE, "bwd_wide.py", END_OF_BLOCK, "        warpgroup.wait_group(0)\n"),
     _one("Q is released before it is read", WIDE, "bwd_wide.py", END_OF_BLOCK, "        self.release(s.bars + self.EMPTY_Q + stage)\n        warpgroup.wait_group(0)\n"),

@@ -321,15 +321,12 @@ class Machine:
 
     Args:
         schedule: who goes on.
-        clusters_at_once: there is room for so many; others begin as these end.
-        in_order: clusters begin in the order of the grid, which CUDA does not promise; else in a random one.
+        clusters_at_once: there is room for so many; others begin as these end. In a random order: CUDA promises none.
         stores: called for what leaves the kernel: (machine, what, where, provenance).
     """
 
-    def __init__(
-        self, schedule: Schedule, clusters_at_once: int = 4, in_order: bool = False, stores: Any = None
-    ) -> None:
-        self.schedule, self.clusters_at_once, self.in_order, self.stores = schedule, clusters_at_once, in_order, stores
+    def __init__(self, schedule: Schedule, clusters_at_once: int = 4, stores: Any = None) -> None:
+        self.schedule, self.clusters_at_once, self.stores = schedule, clusters_at_once, stores
         self.runnable: list[Entry] = []
         self.agent: Agent = None  # type: ignore[assignment]
         self.steps = 0
@@ -405,8 +402,7 @@ class Machine:
         self.body, self.grid, self.warps, self.cluster = body, grid, warps, cluster
         self.components, self.size = grid * warps, grid * (warps + 64)
         self.waiting = list(range(0, grid, cluster))
-        if not self.in_order:
-            self.schedule.random.shuffle(self.waiting)
+        self.schedule.random.shuffle(self.waiting)
         self.agents: list[Agent] = []
         self.ctas: list[Cta] = []
         self.hub = greenlet.getcurrent()
