@@ -1,11 +1,12 @@
 """Launches of every kernel with real plans of small layouts, and what must come out of them.
 
-Head dims, stages, warp groups and clusters are those of the tile table. Only the backward's query blocks are smaller: of
-their rows there is nothing to wait for.
+Head dims, stages, warp groups and clusters are those of the tile table. Only the backward's query blocks are smaller:
+nobody waits for their rows.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +20,11 @@ from cute_kernels.abi import LOCKS, clears_ahead
 from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Layout, segments_of
 from dualkv.schedule import schedule
-from tests.protocol import dsl
-from tests.protocol.machine import Agent, Fault, Machine, Schedule
+from tests.protocol.lanes import BFloat16, Float16, Now, first_lane
+from tests.protocol.machine import Machine, Schedule
+from tests.protocol.memory import Flat, Host, View
+from tests.protocol.sources import kernels
+from tests.protocol.state import GARBAGE, Agent, Fault
 
 Edits = tuple[tuple[str, str, str], ...]
 SCALE = 0.125
@@ -43,10 +47,14 @@ class Case:
 
     def run(self, schedule: Schedule, edits: Edits = ()) -> int:
         """Under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
-        loaded = dsl.kernels(*edits)
+        loaded = kernels(*edits)
         machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3))
-        dsl.Now.machine = machine
-        self.start(loaded, machine)()
+        Now.machine = machine
+        gc.disable()  # it takes a third of the time otherwise
+        try:
+            self.start(loaded, machine)()
+        finally:
+            gc.enable()
         return machine.steps
 
     def again(self, schedule: Schedule) -> str:
@@ -60,8 +68,7 @@ class Case:
 
 
 def schedules(case: Case, count: int, seed: int = 0) -> list[Schedule]:
-    """Those of the seeds from `seed` on. Of three one is fair, one follows priorities, and in one somebody is slow, each
-    in turn."""
+    """Of the seeds from `seed` on. Of three one is fair, one by priorities, in one somebody is slow, each in turn."""
     slow, chosen = case.slow(), range(seed, seed + count)
     return [Schedule(i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1) for i in chosen]
 
@@ -102,7 +109,7 @@ class Gradients:
             rows = where["row"] if agent.mask is None else where["row"][agent.mask]
             self.of_keys[what, where["head"], int(rows.min())].append(prov)
         else:
-            self.add(machine, what, dsl.first_lane(where), prov)
+            self.add(machine, what, first_lane(where), prov)
 
     def add(self, machine: Machine, what: str, at: int, prov: frozenset[Any]) -> None:
         """To dQ."""
@@ -166,19 +173,24 @@ class Gradients:
         added: dict[int, list[Any]] = defaultdict(list)
         for (block, place), sums in self.of_queries.items():
             added[block].append((place, [self.keys_of(prov, block) for prov in sums]))
+        rows = np.arange(seg.total)
         for h in range(self.heads):
             for mb in range(self.num_blocks):
-                rows = range(mb * M, min(mb * M + M, seg.total))
-                needed = [k for k in range(rows[-1] + 1) if self.visible_end[k] > rows[0]]
+                last = min(mb * M + M, seg.total) - 1
+                needed = (rows <= last) & (self.visible_end > mb * M)
                 for place, sums in added[h * self.num_blocks + mb]:
                     once = [key for keys in sums for key in keys]
                     if len(set(once)) != len(once):
                         raise Fault(f"dQ of block {mb}, head {h}, has keys twice: {sorted(once)}")
                     if kernel.deterministic and (order := [self.item_of(min(keys)) for keys in sums]) != sorted(order):
                         raise Fault(f"dQ of block {mb}, head {h}, has its sums in the order {order}")
-                    lacking = [k for k in needed if not any(first <= k < first + N for first in once)]
-                    if lacking:
-                        raise Fault(f"dQ of block {mb}, head {h}, place {place}, lacks the keys {lacking}")
+                    lacking = needed.copy()
+                    for first in once:
+                        lacking[first : first + N] = False
+                    if lacking.any():
+                        raise Fault(
+                            f"dQ of block {mb}, head {h}, place {place}, lacks the keys {np.flatnonzero(lacking)}"
+                        )
                 if not added[h * self.num_blocks + mb]:
                     raise Fault(f"nothing is added to dQ of block {mb}, head {h}")
 
@@ -203,7 +215,7 @@ class Gradients:
         h, mb = divmod(block, self.num_blocks)
         found = []
         for K, dS in (term for term in prov if len(term) == 2):
-            if K is dsl.GARBAGE or not dS:
+            if K is GARBAGE or not dS:
                 if not dS:
                     found.append(next(iter(K))[2])
                     continue
@@ -231,17 +243,17 @@ def backward(
         cls = loaded.bwd_narrow.NarrowBackward if head_dim <= 128 else loaded.bwd_wide.WideBackward
         if do_stages is not None:  # as many as of the table's tile
             cls = type(cls.__name__, (cls,), {"do_stages": do_stages})
-        kernel = cls(dsl.BFloat16, head_dim, gradients=gradients, **options)
+        kernel = cls(BFloat16, head_dim, gradients=gradients, **options)
         total, blocks = seg.total, -(-seg.total // tile_m)
-        q, dout = (dsl.View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
-        k, v, dk, dv = (dsl.View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
-        stats = dsl.View("stats", (heads, blocks * tile_m * 8), ("head", "col"))
-        dq_acc = dsl.Flat("dq_acc", heads * blocks * tile_m * head_dim)
-        locks = dsl.Flat("locks", heads * blocks * LOCKS + 1)
+        q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
+        k, v, dk, dv = (View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
+        stats = View("stats", (heads, blocks * tile_m * 8), ("head", "col"))
+        dq_acc = Flat("dq_acc", heads * blocks * tile_m * head_dim)
+        locks = Flat("locks", heads * blocks * LOCKS + 1)
         out = Gradients(kernel, seg, work.items, heads, kv_heads)
         machine.stores = out
-        tables = dsl.Host("work", work.items), dsl.Host("visible_end", np.asarray(seg.visible_end))
-        kernel(q, k, v, dout, stats, dk, dv, dq_acc, dsl.Flat("slabs", 0), locks, *tables, SCALE, None)
+        tables = Host("work", work.items), Host("visible_end", np.asarray(seg.visible_end))
+        kernel(q, k, v, dout, stats, dk, dv, dq_acc, Flat("slabs", 0), locks, *tables, SCALE, None)
         return out.check
 
     return Case(name, made.cluster, 12, start)
@@ -262,7 +274,10 @@ class Outputs:
         packed, agent = self.kernel.packed_heads, machine.agent
         if what == "out box":
             first, head_group = where["row"], where["head"]
-            rows, heads = range(first, first + self.kernel.tokens_wg), range(head_group * packed, (head_group + 1) * packed)
+            rows, heads = (
+                range(first, first + self.kernel.tokens_wg),
+                range(head_group * packed, (head_group + 1) * packed),
+            )
             self.store_box(machine, (first, head_group))
             self.look(prov, list(rows), first, head_group)
             self.stored.update((row, head) for row in rows for head in heads)
@@ -308,10 +323,10 @@ class Outputs:
 
 
 def forward(
-    name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False, parents: list[int] | None = None,
-    **tile: Any,
+    name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
+    parents: list[int] | None = None, **tile: Any,
 ) -> Case:  # fmt: skip
-    """A launch of the forward, or of that for trees, where `layout` is lengths of segments. One cluster takes all tiles."""
+    """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles."""
     config = replace(tiles.forward_tile(head_dim), **tile)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
@@ -330,13 +345,13 @@ def forward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
-        kernel = cls(dsl.Float16 if fp16 else dsl.BFloat16, head_dim, packed, **asdict(config))
-        q, out = (dsl.View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
-        k, v = (dsl.View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
-        lse = dsl.View("lse", (heads, seg.total), ("head", "row"))
+        kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config))
+        q, out = (View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
+        k, v = (View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
+        lse = View("lse", (heads, seg.total), ("head", "row"))
         found = Outputs(kernel, seg, heads, kv_heads)
         machine.stores = found
-        arrays = dsl.Host("work", work), dsl.Host("schedule", taken), *(dsl.Host(*x) for x in tables)
+        arrays = Host("work", work), Host("schedule", taken), *(Host(*x) for x in tables)
         kernel(q, k, v, out, lse, *arrays, SCALE, config.cluster, None)
         return found.check
 

@@ -3,11 +3,14 @@
 For more schedules: `python -m tests.protocol --schedules 10000 --kernel bwd_wide`.
 """
 
+import re
+
 import pytest
 
 from tests.protocol.cases import Case, cases, schedules
 from tests.protocol.faults import PLANTED, SINGLE_DS
-from tests.protocol.machine import Deadlock, Fault, Schedule
+from tests.protocol.machine import Schedule
+from tests.protocol.state import Deadlock, Fault
 
 CASES = {case.name: case for case in cases()}
 A_CASE = 12  # schedules here
@@ -23,7 +26,8 @@ def run(case: Case, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_wait_for_what_they_use(name):
-    for schedule in schedules(CASES[name], A_CASE):
+    first = A_CASE * list(CASES).index(name)  # so that cases of a kernel have others that are slow
+    for schedule in schedules(CASES[name], A_CASE, first):
         run(CASES[name], schedule)
 
 
@@ -40,9 +44,15 @@ def test_faults_are_found(fault):
 def test_a_single_barrier_for_dS_hangs():
     """It is what was seen on the GPU: a slow exchange warp waits for a phase that is over."""
     case, slow = CASES[SINGLE_DS.case], "warp 3 of rank 0"
-    with pytest.raises(Fault, match=r"warp 3 waits for phase \d+ of mbarrier \d+ of CTA \d+, which is in phase"):
-        for seed in range(20):
+    found = []
+    for seed in range(20):
+        try:
             case.run(Schedule(seed, slow=slow), SINGLE_DS.edits)
+        except Fault as fault:
+            found.append(str(fault))
+    assert any(
+        re.search(r"warp 3 waits for phase \d+ of mbarrier \d+ of CTA \d+, which is in", fault) for fault in found
+    )
 
 
 def test_schedules_repeat():
@@ -61,5 +71,7 @@ def test_everybody_is_slow_in_turn():
 def test_who_waits_is_named():
     fault = next(fault for fault in PLANTED if fault.name == "Q is not released")
     case = CASES[fault.case]
-    with pytest.raises(Deadlock, match=r"CTA 0 warp 0: waits for phase \d+ of mbarrier \d+ of CTA 0 \(\d+ of 16 to come"):
+    with pytest.raises(
+        Deadlock, match=r"CTA 0 warp 0: waits for phase \d+ of mbarrier \d+ of CTA 0 \(\d+ of 16 to come"
+    ):
         case.run(schedules(case, 1)[0], fault.edits)
