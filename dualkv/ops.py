@@ -77,7 +77,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_scale(softmax_scale: float) -> None:
-    """Raises ValueError for a scale that the kernels cannot take."""
+    """Hold a call to scales that the kernels can take.
+
+    Args:
+        softmax_scale: from 2^-100 to 2^100.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not SCALE_MIN <= softmax_scale <= SCALE_MAX:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
 

@@ -101,10 +101,11 @@ def known(names, words):
 
 # ---------------------------------------------------------------- commands
 def words_of_pip(words):
-    """What is wrong with a `pip install` or `uninstall` of others' packages: a pin is that of constraints.txt."""
+    """What is wrong with a `pip install` or `uninstall` of files or packages: pins are those of constraints.txt."""
     pins = {r.name: r for r in map(Requirement, re.findall(r"^[^#\s].*$", CONSTRAINTS.read_text(), re.MULTILINE))}
-    asked = [Requirement(word) for word in words[2:] if not word.startswith("-")]
-    wrong = [] if words[1] in ("install", "uninstall") and asked else [" ".join(words)]
+    given = [word for word in words[2:] if not word.startswith("-")]
+    asked = [Requirement(word) for word in given if not word.endswith(".whl")]
+    wrong = [] if words[1] in ("install", "uninstall") and given else [" ".join(words)]
     for one in asked:
         if one.specifier and (one.name not in pins or one.specifier != pins[one.name].specifier):
             wrong.append(f"{one}, in constraints.txt {pins.get(one.name)}")

@@ -106,8 +106,12 @@ def config_of(fields: Any, where: str) -> PreTrainedConfig:
     return cls.from_dict(fields)
 
 
-def without_weights(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a configuration on the meta device: the architecture that it names, or the auto classes' first."""
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration on the meta device: the architecture that it names, or the auto classes' first.
+
+    Raises:
+        ValueError: transformers has no such model, as where its code comes with its weights.
+    """
     config = copy.deepcopy(config)
     with torch.device("meta"):
         for name in config.architectures or []:
@@ -115,11 +119,8 @@ def without_weights(config: PreTrainedConfig, trust_remote_code: bool = False) -
                 return cast(PreTrainedModel, cls._from_config(config, attn_implementation="eager"))
         for name in AUTO_CLASSES:
             auto = getattr(transformers, name, AutoModel)
-            if type(config) in auto._model_mapping or name == AUTO_CLASSES[-1] or trust_remote_code:
-                return cast(
-                    PreTrainedModel,
-                    auto.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code),
-                )
+            if type(config) in auto._model_mapping or name == AUTO_CLASSES[-1]:
+                return cast(PreTrainedModel, auto.from_config(config, attn_implementation="eager"))
     raise AssertionError("the last auto class is asked in any case")
 
 

@@ -313,8 +313,10 @@ def _checked(model_config: Any) -> bool:
     veRL and Liger patch the classes of models while the engine builds one: here they are still transformers' own.
     """
     try:
-        model = models.without_weights(model_config.hf_config, model_config.trust_remote_code)
-    except Exception:  # of code that takes no meta device; `enable` checks the model that veRL builds
+        model = models.without_weights(model_config.hf_config)
+    except (
+        Exception
+    ):  # code that comes with weights, or takes no meta device: `enable` checks the model that veRL builds
         return False
     models.refuse(model)
     return True

@@ -183,7 +183,7 @@ def test_an_engine_refuses_a_model_when_it_is_made(
     """From its configuration: before weights are read, and before vLLM starts."""
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
     config = getattr(transformers, f"{family}Config")(**settings)
-    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=None, trust_remote_code=False)
+    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=None)
     with pytest.raises(ValueError, match=message):
         EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl)
 
