@@ -57,7 +57,7 @@ NOT_RUN = {
     "python examples/long_context.py": "tests/test_examples.py runs it in small",
     "python examples/one_gpu.py": "tests/test_examples.py runs it in small",
     "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
-    "python -m tests.protocol": "takes minutes: tests/protocol/test_protocol.py runs a few schedules",
+    "python -m tests.protocol": "takes an hour: tests/protocol/test_protocol.py runs fewer schedules",
     "python -m tools.before": "needs a Hopper GPU: tests/test_before.py has what does not",
     "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
     "python -m tools.bench_step": "needs a Hopper GPU",

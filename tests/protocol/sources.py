@@ -112,6 +112,16 @@ class Rewrite(ast.NodeTransformer):
         return ast.Call(ast.Attribute(ast.Name("_lanes", ast.Load()), name, ast.Load()), list(args), [])
 
 
+@functools.lru_cache(maxsize=256)
+def compiled(path: Path, text: str) -> types.CodeType:
+    rewrite = Rewrite(ALIKE.get(path.name, ()))
+    tree = ast.fix_missing_locations(rewrite.visit(ast.parse(text)))
+    if rewrite.left:
+        raise ValueError(f"{path.name} has no {rewrite.left}")
+    code: types.CodeType = compile(tree, str(path), "exec", __future__.annotations.compiler_flag)
+    return code
+
+
 class Sources:
     """Finds `cute_kernels` in its sources, with some text replaced."""
 
@@ -138,13 +148,8 @@ class Sources:
                     raise ValueError(f"{file} has {text.count(old)} times what is to be replaced once: {old!r}")
                 text = text.replace(old, new)
                 self.left.remove(edit)
-        rewrite = Rewrite(ALIKE.get(path.name, ()))
-        tree = ast.fix_missing_locations(rewrite.visit(ast.parse(text)))
-        if rewrite.left:
-            raise ValueError(f"{path.name} has no {rewrite.left}")
-        flags = __future__.annotations.compiler_flag
         module.__dict__["_lanes"] = lanes
-        exec(compile(tree, str(path), "exec", flags), module.__dict__)
+        exec(compiled(path, text), module.__dict__)
 
 
 @functools.lru_cache(maxsize=64)
