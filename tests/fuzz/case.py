@@ -237,17 +237,13 @@ def _inputs(case, *shapes):
     return tensors, _strided(random(*shapes[0]), case.strides)
 
 
-def _far_keys(case, q, parts, scale):
-    """Every row's score of a key is about the key's own: 0 of most, and of some up to 2^130 in powers of two.
+def far_heights(case, n):
+    """[n] powers of two: about what every row's score of a key is, 0 of most keys, up to 2^130 of a few.
 
     Among them are pairs just below fp32's range and a little apart, one key near the end of the first segment and one
     behind it: whichever of the two a row meets first, the other one can move its reference by more than 2^126.
     """
-    rng, carrier, ends = random.Random(case.seed), 16.0, np.cumsum([0, *map(len, parts)])
-    n = int(ends[-1])
-    if n == 0:
-        return
-    heights = np.zeros(n)
+    rng, heights = random.Random(case.seed), np.zeros(n)
     if rng.random() < 0.7:
         first = rng.uniform(118, 128)
         pair = [first, first + rng.uniform(-3, 6)]
@@ -258,6 +254,15 @@ def _far_keys(case, q, parts, scale):
     else:
         for _ in range(rng.randint(1, 4)):
             heights[rng.randrange(n)] = rng.uniform(-130, 130)
+    return heights
+
+
+def _far_keys(case, q, parts, scale):
+    """Every row's score of a key becomes the key's height, by one column of q and k, and a little noise."""
+    carrier, ends = 16.0, np.cumsum([0, *map(len, parts)])
+    if ends[-1] == 0:
+        return
+    heights = far_heights(case, int(ends[-1]))
     q.mul_(0.05)[..., 0] = carrier
     for x, begin, end in zip(parts, ends, ends[1:], strict=False):
         column = torch.from_numpy(heights[begin:end] * math.log(2) / (carrier * scale))
