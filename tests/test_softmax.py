@@ -162,7 +162,7 @@ def test_with_a_greater_first_reference_rows_are_wrong(monkeypatch):
 
 
 def drawn_rows(case):
-    """(scores, masked) of rows of a drawn call, of tiles that straddle responses, block by block as the plan has them."""
+    """(scores, masked) of rows of a drawn call, in tiles that straddle responses, block by block as in the plan."""
     seg = Segments(np.cumsum([0, *case.lengths]), np.array(case.parent))
     tile, heads = forward_tile(case.head_dim), packed_heads(case.heads // case.kv_heads)
     begin, heights = segment_begin(seg), far_heights(case, seg.total) / SCALE
