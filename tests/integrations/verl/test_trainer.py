@@ -196,7 +196,8 @@ def test_plugin_is_found_by_its_entry_point() -> None:
 def test_lines_of_the_documentation_are_verls() -> None:
     """The configuration that docs/verl.md shows, composed by veRL's own entry point's configuration."""
     text = (Path(__file__).parents[3] / "docs/verl.md").read_text()
-    lines = text.split("```bash\n")[1].split("```")[0].replace("\\\n", " ").split()
+    command = text.split("```bash\n")[1].split("```")[0].partition("verl.trainer.main_ppo")[2]
+    lines = command.replace("\\\n", " ").split()
     overrides = [word for word in lines if "=" in word]
     assert "+actor_rollout_ref.model.model_type=dualkv" in overrides
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
