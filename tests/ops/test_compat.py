@@ -179,8 +179,8 @@ def test_it_can_be_part_of_a_compiled_function():
 
 def test_lengths_on_a_device_are_read_again_after_a_write(monkeypatch):
     reads = []
-    read = compat._cumulative
-    monkeypatch.setattr(compat, "_cumulative", lambda name, x: reads.append(name) or read(name, x))
+    read = compat.cumulative_array
+    monkeypatch.setattr(compat, "cumulative_array", lambda name, x: reads.append(name) or read(name, x))
 
     class OnADevice(torch.Tensor):
         device = torch.device("meta")
