@@ -67,7 +67,7 @@ def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
         if "trees" in options["--json"]:
             raise RuntimeError("no more")
 
-    monkeypatch.setattr(record.cli, "app", bench)
+    monkeypatch.setattr(record.commands, "app", bench)
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
     with pytest.raises(SystemExit, match="trees-h200: RuntimeError: no more"):
@@ -106,7 +106,7 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
         "| binary-p4096-r1024, forward | 5.00 (700) | 9.00 (389): 1.80 | 20.00 (175): 4.00 | 728: 0.96 | 750: 0.93 |",
         "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
     ]
-    monkeypatch.setattr(record.cli, "app", lambda *_, **__: None)
+    monkeypatch.setattr(record.commands, "app", lambda *_, **__: None)
     shown = tables.trees(tmp_path)
     record.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
     assert capsys.readouterr().out.rstrip().endswith(shown), "one command shows them"
