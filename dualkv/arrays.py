@@ -17,6 +17,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def positive(name: str, value: int) -> int:
+    """An integer of 1 or more, or one sentence about what is wrong with it."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -48,6 +49,7 @@ def int_array(name: str, values: Lengths) -> IntArray:
 
 
 def length_array(name: str, values: Lengths) -> IntArray:
+    """`values` as lengths: integers of 0 or more."""
     array = int_array(name, values)
     if (array < 0).any():
         at = int(np.argmax(array < 0))
@@ -74,6 +76,7 @@ def length_arrays(name: str, values: Iterable[Lengths]) -> list[IntArray]:
 
 
 def cumulative_array(name: str, values: Lengths) -> IntArray:
+    """`values` as cumulative lengths, which start at 0 and do not decrease."""
     array = int_array(name, values)
     if array.size == 0 or array[0] != 0:
         raise ValueError(f"{name} must start with 0, got {array[:1].tolist()}")
@@ -102,6 +105,7 @@ def ranges(starts: IntArray, lens: IntArray, device: torch.device) -> torch.Tens
 
 # ---------------------------------------------------------------- token sequences
 def check_integers(name: str, ids: object) -> None:
+    """Refuses anything but a tensor of integers."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got a {type(ids).__name__}")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
@@ -140,6 +144,7 @@ def token_tensor(name: str, value: TokenIds) -> torch.Tensor:
 
 
 def check_one_device(tokens: list[torch.Tensor]) -> None:
+    """Refuses tokens on different devices."""
     devices = {t.device for t in tokens}
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
