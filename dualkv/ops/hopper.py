@@ -118,13 +118,13 @@ class BackwardPlan(Plan):
     Attributes:
         work: [n, BackwardFields.NUM_FIELDS] int32.
         sums: [m, BackwardFields.NUM_SUM_FIELDS] int32, no rows where no item is split.
-        num_slabs: partial sums that the items write.
+        num_partials: partial sums that the items write.
         visible_end: [T] int32.
     """
 
     def __init__(self, segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int) -> None:
         made = plan_backward.backward_work(segments, tile, heads, kv_heads, _num_sms(device), tile.deterministic)
-        self.num_slabs = made.num_slabs
+        self.num_partials = made.num_partials
         self.work, self.sums = _upload(made.items, device), _upload(made.sums, device)
         self.visible_end = segments.made(
             ("visible_end", device), lambda: _upload(segments.visible_end.astype(np.int32), device)
@@ -300,12 +300,12 @@ def backward(
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
-    slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
+    slabs = workspace(planned.num_partials * tile.slab_floats(native) if specs.slab_sum else 0)
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
     kernels["bwd"](
         q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale
     )
-    if specs.slab_sum and planned.num_slabs:
+    if specs.slab_sum and planned.num_partials:
         kernels["bwd_sum"](slabs, planned.sums, dk, dv)
     if specs.postprocess:
         kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)

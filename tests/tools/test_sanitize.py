@@ -62,7 +62,7 @@ def test_edges_are_those_of_the_tiles():
 def test_key_blocks_are_split_on_an_h200(layout, head_dim):
     case = cases.Case(layout, head_dim)
     work = backward_work(cases.LAYOUTS[case.layout]._segments, backward_tile(head_dim), *case.heads, NUM_SMS)
-    assert work.num_slabs > 0
+    assert work.num_partials > 0
 
 
 # ---------------------------------------------------------------- reading

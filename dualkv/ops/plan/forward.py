@@ -15,21 +15,16 @@ import numpy.typing as npt
 from cute_kernels.abi import ForwardFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
-
-WorkItems = npt.NDArray[np.int32]
-Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits
+from dualkv.ops.plan.shared import MASKED_COST, Rows, Table, longest_first, segment_at
 
 PART_TILES = 2**14  # what is computed at a time stays in a core's cache, and in memory that the process already has
 # Tiles come longest first if there are no more packed rows, else in runs of so many that do. Of one KV head: K and V of
 # head_dim 128 are 16 MB, of an H200's 50 MB of L2.
 L2_ROWS = 2**15
-# What a masked block takes besides what a whole one does, in whole blocks; less if not all rows see it. Fitted to times
-# of clusters (docs/tuning.md). It has in it what a tile takes to begin and end: at least one block is masked.
-MASKED, MASKED_OF_SOME = 1.1, 0.4
-SORTED_BLOCKS = np.uint16(2**16 - 1)  # longer tiles count as equal: numpy sorts 16-bit keys five times as fast
+MASKED_COST_OF_SOME = 0.4  # MASKED_COST of a tile with rows of several segments: not all of them see the block
 
 
-def forward_work(segments: Segments, tokens: int, tile_n: int) -> WorkItems:
+def forward_work(segments: Segments, tokens: int, tile_n: int) -> Table:
     """The forward's work items in the order of :func:`tile_order`; the same tiles serve every KV head.
 
     Args:
@@ -70,7 +65,7 @@ def _parts(group_begin: Rows, count: IntArray) -> Iterator[slice]:
 
 
 def _tiles(
-    work: WorkItems, offsets: Rows, roots: IntArray, first_row: Rows, group_end: Rows, count: IntArray, tokens: int,
+    work: Table, offsets: Rows, roots: IntArray, first_row: Rows, group_end: Rows, count: IntArray, tokens: int,
     tile_n: int,
 ) -> None:  # fmt: skip
     """Write the tiles of some groups into `work`, in their order.
@@ -116,12 +111,12 @@ def _tiles(
         work[:, field] = values.take(order)
 
 
-def tile_cost(work: WorkItems, tile_n: int) -> Rows:
+def tile_cost(work: Table, tile_n: int) -> Rows:
     """[n] time that the tiles take, in whole blocks."""
     context = _blocks(work[:, items.CONTEXT_BEGIN], work[:, items.CONTEXT_END], tile_n)
     own = _blocks(work[:, items.OWN_BEGIN], work[:, items.ROW_END], tile_n)
     masked = work[:, items.CONTEXT_MASKED] + work[:, items.OWN_MASKED]
-    return context + own + np.where(work[:, items.STRADDLES], MASKED_OF_SOME, MASKED) * masked
+    return context + own + np.where(work[:, items.STRADDLES], MASKED_COST_OF_SOME, MASKED_COST) * masked
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
@@ -141,24 +136,5 @@ def tile_order(blocks: Rows, group_begin: Rows) -> IntArray:
     return order[np.argsort((group_begin // L2_ROWS).astype(np.uint16)[order], kind="stable")]
 
 
-def longest_first(blocks: Rows) -> IntArray:
-    """The order of tiles of so many blocks each."""
-    return np.argsort(SORTED_BLOCKS - np.minimum(blocks, SORTED_BLOCKS).astype(np.uint16), kind="stable")
-
-
-def segment_at(offsets: Rows, rows: Rows) -> IntArray:
-    """The (non-empty) segment that holds each row; rows ascend. Few segments are looked up, not many rows."""
-    return np.repeat(np.arange(len(offsets) - 1), np.diff(np.searchsorted(rows, offsets)))
-
-
 def _blocks(begin: Rows, end: Rows, tile_n: int) -> Any:
     return -(-(end - begin) // tile_n)
-
-
-def visible_end_over(op: np.ufunc, segments: Segments, key: Rows, key_end: Rows) -> IntArray:
-    """op (np.minimum, np.maximum) over visible_end of the keys [key[i], key_end[i]), at least one each."""
-    present = segments.lengths > 0
-    begin, end = segments.offsets[:-1][present], segments.subtree_end[present]
-    bounds = np.stack([np.searchsorted(begin, key, side="right") - 1, np.searchsorted(begin, key_end, side="left")], 1)
-    result: IntArray = op.reduceat(np.append(end, 0), bounds.reshape(-1))[::2]
-    return result

@@ -13,11 +13,9 @@ import numpy.typing as npt
 from cute_kernels.abi import PathFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
-from dualkv.ops.plan.forward import MASKED, longest_first, segment_at, visible_end_over
+from dualkv.ops.plan.shared import MASKED_COST, Table, longest_first, segment_at, visible_end_over
 
 NEAR_ROWS = 2**14  # as plan.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**13 and 2**15 are slower
-
-Table = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
 
 def tile_cost(work: Table) -> npt.NDArray[np.float64]:
     """[n] time that the tiles take, in whole blocks."""
-    return work[:, items.BLOCKS] + MASKED * work[:, items.MASKED]
+    return work[:, items.BLOCKS] + MASKED_COST * work[:, items.MASKED]
 
 
 def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:

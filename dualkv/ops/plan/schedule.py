@@ -10,21 +10,16 @@ side by side, the longest tiles of all of them first. Within a round, who has ha
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from dualkv.arrays import IntArray
-from dualkv.ops.plan.forward import Rows
+from dualkv.ops.plan.shared import Rows, Table
 
 FEW_ROUNDS = 24  # fewer are few; of 39 rounds head groups side by side were 2 % slower, though more even
 L2_BYTES = 48 * 2**20  # K and V of head groups side by side, of an H200's 50 MB
 DEALT_ROUNDS = 64  # as even as all of them, in 82 to 464 rounds; 32 were less so
 
-Schedule = npt.NDArray[np.int32]
 
-
-def schedule(
-    cost: Rows, head_groups: int, kv_heads: int, clusters: int, kv_bytes: int, longest_first: bool
-) -> Schedule:
+def schedule(cost: Rows, head_groups: int, kv_heads: int, clusters: int, kv_bytes: int, longest_first: bool) -> Table:
     """
     Args:
         cost: [n] time that each tile takes, in any unit, in the order of the plan.
