@@ -146,7 +146,7 @@ def aimed() -> str:
         fewer,
         ["deterministic over any order, at most", "", "", "1.10", text if slowest <= 1.10 else f"**{text}**"],
     ]
-    return markdown_table(["", "forward: aimed at", "reached", "backward: aimed at", "reached"], rows)
+    return markdown_table(["", "forward: target", "reached", "backward: target", "reached"], rows)
 
 
 def head_dims(direction: str) -> str:
