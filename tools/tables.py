@@ -11,18 +11,22 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from codegen.spec import backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from tools import cold_start, filed, host_time, verl_rows
 from tools.ncu import show as ncu
-from tools.ncu.lines import Hot
+from tools.ncu.job import Job
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
+MANIFEST = ROOT / "tests" / "codegen" / "manifest.json"
 DOCUMENTS = (
     ROOT / "README.md",
     *(
@@ -268,21 +272,30 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
-def _profile(direction: str) -> dict[str, Any]:
-    return next(p for p in _load("profile-h200")["profiles"] if p["direction"] == direction)
+def kernels() -> str:
+    """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
+    manifest = json.loads(MANIFEST.read_text())["kernels"]
+    rows = []
+    for direction in (lambda d: forward_spec("bf16", d, 4), lambda d: backward_specs("bf16", d).main):
+        for spec in map(direction, HEAD_DIMS):
+            kernel = manifest[str(spec)]
+            budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
+            tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
+            row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
+            rows.append([*row, f"{kernel['shared_memory'] / 1024:.1f}"])
+    head = ["kernel", "head dim", "tile", "registers at launch", "producer / MMA", "shared memory, KiB"]
+    return markdown_table(head, rows)
 
 
-def profile(direction: str) -> str:
-    """What its kernels did with their time."""
-    filed = _profile(direction)
-    return f"{filed['date'][:10]}, commit {filed['commit'][:7]}: {ncu.markdown(ncu.report(filed))}"
-
-
-def hot(direction: str) -> str:
-    """Where the warps of a direction's main kernel wait."""
-    kernel = next(k for k in _profile(direction)["kernels"] if "hot" in k)
-    places = [Hot(**place) for place in kernel["hot"]]
-    return ncu.markdown(ncu.hot(kernel["operation"], places, kernel["no_lines"]))
+def profiles() -> str:
+    """What kernels did with their time, of the profiles on file whose kernels have the tiles of today's table."""
+    every = _load("profile-h200")["profiles"]
+    current = [p for p in every if p["specs"] == {n: s.to_dict() for n, s in Job.from_dict(p).specs().items()}]
+    if not current:
+        commits = " and ".join(dict.fromkeys(p["commit"][:7] for p in every))
+        return f"The profiles on file are of commits {commits}, whose kernels no longer exist, and are not shown."
+    tables = ((p, ncu.markdown(ncu.report(p))) for p in current)
+    return "\n\n".join(f"{p['date'][:10]}, commit {p['commit'][:7]}: {table}" for p, table in tables)
 
 
 def sanitizers() -> str:
@@ -347,10 +360,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
-    "profile-fwd": lambda: profile("fwd"),
-    "profile-bwd": lambda: profile("bwd"),
-    "hot-fwd": lambda: hot("fwd"),
-    "hot-bwd": lambda: hot("bwd"),
+    "kernels": kernels,
+    "profiles": profiles,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,
