@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from codegen.spec import backward_specs, forward_spec
+from codegen.spec import KernelSpec, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
@@ -31,7 +31,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("performance", "deployment", "profiling", "sanitizers", "trust", "tuning", "verl")
+        for name in ("compare", "performance", "deployment", "profiling", "sanitizers", "trust", "tuning", "verl")
     ),
 )
 UPDATES = {
@@ -121,7 +121,7 @@ def _against_peer(name: str) -> str:
             row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
         rows.append(row)
     head = ["workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
-    return markdown_table([*head, "deterministic, times"] if deterministic else head, rows) + _recorded(run)
+    return markdown_table([*head, "deterministic: time ratio"] if deterministic else head, rows) + _recorded(run)
 
 
 def aimed() -> str:
@@ -195,7 +195,7 @@ def drawn() -> str:
                 f"{len(some)}: {speeds[0]:.2f}, {statistics.median(speeds):.2f}, {speeds[-1]:.2f}" if some else ""
             )
         rows.append(row)
-    head = ["head dim", "forward: slowest, median, fastest ratio", "backward"]
+    head = ["head dim", "forward: workloads; slowest, median, fastest ratio", "backward: the same"]
     slower = [f"{_drawn(r)} {_ratio(r):.2f}" for r in sorted(measured, key=_ratio) if _ratio(r) < 1]
     said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
     missing = len(results) - len(measured)
@@ -224,7 +224,7 @@ def tensor_parallel() -> str:
         w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
         rate = f"{ours['sustained_tflops'] / whole['sides'][OURS]['sustained_tflops']:.2f}"
         rows.append((f"{w['heads']} / {w['kv_heads']}", _speed(ours), rate, _speed(peer)))
-    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "of the rate at all heads", "FlashAttention-4, 3 calls")
+    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "rate over that of all heads", "FlashAttention-4, 3 calls")
     return markdown_table(head, rows) + _recorded(run)
 
 
@@ -250,10 +250,10 @@ def trees(folder: Path | None = None) -> str:
     head = [
         "tree",
         "DualKV, ms (TFLOP/s)",
-        "FlexAttention: times as fast",
-        "replicated, FlashAttention-4: times as fast",
+        "FlexAttention: speed-up over it",
+        "FlashAttention-4, replicated: speed-up over it",
     ]
-    head += ["TFLOP/s of two levels, same rollouts: part of it", f"{MAIN}: part of it"]
+    head += ["two levels, same rollouts, TFLOP/s: ratio to it", f"{MAIN}, TFLOP/s: ratio to it"]
     return markdown_table(head, rows) + _recorded(run)
 
 
@@ -275,14 +275,15 @@ def _peer(side: dict[str, Any]) -> str:
 def kernels() -> str:
     """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
     manifest = json.loads(MANIFEST.read_text())["kernels"]
+    specs: list[KernelSpec[Any]] = [forward_spec("bf16", d, 4) for d in HEAD_DIMS]
+    specs += [backward_specs("bf16", d).main for d in HEAD_DIMS]
     rows = []
-    for direction in (lambda d: forward_spec("bf16", d, 4), lambda d: backward_specs("bf16", d).main):
-        for spec in map(direction, HEAD_DIMS):
-            kernel = manifest[str(spec)]
-            budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
-            tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
-            row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
-            rows.append([*row, f"{kernel['shared_memory'] / 1024:.1f}"])
+    for spec in specs:
+        kernel = manifest[str(spec)]
+        budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
+        tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
+        row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
+        rows.append([*row, f"{kernel['shared_memory'] / 1024:.1f}"])
     head = ["kernel", "head dim", "tile", "registers at launch", "producer / MMA", "shared memory, KiB"]
     return markdown_table(head, rows)
 
