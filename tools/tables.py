@@ -125,7 +125,7 @@ def _against_peer(name: str) -> str:
 
 
 def aimed() -> str:
-    """What was aimed at and what the records reach; what falls short is bold."""
+    """Targets and what the records reach; a figure below its target is bold."""
 
     def cell(figure: float, least: float, form: str) -> list[str]:
         text = format(figure, form)
