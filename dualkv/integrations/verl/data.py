@@ -142,7 +142,8 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
 
 
 def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:
-    """[N] the most tokens that each rollout of `order` may share with the one before; other temperatures: the prompt."""
+    """[N] the most tokens that each rollout of `order` may share with the one before: all, or at other temperatures only
+    the prompt."""
     lens = rollouts.prompt_lens + rollouts.response_lens
     may = lens[order]
     temperature = data["temperature"]
