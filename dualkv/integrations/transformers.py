@@ -173,8 +173,8 @@ def _objections(model: nn.Module) -> Iterator[str]:
         head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
         if head is not None:
             yield (
-                f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences"
-                " share: use a head that makes one of each token (ForTokenClassification)"
+                f"{type(module).__name__} makes one row of logits for its whole input, which packed sequences share:"
+                " use a head that makes one for each token (ForTokenClassification)"
             )
     for decoder in _decoders(model):
         config, name = decoder.config, type(decoder).__name__
@@ -370,8 +370,8 @@ def _packed_attention(
         raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
     if attention_mask is None or attention_mask.shape != NO_MASK:
         raise ValueError(
-            f"{layer} got a layout but not by a call of its enabled model, or the model makes its own attention mask or"
-            " position bias: neither is computed by dualkv.attention"
+            f"{layer} got a layout outside a call of its enabled model, or the model makes its own attention mask or"
+            " position bias, which dualkv.attention does not compute"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(layout, Shard):

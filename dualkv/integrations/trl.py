@@ -66,7 +66,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if config.is_prompt_learning:
                 raise ValueError(
                     f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
-                    "which packed groups have no place for: use trl.GRPOTrainer, or an adapter such as LoRA"
+                    "which packed groups do not support: use trl.GRPOTrainer, or an adapter such as LoRA"
                 )
         enable(self.model)
         if self.ref_model is not None:

@@ -142,8 +142,9 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
 
 
 def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:
-    """[N] the most tokens that each rollout of `order` may share with the one before: the prompt if temperatures differ,
-    else all.
+    """[N] the most tokens that each rollout of `order` may share with the rollout before it.
+
+    That is only the prompt if their temperatures differ.
     """
     lens = rollouts.prompt_lens + rollouts.response_lens
     may = lens[order]
