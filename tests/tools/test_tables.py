@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -18,6 +19,13 @@ def test_documents_show_the_recorded_figures(path):
     text = path.read_text()
     assert "<!-- table" in text
     assert tables.filled(text) == text, "run `python -m tools.tables`"
+
+
+def test_speed_ups_that_the_readme_names_are_those_of_its_table():
+    text = re.sub(r"<!-- table.*?<!-- end -->", "", tables.DOCUMENTS[0].read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"\d+\.\d+x", text))
+    assert named
+    assert named <= set(re.findall(r"\d+\.\d+x", tables.replicated()))
 
 
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.name)
