@@ -91,6 +91,10 @@ def backward_work(
 ) -> BackwardWork:
     """Work items of all KV heads.
 
+    With many items a cluster, pieces of one length do, and pieces that read the same queries run at the same time where
+    that leaves no cluster idle at the end. With few items, several lengths are compared by when the last cluster is
+    done (`_span`), and pieces start longest first where that is clearly earlier.
+
     Args:
         segments: the layout.
         tile: tile configuration of the kernel.
@@ -104,13 +108,12 @@ def backward_work(
     trees = segments.max_depth > 2
     wave = (WAVE_OF_TREES if trees and not deterministic else WAVE) if tile.heads_inside else None
 
-    # Pieces: lengths to choose from. Of many items, the first does.
     per_kv = heads // kv_heads
     limit = int((keys.blocks * per_kv).sum()) * kv_heads // (MAX_SHARE * clusters)
     budget = segments.total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
     few = len(keys.key) * kv_heads < FEW * clusters
     lengths = _piece_lengths(keys, per_kv, limit, budget)
-    if few:
+    if few:  # choose by the span of the pieces, longest first
         finer = _piece_lengths(keys, per_kv, limit // FINER, budget)
         by_span = [(_span(_sorted_pieces(keys.blocks, x, kv_heads), clusters), x) for x in (*lengths, *finer)]
         first = by_span[0][1]
@@ -131,7 +134,7 @@ def backward_work(
             order = longest_first(ordered(pieces, kv_heads, wave), pieces)
         return _work(keys, pieces, order, kv_heads)
 
-    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)
+    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
     if tile.heads_inside and not trees and prompt_items.max() <= clusters:
         order = by_queries(pieces, kv_heads, clusters)
         blocks = lengths_in(order, pieces)

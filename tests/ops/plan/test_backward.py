@@ -57,7 +57,7 @@ def walk(seg, tile, plan, kv_heads):
     total, M, N = seg.total, tile.tile_m, tile.tile_n
     pairs = np.zeros((kv_heads, total + M, total + 2 * N), int)
     stores = np.zeros((kv_heads, total), int)
-    slabs = {}
+    partials = {}
     visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
     for item in plan.items.astype(int):
         kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
@@ -66,8 +66,8 @@ def walk(seg, tile, plan, kv_heads):
         if item[items.SLAB] < 0:
             stores[kv_head, item[items.KEY] : key_end] += 1
         else:
-            assert item[items.SLAB] not in slabs
-            slabs[item[items.SLAB]] = kv_head, item[items.KEY], key_end
+            assert item[items.SLAB] not in partials
+            partials[item[items.SLAB]] = kv_head, item[items.KEY], key_end
         for rank in range(tile.cluster):
             n0 = item[items.KEY] + rank * N
             n = np.arange(n0, n0 + N)
@@ -81,17 +81,17 @@ def walk(seg, tile, plan, kv_heads):
         parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
         where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
         assert len(parts) > 1
-        assert all(slabs.pop(slab) == where for slab in parts)
+        assert all(partials.pop(partial) == where for partial in parts)
         stores[where[0], where[1] : where[2]] += 1
-    assert not slabs, "slabs that nothing adds up"
+    assert not partials, "partial sums that nothing adds up"
     return pairs, stores
 
 
 def check(seg, tile, plan, heads, kv_heads):
     assert plan.items.dtype == plan.sums.dtype == np.int32
     assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
-    slab_floats = 2 * tile.cluster * tile.tile_n
-    assert plan.num_partials * slab_floats <= seg.total * heads / 4, "slabs take at most a quarter of dQ"
+    floats = 2 * tile.cluster * tile.tile_n
+    assert plan.num_partials * floats <= seg.total * heads / 4, "partial sums take at most a quarter of dQ"
     pairs, stores = walk(seg, tile, plan, kv_heads)
     q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
     rule = (k <= q) & (q < seg.visible_end[k])
