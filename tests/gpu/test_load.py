@@ -184,5 +184,5 @@ def test_a_graph_replayed_ten_thousand_times():
 
 
 def test_a_long_run_keeps_its_memory():
-    """Ten seconds of what `python -m tools.soak` does for half an hour."""
+    """Ten seconds of what `python -m tools.bench.soak` does for half an hour."""
     assert soak.run(SOAK_SECONDS, 0, "cuda", every=SOAK_SECONDS / 16)["problems"] == []

@@ -1,4 +1,4 @@
-"""`python -m tools.cold_start --json FILE`: seconds from the start of a process to its first finished attention calls.
+"""`python -m tools.bench.cold_start --json FILE`: seconds from the start of a process to its first finished attention calls.
 
 Four ways, in turns, each in processes of its own: PyTorch's attention alone (what no kernel of ours can undercut),
 kernels compiled ahead (DUALKV_KERNEL_DIR, DUALKV_JIT=0), from the user's cache, and compiled there and then. The files

@@ -1,4 +1,4 @@
-"""`python -m tools.train_verl`: a short GRPO training by veRL's own engine and by packed groups, reward by reward.
+"""`python -m tools.bench.train_verl`: a short GRPO training by veRL's own engine and by packed groups, reward by reward.
 
 The task is learned from random weights: a prompt holds a few of the symbols, in random order, and a response is
 rewarded for each of its tokens that occurs in the prompt. Prompts and random numbers of the sampling are the same for
@@ -30,7 +30,7 @@ from dualkv.bench.timing import Meter
 from dualkv.grpo import group_advantages
 from dualkv.report import COLORS
 from dualkv.sampling import sample_responses
-from tools.bench_verl import Algorithm, Engine, Settings, make_worker
+from tools.bench.verl import Algorithm, Engine, Settings, make_worker
 
 SYMBOLS = 32
 MODEL = {

@@ -1,4 +1,4 @@
-"""`python -m tools.before FOLDER`: kernels of an earlier commit and today's, in turns in one process.
+"""`python -m tools.bench.before FOLDER`: kernels of an earlier commit and today's, in turns in one process.
 
 FOLDER holds the earlier commit's kernels, made there: `dualkv precompile --out FOLDER --head-dims 128 --gqa 4
 --deterministic`. Both are called by today's host code, so they must take the same arguments. Results are compared too.

@@ -1,4 +1,4 @@
-"""`python -m tools.host_time --json FILE`: how long a call of the ops holds the host.
+"""`python -m tools.bench.host_time --json FILE`: how long a call of the ops holds the host.
 
 Calls one after another on batches so small that the GPU waits for the host, not the host for room in the GPU's queue.
 What a call does on the host does not depend on how long its sequences are. Beside them stand PyTorch's own attention

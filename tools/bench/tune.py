@@ -1,4 +1,4 @@
-"""`python -m tools.tune -d bwd --head-dim 96`: tile configurations in turns in one process, by head dim and GQA ratio.
+"""`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns in one process, by head dim and GQA ratio.
 
 What the table of `codegen/tiles.py` is held to: what is fastest over the ratios of a head dim belongs there.
 Candidates are changes of its entries; without `--tile` those below. They are compiled side by side first, and one that

@@ -1,4 +1,4 @@
-"""`python -m tools.soak --json FILE`: a day of training steps in half an hour, with memory flat.
+"""`python -m tools.bench.soak --json FILE`: a day of training steps in half an hour, with memory flat.
 
 Every step has a layout of its own, made and dropped: packed groups or a call of the paper's function, in kernels of
 several head dims, deterministic or not, forward and backward. Now and then a CUDA graph is captured, replayed and

@@ -1,7 +1,7 @@
 """Policy updates of veRL on this machine's GPUs, its own engine or packed groups:
 
-    torchrun --nproc-per-node 4 -m tools.bench_verl --engine dualkv --model qwen3-8b --max-tokens 73760 --json ours.json
-    torchrun --nproc-per-node 4 -m tools.bench_verl --engine verl --model qwen3-8b --micro-batch 8 --json verl.json
+    torchrun --nproc-per-node 4 -m tools.bench.verl --engine dualkv --model qwen3-8b --max-tokens 73760 --json ours.json
+    torchrun --nproc-per-node 4 -m tools.bench.verl --engine verl --model qwen3-8b --micro-batch 8 --json verl.json
 
 `--rows` runs many of them one after another; a row that fails (that does not fit, say) records why. The worker is
 veRL's own, with veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random.

@@ -1,4 +1,4 @@
-"""`python -m tools.suite LOG... --of RECORD --json FILE`: what test runs printed (`pytest -rA`), counted by module.
+"""`python -m tools.bench.suite LOG... --of RECORD --json FILE`: what test runs printed (`pytest -rA`), counted by module.
 
 Runs that were split are given together. `--of` is a record of the same machine and commit, such as the fuzzer's: where
 and of what the tests were is taken from it.

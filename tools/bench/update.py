@@ -1,4 +1,4 @@
-"""`python -m tools.bench_update NAME`: a recorded run of the demonstration, as JSON with machine and versions.
+"""`python -m tools.bench.update NAME`: a recorded run of the demonstration, as JSON with machine and versions.
 
 The figures of updates in README and docs come from here. `dualkv demo` runs the same with any settings, unrecorded.
 """

@@ -1,4 +1,4 @@
-"""Tables of what `tools.bench_verl` recorded: updates of either engine, and of packed groups on 1, 2 and 4 GPUs."""
+"""Tables of what `tools.bench.verl` recorded: updates of either engine, and of packed groups on 1, 2 and 4 GPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One micro-batch of TRL's GRPO, forward and backward, three ways:
 
-    python -m tools.bench_trl --model qwen3-0.6b -n 16 -p 4096 -r 512 --attention flash_attention_4 --json trl.json
+    python -m tools.bench.trl --model qwen3-0.6b -n 16 -p 4096 -r 512 --attention flash_attention_4 --json trl.json
 
 - padded: `trl.GRPOTrainer`, every response behind its own copy of the prompt;
 - tree: the prefix tree of `trl.experimental.async_grpo`, whose trainer samples with vLLM; here its rows, its attention
