@@ -6,13 +6,13 @@ docs/results/. Each picture has its own ground, light or dark as the reader's br
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import segments_of
 from dualkv.plan import forward_work
+from tools import filed
 from tools.tables import RESULTS, UPDATES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -162,7 +162,7 @@ def savings() -> str:
     left, bar, height, column = 24.0, 300.0, 20.0, 330.0
     parts, y = [], 20.0
     for name, what in UPDATES.items():
-        run = json.loads((RESULTS / f"{name}.json").read_text())
+        run = filed.read(RESULTS / f"{name}.json")
         a, b, s = run["ways"]["replicated"], run["ways"]["packed"], run["settings"]
         if not (a["peak_bytes"] and b["peak_bytes"]):
             continue

@@ -6,20 +6,22 @@ printed too: `python -m tools.bench.attention trees-h200-two-levels trees-h200`.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dualkv import cli
 from dualkv.bench.sides import SIDES
-from dualkv.bench.workloads import NAMED
-from tools import tables
+from dualkv.bench.workloads import NAMED, parse
+from tools import filed, tables
 from tools.tables import MAIN, RESULTS, TWO_LEVELS
 
 
@@ -37,6 +39,8 @@ _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
 _TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
+
+LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
 
 # name: options of `dualkv bench`
 RECORDS = {
@@ -60,7 +64,6 @@ def main(
         typer.Argument(help=f"Some of {', '.join(RECORDS)}; NAME:SECONDS takes no longer. Default: all."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds that all of them may take together.")] = None,
 ) -> None:
     """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
@@ -72,12 +75,12 @@ def main(
         if limit < 1:
             print(f"{name}: no time left, nothing is recorded", flush=True)
             continue
-        more = ["--json", str(folder / f"{name}.json")]
-        more += ["--commit", commit] if commit else []
-        more += ["--time-limit", f"{limit:.1f}"] if limit < math.inf else []
+        path = folder / f"{name}.json"
+        more = ["--json", str(path), *(["--time-limit", f"{limit:.1f}"] if limit < math.inf else [])]
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         try:
             cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+            path.write_text(filed.text(without_lengths(filed.read(path))))
             if name == "trees-h200":
                 print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording
@@ -85,6 +88,17 @@ def main(
             print(failed[-1], flush=True)
     if failed:
         sys.exit("\n".join(failed))
+
+
+def without_lengths(report: dict[str, Any]) -> dict[str, Any]:
+    """A report whose named workloads go without the lengths that their names stand for."""
+    results = []
+    for result in report["results"]:
+        given = result["workload"]
+        named = json.loads(json.dumps(asdict(parse(given["name"]))))
+        kept = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
+        results.append(result | {"workload": kept})
+    return report | {"results": results}
 
 
 def _limited(text: str) -> tuple[str, float]:

@@ -25,7 +25,7 @@ from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.timing import timed
 from dualkv.bench.workloads import NAMED, parse
-from tools import filed
+from tools.bench.record import OptionalJsonPath, Record
 from tools.tables import MAIN
 
 BEFORE, NOW = "before", "now"
@@ -123,12 +123,12 @@ def main(
     direction: Annotated[list[str] | None, typer.Option("-d", help="fwd, bwd, deterministic. Default: all.")] = None,
     pairs: Annotated[int, typer.Option(help="Of calls, the earlier kernels' and today's.")] = 100,
     pause: Annotated[float, typer.Option(help="Seconds behind each call.")] = 0.005,
-    json_to: Annotated[Path | None, typer.Option("--json", help="File what was measured here.")] = None,
+    json_to: OptionalJsonPath = None,
 ) -> None:
     """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
     kernels = [Kernels(BEFORE, earlier(folder)), Kernels(NOW, store.load)]
     results: list[dict[str, Any]] = []
-    recorded = run.environment(run.Meter()) | {"settings": {"pairs": pairs, "pause": pause}} if json_to else {}
+    record = Record(json_to)
     load, load_all = store.load, store.load_all
     try:
         for name in workload or EIGHT:
@@ -139,8 +139,7 @@ def main(
                 difference = run.run_checked(now, tuple(x.clone() for x in before.results()))
                 found = speed(ratios((before.call, now.call), pairs, pause))
                 results.append({"workload": name, "direction": asked, "difference": difference, **found})
-                if json_to:  # after each result: a run that is cut keeps them
-                    json_to.write_text(filed.text(recorded | {"results": results}))
+                record.write({"settings": {"pairs": pairs, "pause": pause}, "results": results})
                 print(f"{name} {asked}: {' '.join(f'{x:.4f}' for x in found.values())}", flush=True)
                 del made, before, now
                 torch.cuda.empty_cache()

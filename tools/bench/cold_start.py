@@ -1,4 +1,4 @@
-"""`python -m tools.bench.cold_start --json FILE`: seconds from the start of a process to its first finished attention calls.
+"""`python -m tools.bench.cold_start --json FILE`: from the start of a process to its first finished attention calls.
 
 Four ways, in turns, each in processes of its own: PyTorch's attention alone (what no kernel of ours can undercut),
 kernels compiled ahead (DUALKV_KERNEL_DIR, DUALKV_JIT=0), from the user's cache, and compiled there and then. The files
@@ -21,11 +21,12 @@ from typing import Annotated, Any
 import typer
 
 from dualkv.bench.show import markdown_table
+from tools.bench.record import JsonPath, Record
+from tools.process import ROOT
 
 SCHEMA = 1
 WAYS = ("pytorch", "artefacts", "cache", "compiling")
 SHAPE = {"heads": 32, "kv_heads": 8, "head_dim": 128, "prompt": 1024, "responses": 4, "response": 256}
-ROOT = Path(__file__).parents[1]
 
 CHILD = """
 import json, os, time
@@ -104,22 +105,19 @@ def markdown(recorded: dict[str, Any]) -> str:
 
 
 def main(
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
+    json_to: JsonPath,
     repeat: Annotated[int, typer.Option(min=1, help="Processes of every way but the compiling one.")] = 5,
     compiling: Annotated[int, typer.Option(min=0, help="Processes that compile.")] = 1,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Measure cold starts on this machine's GPU."""
     import torch
 
     from dualkv import precompile
-    from dualkv.bench.run import environment
-    from dualkv.bench.timing import Meter
 
     if not torch.cuda.is_available():
         sys.exit("a cold start is measured on a GPU, and PyTorch finds none here")
     runs: dict[str, list[dict[str, Any]]] = {}
-    about = environment(Meter(), commit)
+    record = Record(json_to)
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         heads = SHAPE["heads"] // SHAPE["kv_heads"]
@@ -131,8 +129,7 @@ def main(
                 if turn < (compiling if way == "compiling" else repeat):
                     runs.setdefault(way, []).append(once(way, kernels, kernels))
                     print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
-                    recorded = {"schema": SCHEMA, **about, "shape": SHAPE, "runs": runs}
-                    json_path.write_text(json.dumps(recorded, indent=1) + "\n")  # what is done stays if this is cut
+                    record.write({"schema": SCHEMA, "shape": SHAPE, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ half its pace for seconds, so the rounds go on for a while.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -23,6 +21,7 @@ import typer
 import dualkv
 from dualkv import Layout
 from dualkv.bench.show import markdown_table
+from tools.bench.record import JsonPath, Record
 
 SCHEMA = 1
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -109,20 +108,14 @@ def markdown(recorded: dict[str, Any]) -> str:
 
 
 def main(
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
+    json_to: JsonPath,
 ) -> None:
     """Measure host times on this machine."""
-    from dualkv.bench.run import environment
-    from dualkv.bench.timing import Meter
-
     if not torch.cuda.is_available():
         sys.exit("host times are measured on a GPU, and PyTorch finds none here")
-    about = {**environment(Meter(), commit), "cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    record, load = Record(json_to), {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "calls": CALLS, "seconds": SECONDS}
-    recorded = {"schema": SCHEMA, **about, "shape": shape, "calls": measure()}
-    json_path.write_text(json.dumps(recorded, indent=1) + "\n")
-    print(markdown(recorded))
+    print(markdown(record.write({"schema": SCHEMA, **load, "shape": shape, "calls": measure()})))
 
 
 if __name__ == "__main__":

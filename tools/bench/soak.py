@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import random
 import signal
@@ -23,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from threading import Event
 from typing import Annotated, Any
 
@@ -32,8 +30,8 @@ import typer
 
 import dualkv
 from dualkv import Layout
-from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from tools.bench.record import OptionalJsonPath, Record
 
 SCHEMA = 1
 SHAPES = ((128, 8, 2), (64, 4, 4), (256, 4, 1))  # head dim, heads, KV heads
@@ -235,17 +233,12 @@ def main(
     every: Annotated[float, typer.Option(help="Seconds from one look at memory to the next.")] = 15.0,
     seed: Annotated[int, typer.Option(help="Of the layouts and inputs.")] = 0,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try it.")] = "cuda",
-    json_to: Annotated[Path | None, typer.Option("--json", help="File it here.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Recorded where git cannot tell.")] = None,
+    json_to: OptionalJsonPath = None,
 ) -> None:
-    about = environment(Meter() if device == "cuda" else None, commit) if json_to else {}
+    file = Record(json_to, device == "cuda")
 
     def record(made: dict[str, Any]) -> None:
-        if json_to is not None:
-            json_to.parent.mkdir(parents=True, exist_ok=True)
-            part = json_to.with_suffix(".part")
-            part.write_text(json.dumps({"schema": SCHEMA, **about, **made}, indent=1) + "\n")
-            part.replace(json_to)
+        file.write({"schema": SCHEMA, **made})
         last = made["curve"][-1] if made["curve"] else {}
         print(" ".join(f"{name} {value:g}" for name, value in last.items()), flush=True)
 

@@ -9,27 +9,24 @@ response tokens reach the head, in all of them.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.rollouts import Rollouts
 from dualkv.update import ModelBatch, packed_batches, replicated_batches
-from tools import stock_attention
+from tools.bench import stock_attention
+from tools.bench.record import JsonPath, Record
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ def run_row(
 
 
 def main(
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
+    json_to: JsonPath,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
     responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
@@ -235,15 +232,14 @@ def main(
     chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     only: Annotated[str | None, typer.Option(help="Rows, by their names with semicolons between.")] = None,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Measure forward and backward of one group; figures are written after each row."""
     sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
     names = only.split(";") if only else list(ROWS)
     cuda = torch.cuda.is_available()
-    shown = {**environment(Meter() if cuda else None, commit), "sizes": asdict(sizes)}
+    record = Record(json_to, cuda)
     for figures in measure(sizes, names, torch.device("cuda" if cuda else "cpu")):
-        json_path.write_text(json.dumps(shown | figures, indent=1) + "\n")
+        record.write({"sizes": asdict(sizes), **figures})
         rows = list(figures["rows"].items())
         print(*(rows[-1] if rows else figures.items()), flush=True)
 

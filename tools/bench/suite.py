@@ -1,4 +1,4 @@
-"""`python -m tools.bench.suite LOG... --of RECORD --json FILE`: what test runs printed (`pytest -rA`), counted by module.
+"""`python -m tools.bench.suite LOG... --of RECORD --json FILE`: outcomes of tests (`pytest -rA`) by module.
 
 Runs that were split are given together. `--of` is a record of the same machine and commit, such as the fuzzer's: where
 and of what the tests were is taken from it.
@@ -6,13 +6,15 @@ and of what the tests were is taken from it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from tools import filed
+from tools.bench.record import RUNS, JsonPath
 
 ABOUT = ("date", "commit", "changed_files", "gpu", "python", "cuda", "versions")
 OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S+\.py)(.*)$", re.MULTILINE)
@@ -41,10 +43,11 @@ def count(text: str) -> dict[str, Any]:
 
 def main(
     logs: Annotated[list[Path], typer.Argument(help="What the runs printed.")],
-    of: Annotated[Path, typer.Option(help="A record of the same machine and commit.")],
-    json_to: Annotated[Path, typer.Option("--json", help="File it here.")],
+    of: Annotated[Path, typer.Option(help="A record of the same machine and commit; of a list of runs the last one.")],
+    json_to: JsonPath,
 ) -> None:
-    about = json.loads(of.read_text())
+    about = filed.read(of)
+    about = about[RUNS][-1] if RUNS in about else about
     counted = [count(path.read_text()) for path in logs]
     modules: dict[str, Counter[str]] = {}
     for one in counted:
@@ -54,7 +57,7 @@ def main(
         "modules": {name: dict(sorted(outcomes.items())) for name, outcomes in sorted(modules.items())},
         "notes": [n for one in counted for n in one["notes"]],
     }
-    json_to.write_text(json.dumps(made, indent=1) + "\n")
+    json_to.write_text(filed.text(made))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m tools.bench.train_verl`: a short GRPO training by veRL's own engine and by packed groups, reward by reward.
+"""`python -m tools.bench.train_verl --json FILE`: a short GRPO training by veRL's engine and by packed groups.
 
 The task is learned from random weights: a prompt holds a few of the symbols, in random order, and a response is
 rewarded for each of its tokens that occurs in the prompt. Prompts and random numbers of the sampling are the same for
@@ -7,7 +7,6 @@ both engines. One process, on the GPU where there is one; veRL's worker, losses 
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,11 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from dualkv.grpo import group_advantages
-from dualkv.report import COLORS
 from dualkv.sampling import sample_responses
+from tools.bench.record import JsonPath, Record
 from tools.bench.verl import Algorithm, Engine, Settings, make_worker
 
 SYMBOLS = 32
@@ -163,40 +160,21 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[f
         worker.train_mini_batch(data)
 
 
-def plot(rewards: dict[str, list[float]], task: Task, path: Path) -> None:
-    """The rewards of both engines over one another."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for engine, way, width in ((Engine.VERL, "replicated", 5), (Engine.DUALKV, "packed", 1.5)):
-        axes.plot(rewards[engine.value], color=COLORS[way], linewidth=width, label=f"{engine.value}: prompts {way}")
-    axes.set_xlabel("updates")
-    axes.set_ylabel("mean reward")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"GRPO by veRL: {task.groups} prompts of {task.prompt_len} tokens, {task.responses} responses each")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dualkv"}):  # letters as text, and the same file each time
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def main(
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Where a picture of the rewards goes.")] = None,
+    json_to: JsonPath,
     updates: Annotated[int, typer.Option(help="Of each engine.")] = 200,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-3,
     prompt_len: Annotated[int, typer.Option("--prompt-len", "-p")] = 96,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "fp32",
     head_dim: Annotated[int, typer.Option(help="Of the model; the kernels for a GPU take 64 and more, in bf16.")] = 16,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Train with both engines and write their rewards."""
     task = Task(prompt_len=prompt_len)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     cuda = get_device_name() == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    record = Record(json_to, cuda)
     settings = settings_for(task, updates, learning_rate, dtype)
     rewards = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -204,16 +182,13 @@ def main(
         for engine in Engine:
             rewards[engine.value] = list(train(replace(settings, engine=engine), task, Path(folder), seed))
     found = {
-        **environment(Meter() if cuda else None, commit),
         "settings": asdict(settings) | {"seed": seed, "head_dim": head_dim},
         "task": asdict(task),
         "rewards": rewards,
     }
-    json_path.write_text(json.dumps(found, indent=1) + "\n")
+    record.write(found)
     for name, values in rewards.items():
         print(f"{name}: reward {values[0]:.3f} at first, {mean(values[-10:]):.3f} before the last ten updates")
-    if plot_path is not None:
-        plot(rewards, task, plot_path)
     dist.destroy_process_group()
 
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import datasets
@@ -35,12 +34,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.measure import PeakMemory
 from dualkv.models import CONFIGS
 from dualkv.settings import DTYPES
+from tools.bench.record import JsonPath, Record
 
 WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
@@ -258,7 +256,7 @@ def _wait(device: torch.device) -> None:
 
 
 def main(
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
+    json_to: JsonPath,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-0.6b",
     groups: Annotated[int, typer.Option(help="Prompts of the micro-batch.")] = 1,
     responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16,
@@ -269,7 +267,6 @@ def main(
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Measure forward and backward of one micro-batch; print and write the figures."""
     if model not in CONFIGS:
@@ -279,12 +276,12 @@ def main(
     ways = list(WAYS) if ways is None else ways
     if not set(ways) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
-    given = {name: value for name, value in locals().items() if name not in ("json_path", "commit")}
+    given = {name: value for name, value in locals().items() if name != "json_to"}
     settings = Settings(**given)
     cuda = torch.cuda.is_available()
+    record = Record(json_to, cuda)
     figures = measure(settings, torch.device("cuda" if cuda else "cpu"))
-    recorded = environment(Meter() if cuda else None, commit) | {"trl": trl.__version__}
-    json_path.write_text(json.dumps({**recorded, "settings": asdict(settings), "ways": figures}, indent=1) + "\n")
+    record.write({"trl": trl.__version__, "settings": asdict(settings), "ways": figures})
 
 
 if __name__ == "__main__":

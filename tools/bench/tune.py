@@ -1,4 +1,4 @@
-"""`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns in one process, by head dim and GQA ratio.
+"""`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns, by head dim and GQA ratio.
 
 What the table of `codegen/tiles.py` is held to: what is fastest over the ratios of a head dim belongs there.
 Candidates are changes of its entries; without `--tile` those below. They are compiled side by side first, and one that
@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,7 +26,7 @@ from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import Workload, parse
-from tools import filed
+from tools.bench.record import OptionalJsonPath, Record
 from tools.ncu.job import TABLES, changed, read_tile
 from tools.tables import MAIN
 
@@ -147,7 +146,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Of a turn.")] = 1.0,
     rounds: Annotated[int, typer.Option(help="Turns of a candidate.")] = 3,
     only_compile: Annotated[bool, typer.Option("--compile", help="Compile, which needs no GPU; no more.")] = False,
-    json_to: Annotated[Path | None, typer.Option("--json", help="File what was measured here.")] = None,
+    json_to: OptionalJsonPath = None,
 ) -> None:
     """Time tile configurations against the table's, and say which is fastest at each head dim."""
     if direction not in TABLES:
@@ -161,7 +160,7 @@ def main(
         groups: Workload = parse(workload)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    filed_results: list[dict[str, Any]] = []
+    record, filed_results = Record(json_to), list[dict[str, Any]]()
     for d in dims:
         try:
             tried = candidates(direction, d, tile or [])
@@ -181,10 +180,9 @@ def main(
             best, gain = fastest(results)
             print(f"D={d} {direction}: {best}, {gain:.3f} times the speed of the table's\n", flush=True)
             filed_results += map(figures, results)
-    if json_to and filed_results:
+    if filed_results:
         turns = {"workload": groups.name, "direction": direction, "seconds": seconds, "rounds": rounds}
-        made = run.environment(run.Meter()) | {"settings": turns, "results": filed_results}
-        json_to.write_text(filed.text(made))
+        record.write({"settings": turns, "results": filed_results})
 
 
 def _timed(

@@ -19,13 +19,12 @@ import typer
 from rich.console import Console
 
 from dualkv import hopper
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from dualkv.cli import tracked
 from dualkv.demo import run_demo
 from dualkv.report import render
 from dualkv.rollouts import ByteTokenizer, topic_prompts
 from dualkv.settings import DemoSettings
+from tools.bench.record import JsonPath, Record
 
 ONE_UPDATE: dict[str, Any] = {"groups": 1, "steps": 1}
 QWEN = ONE_UPDATE | {
@@ -61,7 +60,7 @@ def write_random_responses(settings: DemoSettings, path: Path) -> Path:
 
 def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(RUNS)}.")],
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
+    json_to: JsonPath,
     composition: Annotated[
         bool, typer.Option("--composition", help="PyTorch's attention composed, as on a GPU without kernels.")
     ] = False,
@@ -69,11 +68,11 @@ def main(
         bool, typer.Option("--random-responses", help="Random bytes as responses, which spares the time of sampling.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Compare with a wider dtype too, where the run has it.")] = True,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Run one of the recorded updates and write its figures."""
     if name not in RUNS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(RUNS)}")
+    record = Record(json_to, torch.cuda.is_available())
     settings, console = DemoSettings(**RUNS[name] | ({} if check else {"check": False})), Console()
     without = mock.patch.object(hopper, "unsupported", _no_kernel) if composition else nullcontext()
     with without, tempfile.TemporaryDirectory() as folder, tracked(console) as track:
@@ -86,11 +85,9 @@ def main(
         "name": name,
         "attention": "PyTorch composition" if composition else "default of the device",
         "responses": "random bytes" if random_responses else "sampled by the model",
-        **environment(Meter() if torch.cuda.is_available() else None, commit),
         **replace(result, settings=settings).as_dict(),
     }
-    json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    record.write(figures)
 
 
 if __name__ == "__main__":

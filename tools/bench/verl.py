@@ -58,12 +58,11 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
-from tools import stock_attention
+from tools.bench import stock_attention
+from tools.bench.record import JsonPath, Record
 
 
 class Engine(StrEnum):
@@ -432,7 +431,7 @@ def summary(figures: dict[str, Any]) -> str:
 
 
 def main(
-    json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
+    json_to: JsonPath,
     engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
@@ -464,19 +463,18 @@ def main(
     rows: Annotated[
         Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    given = {name: value for name, value in locals().items() if name not in ("json_path", "commit", "rows")}
+    given = {name: value for name, value in locals().items() if name not in ("json_to", "rows")}
     listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if get_device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
-    recorded: dict[str, Any] = {**environment(Meter() if get_device_name() == "cuda" else None, commit), "rows": []}
+    record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
     for figures in measure_all(listed):
-        recorded["rows"].append(figures)
+        done.append(figures)
         if dist.get_rank() == 0:
-            json_path.write_text(json.dumps(recorded, indent=1) + "\n")
+            record.write({"rows": done})
             print(summary(figures), flush=True)
     dist.barrier()
     dist.destroy_process_group()
