@@ -271,19 +271,19 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
-def _profile(direction: str) -> dict[str, Any]:
+def first_profile(direction: str) -> dict[str, Any]:
     return next(p for p in _load("profile-h200")["profiles"] if p["direction"] == direction)
 
 
 def profile(direction: str) -> str:
     """What its kernels did with their time."""
-    filed = _profile(direction)
+    filed = first_profile(direction)
     return f"{filed['date'][:10]}, commit {filed['commit'][:7]}: {ncu.markdown(ncu.report(filed))}"
 
 
 def hot(direction: str) -> str:
     """Where the warps of a direction's main kernel wait."""
-    kernel = next(k for k in _profile(direction)["kernels"] if "hot" in k)
+    kernel = next(k for k in first_profile(direction)["kernels"] if "hot" in k)
     places = [Hot(**place) for place in kernel["hot"]]
     return ncu.markdown(ncu.hot(kernel["operation"], places, kernel["no_lines"]))
 

@@ -13,7 +13,7 @@ import torch
 import dualkv
 from codegen.spec import backward_specs, forward_spec
 from dualkv import Layout, hopper
-from tools import soak
+from tools.bench import soak
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
-from tools import bench_trl
+from tools.bench import trl as bench_trl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 

@@ -9,7 +9,7 @@ import torch
 
 from dualkv import precompile
 from dualkv.bench import run, timing
-from tools import cold_start
+from tools.bench import cold_start
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tools import soak
+from tools.bench import soak
 
 FLAT = {"seconds": 1.0, "steps": 1, **dict.fromkeys(soak.MAY_GROW, 100.0)}
 

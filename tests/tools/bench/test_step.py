@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.integrations.tiny import make_model
-from tools import bench_step, stock_attention
+from tools.bench import step as bench_step
+from tools.bench import stock_attention
 from tools.bench.step import ROWS, Row, Sizes
 
 SIZES = Sizes("tiny", layers=1, responses=4, prompt_len=24, response_len=6, micro_batch=2, repeats=2, chunk_size=10,

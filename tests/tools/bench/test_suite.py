@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tools import suite
+from tools.bench import suite
 
 ONE = """
 tests/gpu/test_a.py ..Fs
