@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
 from dualkv.plan_backward import backward_work
+from tools import filed
+from tools.bench import record
 from tools.sanitize import __main__ as sanitize
 from tools.sanitize import cases, controls, known, reading
 from tools.sanitize.reading import Report
 
-DATA = Path(__file__).parent / "data" / "sanitize"
+DATA = Path(__file__).parents[1] / "data" / "sanitize"
 NUM_SMS = 132
 
 
@@ -142,13 +144,12 @@ def run(monkeypatch, tmp_path, bad=frozenset(), dies=None, more=()):
     monkeypatch.setattr(sanitize.store, "where", lambda spec: None)
     monkeypatch.setattr(sanitize.store, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(sanitize, "_sass", lambda spec: ("other", {}))
-    monkeypatch.setattr(sanitize, "environment", lambda *_: {"commit": "abc"})
-    monkeypatch.setattr(sanitize, "Meter", lambda: None)
+    monkeypatch.setattr(record, "Meter", lambda: None)
     app = typer.Typer()
     app.command()(sanitize.main)
     out = tmp_path / "out.json"
     done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out), *more])
-    return done, json.loads(out.read_text())["tools"]
+    return done, filed.read(out)["tools"]
 
 
 def test_clean(monkeypatch, tmp_path):
