@@ -1,8 +1,9 @@
 """How records lie in docs/results/: JSON that names the fields of equal entries once, short parts on one line.
 
-Entries with the same fields, in a list or under names, are stored as `{"columns": FIELDS, "rows": VALUES}` where that is
-shorter. FIELDS has the shape of one entry: null for a value that is stored as it is, a dict for the values of further
-fields in its order, a list of one such shape for entries that follow one another; "-" is a field that an entry lacks.
+Entries with the same fields, in a list or under names, are stored as `{"columns": FIELDS, "rows": VALUES}` where that
+is shorter. FIELDS has the shape of one entry: null for a value that is stored as it is, a dict for the values of
+further fields in its order, a list of one such shape for entries that follow one another; "-" is a field that an entry
+lacks.
 :func:`read` gives the entries back. A change of a figure is still a change of one line.
 `python -m tools.tables` lays all records out so.
 """

@@ -33,7 +33,7 @@ def test_fields_of_equal_entries_are_named_once():
     assert filed.parse(text) == {"before": 1, "sides": {"one": entries}}
     assert text.count("power") == 1
     row = [line for line in text.splitlines() if line.strip().startswith("[7.0")]
-    assert row == ['   [7.0, [[3.0], [4.0]], "-"],'], "an entry is a line, and a field may be absent"
+    assert row == ['    [7.0, [[3.0], [4.0]], "-"],'], "an entry is a line, and a field may be absent"
 
 
 def test_short_parts_stand_on_one_line_and_numbers_are_rounded():
