@@ -18,7 +18,7 @@ from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
 from tools.bench import cold_start, host_time, verl_rows
-from tools.bench.record import RUNS
+from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.ncu.lines import Hot
 from tools.sanitize import show as sanitize
@@ -301,7 +301,7 @@ def trust() -> str:
     """What was tried to break it, how many failed, on what: of random calls a row for each commit and device."""
     rows = []
     fuzzed: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in sorted((run for path in RESULTS.glob("fuzz-*.json") for run in _load(path.stem)[RUNS]), key=_date):
+    for run in sorted((run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))), key=_date):
         fuzzed.setdefault((run["commit"], run["device"]), []).append(run)
     for runs in fuzzed.values():
         what = f"random calls, {len(runs)} seed" + "s" * (len(runs) > 1)

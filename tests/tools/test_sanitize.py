@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import sys
 import time
@@ -203,7 +202,7 @@ def test_reports_are_judged_again(monkeypatch, tmp_path):
     monkeypatch.setattr(sanitize.known, "why", lambda tool, report, shown: "it is known")
     done = CliRunner().invoke(app, again)
     assert done.exit_code == 0, done.output
-    (report,) = json.loads((tmp_path / "out.json").read_text())["tools"]["memcheck"]["reports"]
+    (report,) = filed.read(tmp_path / "out.json")["tools"]["memcheck"]["reports"]
     assert report["false_positive"] == "it is known"
 
 

@@ -12,7 +12,7 @@ from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import NAMED, parse
 from tools import filed, tables
 from tools.bench import attention, host_time
-from tools.bench.record import RUNS
+from tools.bench.record import runs_of
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -25,7 +25,7 @@ def test_documents_show_the_recorded_figures(path):
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_figures_say_where_they_come_from(path):
     record = filed.read(path)
-    for run in record.get(RUNS, [record]):
+    for run in runs_of(record):
         assert {"date", "commit", "changed_files", "gpu", "versions"} <= set(run)
         assert len(run["commit"]) == 40
     assert path.read_text() == filed.text(record), "run `python -m tools.tables`"

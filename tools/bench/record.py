@@ -54,6 +54,11 @@ class Record:
             _replace(self.path, {RUNS: [*before[RUNS], {**self.about, **figures}]})
 
 
+def runs_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a list of runs, or the record of one run."""
+    return list(record[RUNS]) if record.keys() == {RUNS} else [record]
+
+
 def _replace(path: Path, record: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")

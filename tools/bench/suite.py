@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tools import filed
-from tools.bench.record import RUNS, JsonPath
+from tools.bench.record import JsonPath, runs_of
 
 ABOUT = ("date", "commit", "changed_files", "gpu", "python", "cuda", "versions")
 OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S+\.py)(.*)$", re.MULTILINE)
@@ -46,8 +46,7 @@ def main(
     of: Annotated[Path, typer.Option(help="A record of the same machine and commit; of a list of runs the last one.")],
     json_to: JsonPath,
 ) -> None:
-    about = filed.read(of)
-    about = about[RUNS][-1] if RUNS in about else about
+    about = runs_of(filed.read(of))[-1]
     counted = [count(path.read_text()) for path in logs]
     modules: dict[str, Counter[str]] = {}
     for one in counted:
