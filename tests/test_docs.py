@@ -58,16 +58,16 @@ NOT_RUN = {
     "python examples/one_gpu.py": "tests/test_examples.py runs it in small",
     "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
     "python -m tests.protocol": "takes an hour: tests/protocol/test_protocol.py runs fewer schedules",
-    "python -m tools.bench.before": "needs a Hopper GPU: tests/tools/bench/test_before.py has what does not",
+    "python -m tools.bench.before": "needs a Hopper GPU: tests/tools/test_before.py has what does not",
     "python -m tools.bench.update": "has the record's sizes: minutes, or a Hopper GPU",
     "python -m tools.bench.step": "needs a Hopper GPU",
     "python -m tools.bench.cold_start": "needs a Hopper GPU",
     "python -m tools.bench.host_time": "needs a Hopper GPU",
     "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/tools/test_ncu.py reads filed profiles",
     "python -m tools.bench.attention": "needs a Hopper GPU",
-    "python -m tools.bench.tune": "needs a Hopper GPU: tests/tools/bench/test_tune.py has what does not",
+    "python -m tools.bench.tune": "needs a Hopper GPU: tests/tools/test_tune.py has what does not",
     "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",
-    "python -m tools.bench.soak": "needs a Hopper GPU: tests/tools/bench/test_soak.py judges what it records",
+    "python -m tools.bench.soak": "needs a Hopper GPU: tests/tools/test_soak.py judges what it records",
 }
 # What writes documents and takes no options, and the test that compares what it would write.
 WRITES = {
