@@ -15,9 +15,9 @@ from typing import Any
 import dualkv
 from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import segments_of
-from dualkv.plan import forward_work
+from dualkv.ops.plan.forward import forward_work
 from tools import filed
-from tools.tables import RESULTS, UPDATES, first_profile
+from tools.tables import RESULTS, UPDATES
 
 DOCS = Path(__file__).parent.parent / "docs"
 STYLE = """<style>
@@ -242,8 +242,9 @@ def roofline() -> str:
     def y(tflops: float) -> float:
         return top + tall * math.log10(most / tflops)
 
-    profiles = {direction: first_profile(direction) for direction in ("fwd", "bwd")}
-    kernels = {direction: _with_products(filed) for direction, filed in profiles.items()}
+    every = filed.read(RESULTS / "profile-h200.json")["profiles"]
+    profiles = {d: next(p for p in every if p["direction"] == d) for d in ("fwd", "bwd")}
+    kernels = {direction: _with_products(profile) for direction, profile in profiles.items()}
     about, peaks = profiles["fwd"], kernels["fwd"]["peaks"]
     commits = ", ".join(dict.fromkeys(f"{p['commit'][:7]}" for p in profiles.values()))
     title = f"Roofline, {about['gpu']['name']}: kernels of commit {commits}, {about['workload']['name']}"

@@ -10,9 +10,13 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from codegen import manifest
+from codegen.spec import KernelSpec, backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
@@ -20,16 +24,17 @@ from tools import filed
 from tools.bench import cold_start, host_time, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
-from tools.ncu.lines import Hot
+from tools.ncu.job import Job
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
+MANIFEST = ROOT / "tests" / "codegen" / "manifest.json"
 DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("performance", "deployment", "profiling", "sanitizers", "trust", "tuning", "verl")
+        for name in ("compare", "performance", "deployment", "profiling", "sanitizers", "trust", "tuning", "verl")
     ),
 )
 UPDATES = {
@@ -119,11 +124,11 @@ def _against_peer(name: str) -> str:
             row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
         rows.append(row)
     head = ["workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
-    return markdown_table([*head, "deterministic, times"] if deterministic else head, rows) + _recorded(run)
+    return markdown_table([*head, "deterministic: time ratio"] if deterministic else head, rows) + _recorded(run)
 
 
 def aimed() -> str:
-    """What was aimed at and what the records reach; what falls short is bold."""
+    """Targets and what the records reach; a figure below its target is bold."""
 
     def cell(figure: float, least: float, form: str) -> list[str]:
         text = format(figure, form)
@@ -148,7 +153,7 @@ def aimed() -> str:
         fewer,
         ["deterministic over any order, at most", "", "", "1.10", text if slowest <= 1.10 else f"**{text}**"],
     ]
-    return markdown_table(["", "forward: aimed at", "reached", "backward: aimed at", "reached"], rows)
+    return markdown_table(["", "forward: target", "reached", "backward: target", "reached"], rows)
 
 
 def head_dims(direction: str) -> str:
@@ -193,7 +198,7 @@ def drawn() -> str:
                 f"{len(some)}: {speeds[0]:.2f}, {statistics.median(speeds):.2f}, {speeds[-1]:.2f}" if some else ""
             )
         rows.append(row)
-    head = ["head dim", "forward: slowest, median, fastest ratio", "backward"]
+    head = ["head dim", "forward: workloads; slowest, median, fastest ratio", "backward: the same"]
     slower = [f"{_drawn(r)} {_ratio(r):.2f}" for r in sorted(measured, key=_ratio) if _ratio(r) < 1]
     said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
     missing = len(results) - len(measured)
@@ -223,7 +228,7 @@ def tensor_parallel() -> str:
         w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
         rate = f"{ours['sustained_tflops'] / whole['sides'][OURS]['sustained_tflops']:.2f}"
         rows.append((f"{w['heads']} / {w['kv_heads']}", _speed(ours), rate, _speed(peer)))
-    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "of the rate at all heads", "FlashAttention-4, 3 calls")
+    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "rate over that of all heads", "FlashAttention-4, 3 calls")
     return markdown_table(head, rows) + _recorded(run)
 
 
@@ -249,10 +254,10 @@ def trees(folder: Path | None = None) -> str:
     head = [
         "tree",
         "DualKV, ms (TFLOP/s)",
-        "FlexAttention: times as fast",
-        "replicated, FlashAttention-4: times as fast",
+        "FlexAttention: speed-up over it",
+        "FlashAttention-4, replicated: speed-up over it",
     ]
-    head += ["TFLOP/s of two levels, same rollouts: part of it", f"{MAIN}: part of it"]
+    head += ["two levels, same rollouts, TFLOP/s: ratio to it", f"{MAIN}, TFLOP/s: ratio to it"]
     return markdown_table(head, rows) + _recorded(run)
 
 
@@ -271,21 +276,31 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
-def first_profile(direction: str) -> dict[str, Any]:
-    return next(p for p in _load("profile-h200")["profiles"] if p["direction"] == direction)
+def kernels() -> str:
+    """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
+    described = manifest.read(MANIFEST)["kernels"]
+    specs: list[KernelSpec[Any]] = [forward_spec("bf16", d, 4) for d in HEAD_DIMS]
+    specs += [backward_specs("bf16", d).main for d in HEAD_DIMS]
+    rows = []
+    for spec in specs:
+        kernel = described[str(spec)]
+        budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
+        tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
+        row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
+        rows.append([*row, f"{kernel['shared_memory'] / 1024:.1f}"])
+    head = ["kernel", "head dim", "tile", "registers at launch", "producer / MMA", "shared memory, KiB"]
+    return markdown_table(head, rows)
 
 
-def profile(direction: str) -> str:
-    """What its kernels did with their time."""
-    filed = first_profile(direction)
-    return f"{filed['date'][:10]}, commit {filed['commit'][:7]}: {ncu.markdown(ncu.report(filed))}"
-
-
-def hot(direction: str) -> str:
-    """Where the warps of a direction's main kernel wait."""
-    kernel = next(k for k in first_profile(direction)["kernels"] if "hot" in k)
-    places = [Hot(**place) for place in kernel["hot"]]
-    return ncu.markdown(ncu.hot(kernel["operation"], places, kernel["no_lines"]))
+def profiles() -> str:
+    """What kernels did with their time, of the profiles on file whose kernels have the tiles of today's table."""
+    every = _load("profile-h200")["profiles"]
+    current = [p for p in every if p["specs"] == {n: s.to_dict() for n, s in Job.from_dict(p).specs().items()}]
+    if not current:
+        commits = " and ".join(dict.fromkeys(p["commit"][:7] for p in every))
+        return f"The profiles on file are of commits {commits}, whose kernels no longer exist, and are not shown."
+    tables = ((p, ncu.markdown(ncu.report(p))) for p in current)
+    return "\n\n".join(f"{p['date'][:10]}, commit {p['commit'][:7]}: {table}" for p, table in tables)
 
 
 def sanitizers() -> str:
@@ -356,10 +371,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
-    "profile-fwd": lambda: profile("fwd"),
-    "profile-bwd": lambda: profile("bwd"),
-    "hot-fwd": lambda: hot("fwd"),
-    "hot-bwd": lambda: hot("bwd"),
+    "kernels": kernels,
+    "profiles": profiles,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,

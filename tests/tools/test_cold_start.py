@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dualkv import precompile
+from dualkv.cli import precompile
 from tools import filed
 from tools.bench import cold_start, record
 

@@ -24,7 +24,7 @@ from tools.ncu.job import TABLES, Job, read_layout, read_tile, read_workload
 from tools.ncu.model import need
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "data" / "ncu"
+DATA = ROOT / "tests" / "files" / "ncu"
 FORWARD, BACKWARD = DATA / "fwd", DATA / "bwd"
 SMALL = Workload("small", (3,), ((2, 1),), heads=8, kv_heads=2)
 

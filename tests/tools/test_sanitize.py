@@ -12,14 +12,14 @@ import typer
 from typer.testing import CliRunner
 
 from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
-from dualkv.plan_backward import backward_work
+from dualkv.ops.plan.backward import backward_work
 from tools import filed
 from tools.bench import record
 from tools.sanitize import __main__ as sanitize
 from tools.sanitize import cases, controls, known, reading
 from tools.sanitize.reading import Report
 
-DATA = Path(__file__).parents[1] / "data" / "sanitize"
+DATA = Path(__file__).parents[1] / "files" / "sanitize"
 NUM_SMS = 132
 
 

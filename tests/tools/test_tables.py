@@ -13,6 +13,7 @@ from dualkv.bench.workloads import NAMED, parse
 from tools import filed, tables
 from tools.bench import attention, host_time
 from tools.bench.record import runs_of
+from tools.ncu.job import Job
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -78,7 +79,7 @@ def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
             raise RuntimeError("no more")
         Path(options["--json"]).write_text(json.dumps({"results": [{"workload": given}]}))
 
-    monkeypatch.setattr(attention.cli, "app", bench)
+    monkeypatch.setattr(attention.commands, "app", bench)
     monkeypatch.setattr(attention.time, "monotonic", lambda: clock[0])
     names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
     with pytest.raises(SystemExit, match="trees-h200: RuntimeError: no more"):
@@ -119,7 +120,7 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
         "| binary-p4096-r1024, forward | 5.00 (700) | 9.00 (389): 1.80 | 20.00 (175): 4.00 | 728: 0.96 | 750: 0.93 |",
         "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
     ]
-    monkeypatch.setattr(attention.cli, "app", lambda *_, **__: None)
+    monkeypatch.setattr(attention.commands, "app", lambda *_, **__: None)
     monkeypatch.setattr(attention, "without_lengths", lambda report: report)
     shown = tables.trees(tmp_path)
     attention.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
@@ -130,6 +131,20 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
     for tree, lengths in tables.TWO_LEVELS.items():  # the same rollouts
         two, deep = parse(lengths).layout(), NAMED[tree].layout()
         assert (two.depth, two.nominal_tokens) == (2, deep.nominal_tokens)
+
+
+def test_profiles_are_shown_while_their_kernels_exist(tmp_path, monkeypatch):
+    profile, *_ = json.loads((tables.RESULTS / "profile-h200.json").read_text())["profiles"]
+    specs = {name: spec.to_dict() for name, spec in Job.from_dict(profile).specs().items()}
+    (operation, spec), *_ = specs.items()
+    older = {**specs, operation: spec | {"tile": spec["tile"] | {"tile_n": 999}}}
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for made_of, shown in ((specs, True), (older, False)):
+        record = {"profiles": [profile | {"specs": made_of, "commit": "a" * 40}]}
+        (tmp_path / "profile-h200.json").write_text(json.dumps(record))
+        text = tables.profiles()
+        assert "aaaaaaa" in text
+        assert ("| registers a thread |" in text) is shown
 
 
 def test_a_table_says_what_there_was_no_time_for():

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dualkv import cli
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import NAMED, parse
+from dualkv.cli import commands
 from tools import filed, tables
 from tools.tables import MAIN, RESULTS, TWO_LEVELS
 
@@ -79,7 +79,7 @@ def main(
         more = ["--json", str(path), *(["--time-limit", f"{limit:.1f}"] if limit < math.inf else [])]
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         try:
-            cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+            commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
             path.write_text(filed.text(without_lengths(filed.read(path))))
             if name == "trees-h200":
                 print(tables.trees(folder), flush=True)

@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dualkv.data.rollouts import Rollouts
+from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
-from dualkv.rollouts import Rollouts
-from dualkv.update import ModelBatch, packed_batches, replicated_batches
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
 

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
+from dualkv.demo.sampling import sample_responses
 from dualkv.grpo import group_advantages
-from dualkv.sampling import sample_responses
 from tools.bench.record import JsonPath, Record
 from tools.bench.verl import Algorithm, Engine, Settings, make_worker
 

@@ -34,10 +34,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
+from dualkv.demo.measure import PeakMemory
+from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
-from dualkv.measure import PeakMemory
 from dualkv.models import CONFIGS
-from dualkv.settings import DTYPES
 from tools.bench.record import JsonPath, Record
 
 WAYS = ("padded", "tree", "packed")

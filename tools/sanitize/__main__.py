@@ -19,7 +19,7 @@ from rich.console import Console
 
 from codegen import KernelError, cubin, store
 from codegen.spec import KernelSpec
-from dualkv import hopper
+from dualkv.ops import hopper
 from tools import filed
 from tools.bench.record import OptionalJsonPath, Record
 from tools.process import run_limited
