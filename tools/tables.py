@@ -91,6 +91,75 @@ def updates() -> str:
     return markdown_table([*head, "distance from fp32*"], rows)
 
 
+def replicated() -> str:
+    """What packing saves, with the attention that the replicated prompts ran with: the README's table."""
+    above, whole = "above the weights", "in all"
+    measured = []
+    for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
+        run = _load(name)
+        ways = [run["ways"][way] for way in ("replicated", "packed")]
+        seconds, gib = [way["total_seconds"] for way in ways], [way["peak_bytes"] / 2**30 for way in ways]
+        measured.append((f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], "", seconds, gib, above))
+
+    run = _load("trl-h200-fa4")
+    ways = [run["ways"][way] for way in ("padded", "packed")]
+    seconds, gib = [way["seconds"]["median"] for way in ways], [way["peak_gib"] for way in ways]
+    what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
+    measured.append((what, "FlashAttention-4", run["settings"], "256 to ", seconds, gib, above))
+
+    run = _load("step-h200-fa4")
+    ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
+    seconds, gib = [way["median"] for way in ways], [way["peak_gib"] for way in ways]
+    what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
+    measured.append((what, "FlashAttention-4", run["sizes"], "", seconds, gib, whole))
+
+    ways = [
+        min(
+            (row for row in _verl("4gpu") if _is_whole_grpo(row["settings"], engine)),
+            key=lambda row: row["seconds"]["median"],
+        )
+        for engine in ("verl", "dualkv")
+    ]
+    seconds, gib = [way["seconds"]["median"] for way in ways], [max(way["peak_gib"]) for way in ways]
+    what = "veRL update, Qwen3-8B, 4 H200s"
+    measured.append((what, "cuDNN's attention", ways[0]["settings"], "", seconds, gib, whole))
+
+    rows = []
+    for what, peer, s, least, (a, b), (c, d), kind in measured:
+        memory = f"{c:.1f} / {d:.1f} GiB {kind}" + (f" ({c / d:.1f}x)" if kind == above else "")
+        lens = f"{s['prompt_len']}, {s['responses']} x {least}{s['response_len']}"
+        rows.append([what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory])
+    head = ["measured", "P, N x R", "replicated prompts run with", "time, replicated / packed", "peak memory"]
+    return markdown_table(head, rows)
+
+
+def _is_whole_grpo(settings: dict[str, Any], engine: str) -> bool:
+    return settings["layers"] is None and (settings["algorithm"], settings["engine"]) == ("grpo", engine)
+
+
+def speeds() -> str:
+    """The kernels against the peer, from the slowest workload of each record to the fastest."""
+
+    def span(name: str, figure: Callable[[dict[str, Any]], float], form: str) -> str:
+        figures = [figure(result) for result in _measured(_load(name)["results"])]
+        return f"{min(figures):{form}} to {max(figures):{form}}"
+
+    rows = [
+        [what, *(span(name.format(direction), figure, form) for direction in ("forward", "backward"))]
+        for what, name, figure, form in (
+            ("head dim 128, eight workloads: TFLOP/s", "{}-h200", _rate, ".0f"),
+            ("the same: times as fast", "{}-h200", _ratio, ".2f"),
+            ("head dims 64, 96, 192, 256: times as fast", "{}-h200-head-dims", _ratio, ".2f"),
+            ("40 random shapes: times as fast", "random-{}-h200", _ratio, ".2f"),
+        )
+    ]
+    return markdown_table(["attention on an H200", "forward", "backward"], rows)
+
+
+def _rate(result: dict[str, Any]) -> float:
+    return float(result["sides"][OURS]["sustained_tflops"])
+
+
 def _speed(side: dict[str, Any]) -> str:
     return f"{side['sustained_ms']:.2f} ({side['sustained_tflops']:.0f})"
 
@@ -319,7 +388,7 @@ def trust() -> str:
     for run in sorted((run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))), key=_date):
         fuzzed.setdefault((run["commit"], run["device"]), []).append(run)
     for runs in fuzzed.values():
-        what = f"random calls, {len(runs)} seed" + "s" * (len(runs) > 1)
+        what = f"random calls, seed{'s' * (len(runs) > 1)} {', '.join(run['seed'] for run in runs)}"
         cases, failed = sum(run["tried"]["cases"] for run in runs), sum(run["failed"] for run in runs)
         worst = max(run["worst_part_of_bound"] for run in runs)
         rows.append(_tried(runs[-1], what, f"{cases:,}", failed, f"largest error {worst:.2f} of its bound"))
@@ -361,6 +430,8 @@ def _verl(*names: str) -> list[verl_rows.Row]:
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
     "updates": updates,
+    "replicated": replicated,
+    "speeds": speeds,
     "aimed": aimed,
     "forward": lambda: _against_peer("forward-h200"),
     "backward": lambda: _against_peer("backward-h200"),
