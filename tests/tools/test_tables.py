@@ -142,7 +142,7 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
 
 
 def test_profiles_are_shown_while_their_kernels_exist(tmp_path, monkeypatch):
-    profile, *_ = json.loads((tables.RESULTS / "profile-h200.json").read_text())["profiles"]
+    profile, *_ = filed.read(tables.RESULTS / "profile-h200.json")["profiles"]
     specs = {name: spec.to_dict() for name, spec in Job.from_dict(profile).specs().items()}
     (operation, spec), *_ = specs.items()
     older = {**specs, operation: spec | {"tile": spec["tile"] | {"tile_n": 999}}}
