@@ -246,7 +246,7 @@ def checkout() -> dict[str, Any] | None:
 
 
 def source_digest() -> str:
-    """sha256 over the names and bytes of the files that a run's figures depend on."""
+    """sha256 over the names and bytes of the files that `changed_files` is about."""
     found = hashlib.sha256()
     for path in sorted(p for folder in SOURCES for kind in ("*.py", "*.c") for p in (ROOT / folder).rglob(kind)):
         found.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -260,8 +260,8 @@ def _stamped() -> dict[str, Any] | None:
     stamp: dict[str, Any] = json.loads(STAMP.read_text())
     if stamp.pop("source_digest") != source_digest():
         raise ValueError(
-            f"{STAMP} is the stamp of other sources than those beside it: run `python -m tools.stamp` in the checkout, "
-            "then copy the checkout again"
+            f"{STAMP} is of other sources, expected the stamp of the sources beside it: run `python -m tools.stamp` in the "
+            "checkout, then copy the checkout again"
         )
     return stamp
 

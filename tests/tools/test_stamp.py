@@ -38,7 +38,7 @@ def test_a_copy_that_was_changed_records_nothing(checkout, name):
     stamp.main()
     checkout.clear()
     (run.ROOT / name).write_text("changed")
-    with pytest.raises(ValueError, match=r"other sources than those beside it: run `python -m tools\.stamp`"):
+    with pytest.raises(ValueError, match=r"is of other sources, expected .* run `python -m tools\.stamp`"):
         run.environment(None)
 
 
