@@ -260,8 +260,8 @@ def _stamped() -> dict[str, Any] | None:
     stamp: dict[str, Any] = json.loads(STAMP.read_text())
     if stamp.pop("source_digest") != source_digest():
         raise ValueError(
-            f"{STAMP} is of other sources, expected the stamp of the sources beside it: run `python -m tools.stamp` in the "
-            "checkout, then copy the checkout again"
+            f"{STAMP} is of other sources, expected the stamp of the sources beside it: run `python -m tools.stamp` in "
+            "the checkout, then copy the checkout again"
         )
     return stamp
 
