@@ -13,10 +13,9 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from cute_kernels import fwd_walk
+from cute_kernels import fakes, fwd_walk
 from cute_kernels.abi import WG_ROWS, warp_group_tokens
 from cute_kernels.abi import ForwardFields as items
 from cute_kernels.cluster import SMEM_BYTES, Clustered
@@ -158,19 +157,12 @@ class ForwardFrame(Clustered):
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
-
-        def packed(num_heads: cute.SymInt) -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=16)
-
-        lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
-        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=16)
-        schedule = make_fake_tensor(Int32, (cute.sym_int32(), 2), (2, 1), assumed_align=8)
-        segment_begin = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
-        q, k, v, out = packed(heads), packed(kv_heads), packed(kv_heads), packed(heads)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, out, lse, work, schedule, segment_begin, Float32(0.0), Int32(0), stream
+        rows, heads, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
+        q, out = [fakes.packed(self.dtype, rows, heads, dim) for _ in range(2)]
+        k, v = [fakes.packed(self.dtype, rows, kv_heads, dim) for _ in range(2)]
+        lse, segment_begin = fakes.by_head(Float32, heads, rows), fakes.flat(Int32, rows)
+        work, schedule = fakes.table(items.NUM_FIELDS, align=16), fakes.table(2, align=8)
+        return q, k, v, out, lse, work, schedule, segment_begin, Float32(0.0), Int32(0), fakes.stream()
 
     # ---------------------------------------------------------------- host side
     @cute.jit

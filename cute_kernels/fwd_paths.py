@@ -7,8 +7,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
 
+from cute_kernels import fakes
 from cute_kernels.abi import PathFields as items
 from cute_kernels.accumulator import column, row_elements
 from cute_kernels.fwd import ForwardKernel
@@ -107,12 +107,9 @@ class PathForwardKernel(ForwardKernel):
 
     def fake_arguments(self) -> tuple[object, ...]:
         q, k, v, out, lse, _, schedule, _, *rest = super().fake_arguments()
-
-        def table(fields: int) -> cute.Tensor:
-            return make_fake_tensor(Int32, (cute.sym_int32(), fields), (fields, 1), assumed_align=4)
-
-        visible_end = make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4)
-        return q, k, v, out, lse, table(items.NUM_FIELDS), schedule, table(2), visible_end, *rest
+        work, regions = fakes.table(items.NUM_FIELDS), fakes.table(2)
+        visible_end = fakes.flat(Int32, cute.sym_int32())
+        return q, k, v, out, lse, work, schedule, regions, visible_end, *rest
 
     @cute.jit
     def __call__(
