@@ -23,7 +23,6 @@ from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_el
 from cute_kernels.fwd_contain import ForwardContainment
 from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
 from cute_kernels.fwd_walk import Walk
-from cute_kernels.mask import mask
 from cute_kernels.softmax import (
     FIRST_MAX,
     REFERENCE_LIMIT,
@@ -34,7 +33,7 @@ from cute_kernels.softmax import (
     online_softmax,
     rescale,
 )
-from cute_kernels.work import Tile, first_and_step
+from cute_kernels.work import Mask, Tile, first_and_step
 
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
 
@@ -60,8 +59,6 @@ class Rows(NamedTuple):
 
 class ForwardKernel(ForwardContainment, ForwardFrame):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
-
-    mask = staticmethod(mask)
 
     @cute.jit
     def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, groups_per_kv: Int32, warp_id: Int32) -> None:
@@ -203,15 +200,15 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         masked: from this block on, but for the first one, they need no mask.
         others: O has other blocks in it.
         """
-        bars, masking = s.bars, tile.mask_arguments(begin)
-        self.first_block(x, rows, scale_log2, bars, at, others, g.bounds, masking)
-        self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
+        bars, mask = s.bars, tile.mask(begin)
+        self.first_block(x, rows, scale_log2, bars, at, others, g.bounds, mask)
+        self.clear_unseen(s.V, bars, at, wg, g.bounds, mask)
         if begin + 1 < end:
             self.await_early(bars, self.after(at))
         for i in cutlass.range(begin + 1, cutlass.min(masked, end), 1, unroll=1):
-            masking = tile.mask_arguments(i)
-            at = self.masked_block(x, rows, scale_log2, bars, at, i + 1 < end, g.bounds, masking)
-            self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
+            mask = tile.mask(i)
+            at = self.masked_block(x, rows, scale_log2, bars, at, i + 1 < end, g.bounds, mask)
+            self.clear_unseen(s.V, bars, at, wg, g.bounds, mask)
         for i in cutlass.range(cutlass.max(masked, begin + 1), end, 1, unroll=1):
             at = self.whole_block(x, rows, scale_log2, bars, at, i + 1 < end)
         return self.last_block(x, bars, at)
@@ -226,7 +223,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         at: Int32,
         others: cutlass.Boolean,
         bounds: cute.Tensor,
-        masking: Any,  # the last arguments of mask()
+        mask: Mask,
     ) -> None:
         """A stretch's first block, at place `at`: its probabilities. With `others`, O may have to be rescaled."""
         acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
@@ -235,7 +232,7 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         gemm(self.mma_qk(), acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
         warpgroup.wait_group(0)
         self.arrive(bars + self.EMPTY_K + stage)
-        self.mask(acc_S, rows.token, bounds, *masking)
+        mask.apply(acc_S, rows.token, bounds)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
         round_to(acc_S, x.tOrP)
         if others:
@@ -260,12 +257,12 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         at: Int32,
         more: cutlass.Boolean,
         bounds: cute.Tensor,
-        masking: Any,  # the last arguments of mask()
+        mask: Mask,
     ) -> Int32:
         """The next block's probabilities, and O of this one; returns the next one's place."""
         acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
         self.products(acc_S, x, bars, at)
-        self.mask(acc_S, rows.token, bounds, *masking)
+        mask.apply(acc_S, rows.token, bounds)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
         at = self.finish_products(acc_S, x, bars, at, more)
         rescale(x.acc_O, rows.scale)
@@ -288,13 +285,13 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
 
     @cute.jit
     def clear_unseen(
-        self, sV: cute.Tensor, bars: cute.Pointer, at: Int32, wg: Int32, bounds: cute.Tensor, masking: Any
+        self, sV: cute.Tensor, bars: cute.Pointer, at: Int32, wg: Int32, bounds: cute.Tensor, mask: Mask
     ) -> None:
         """Zero the rows of a V block that no row of the tile sees: 0 * NaN would be NaN.
 
         Every warp group does it for itself; they write the same.
         """
-        key_row, first = masking[0], self.first_unseen(*masking)
+        first = mask.first_hidden()
         if first < self.tile_n:
             stage, phase = self.ring(at)
             cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
@@ -307,27 +304,11 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
             zero.fill(0)
             tid = cute.arch.thread_idx()[0] % 128
             for row in cutlass.range(first + tid // units, rows, 128 // units, unroll=1):
-                if self.unseen(key_row + row, bounds, *masking):
+                if mask.hides(mask.key_row + row, bounds):
                     for chunk in cutlass.range_constexpr(chunks):
                         cute.autovec_copy(zero, words[None, tid % units, row, chunk])
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
-
-    def first_unseen(self, key_row: Int32, limit: Int32, straddles: cutlass.Boolean) -> Int32:
-        """The first row of a block that may be unseen: from the limit on they are another segment's."""
-        return limit - key_row
-
-    def unseen(
-        self, key: Int32, bounds: cute.Tensor, key_row: Int32, limit: Int32, straddles: cutlass.Boolean
-    ) -> bool | cutlass.Boolean:
-        """Whether no row of the tile sees a key from there on."""
-        return True
-
-    def sees(
-        self, row: Int32, key: Int32, bounds: cute.Tensor, key_row: Int32, limit: Int32, straddles: cutlass.Boolean
-    ) -> cutlass.Boolean:
-        """What `mask` says of one pair."""
-        return (key <= row) & (key < limit) & (~straddles | (key >= bounds[row]))
 
     def fits(
         self, acc_O: cute.Tensor, rows: Rows, scale_log2: Float32, tile: Tile, wg: Int32, tile_row: Int32

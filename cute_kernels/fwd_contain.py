@@ -23,7 +23,6 @@ class ForwardContainment:
     tile_n: int
     tile: Any
     in_use: Any
-    sees: Any
 
     @cute.jit
     def contain(
@@ -53,9 +52,9 @@ class ForwardContainment:
                 tile = self.tile(g, fields)
                 head = head_group * self.packed_heads + (tile_row + 8 * r) % self.packed_heads
                 for i in cutlass.range(0, tile.blocks, 1, unroll=1):
-                    first, masking = tile.key_row(i), tile.mask_arguments(i)
+                    first, mask = tile.key_row(i), tile.mask(i)
                     for key in cutlass.range(first, first + self.tile_n, 1, unroll=1):
-                        seen = (broken[r] != 0) & ((i >= tile.masked) | self.sees(token[r], key, g.bounds, *masking))
+                        seen = (broken[r] != 0) & ((i >= tile.masked) | mask.sees(token[r], key, g.bounds))
                         row = cutlass.min(key, g.k.shape[0] - 1)  # a block may reach past the last one
                         self.add_key(acc_O, r, seen, lse[r], g, token[r], head, row, kv_head, scale)
 
