@@ -9,8 +9,8 @@ release the stage:
     pipeline.producer_expect(stage, num_bytes)    ... use the data of stage.index ...
     copy(..., bar=pipeline.full[stage.index])     pipeline.consumer_release(stage)
 
-`it` counts the uses from 0, the same on both sides. Each side goes through every use in order and skips none: a consumer
-that does not need a block waits for and releases its stage nevertheless.
+`it` counts the uses from 0, the same on both sides. Each side goes through every use in order and skips none: a
+consumer that does not need a block waits for its stage and releases it nevertheless.
 
 Why that is safe. A wait names a phase by its parity only. So it is right as long as the phase after the one that is
 waited for does not end before the wait has returned; else the warp waits for a phase that is over, and hangs. For the
@@ -22,8 +22,9 @@ is declared says what does.
 Pipelines are frozen dataclasses because the DSL takes a method call on any other object within a dynamic loop or branch
 for a change of that object, and then carries all of its members through the loop.
 
-`tests/protocol` runs these objects with the kernels on the CPU, under random schedules: it fails if a wait is for a phase
-that is over, if a barrier has more arrivals than its count, or if nothing orders a write of a stage after its reads.
+`tests/protocol` runs these objects with the kernels on the CPU, under random schedules. It fails if a wait is for a
+phase that is over, if a barrier has more arrivals than its count, or if nothing orders a write of a stage after its
+reads.
 """
 
 from collections.abc import Sequence
@@ -49,8 +50,6 @@ class Stage(NamedTuple):
 
 def stage_of(it: Int32, stages: int) -> Stage:
     """The stage of use `it` (from 0 on) where `stages` stages rotate."""
-    if stages == 1:
-        return Stage(0, it & 1)
     return Stage(it % stages, (it // stages) & 1)
 
 
@@ -60,17 +59,20 @@ class Mbarriers:
     """Mbarriers of one kind, one a stage.
 
     Attributes:
-        first: the first one; None on the host, where only their number counts.
+        bars: the first mbarrier of the CTA; None on the host, where only their number counts.
+        first: the number of this kind's first one among the CTA's.
         count: how many.
         arrivals: how many complete a phase (of threads; bytes that are expected come on top).
     """
 
-    first: cute.Pointer | None
+    bars: cute.Pointer | None
+    first: int
     count: int
     arrivals: int
 
     def __getitem__(self, index: Int32 | int) -> cute.Pointer:
-        return self.first if isinstance(index, int) and index == 0 else self.first + index
+        """The mbarrier of a stage. Computed at each use: an address kept from the kernel's start on takes registers."""
+        return self.bars + self.first + index
 
     def wait(self, stage: Stage) -> None:
         """Wait until the phase has ended, and see what those who arrived have done before."""
@@ -114,9 +116,8 @@ class MbarrierAllocator:
         self.kinds: list[Mbarriers] = []
 
     def take(self, count: int, arrivals: int) -> Mbarriers:
-        first = None if self.bars is None else self.bars + self.num_bars
+        self.kinds.append(Mbarriers(self.bars, self.num_bars, count, arrivals))
         self.num_bars += count
-        self.kinds.append(Mbarriers(first, count, arrivals))
         return self.kinds[-1]
 
 
@@ -125,7 +126,7 @@ def init_mbarriers(kinds: Sequence[Mbarriers]) -> None:
     with cute.arch.elect_one():
         for kind in kinds:
             for j in range(kind.count):
-                cute.arch.mbarrier_init(kind.first + j, kind.arrivals)
+                cute.arch.mbarrier_init(kind[j], kind.arrivals)
 
 
 # ---------------------------------------------------------------- pipelines
