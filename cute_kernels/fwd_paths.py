@@ -5,9 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels import fakes
-from cute_kernels.abi import PathFields as items
+from cute_kernels.abi import PathFields
 from cute_kernels.fwd import ForwardKernel
-from cute_kernels.fwd_frame import Global
+from cute_kernels.fwd_frame import Arguments, Global
 from cute_kernels.work import PathTile
 
 
@@ -19,15 +19,15 @@ class PathForwardKernel(ForwardKernel):
         regions: [m, 2] int32, of the same plan (both: abi.PathFields).
         visible_end: [T + tile_n] int32, zeros past T.
 
-    What is not finite in V stays with the rows that see it.
+    NaN and infinity in V stay with the rows that see them.
     """
 
-    num_fields = items.NUM_FIELDS
+    num_fields = PathFields.NUM_FIELDS
     walks = False  # what the rows of a warp group see is not in the tables
 
     def fake_arguments(self) -> tuple[object, ...]:
         q, k, v, out, lse, _, schedule, _, *rest = super().fake_arguments()
-        work, regions = fakes.table(items.NUM_FIELDS), fakes.table(2)
+        work, regions = fakes.table(PathFields.NUM_FIELDS), fakes.table(2)
         visible_end = fakes.flat(Int32, cute.sym_int32())
         return q, k, v, out, lse, work, schedule, regions, visible_end, *rest
 
@@ -47,7 +47,8 @@ class PathForwardKernel(ForwardKernel):
         num_sms: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.launch(q, k, v, out, lse, work, schedule, (visible_end, regions), softmax_scale, num_sms, stream)
+        arguments = Arguments(q, k, v, out, lse, work, schedule, visible_end, regions)
+        self.launch(arguments, softmax_scale, num_sms, stream)
 
     def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> PathTile:
         return PathTile.load(fields, g.regions, self.tile_n)
