@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
 from cute_kernels.fwd_contain import ForwardContainment
-from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Shared
+from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Shared, Thread
 from cute_kernels.fwd_load import ForwardLoads
 from cute_kernels.fwd_walk import Walk
 from cute_kernels.pipeline import WrappingPipeline
@@ -115,12 +115,13 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     # ---------------------------------------------------------------- a warp group's tiles
     @cute.jit
     def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
+        thread = Thread(warp_id, warp_id // 4, warp_id % 4 * 16 + cute.arch.lane_idx() // 4)
         it = Int32(0)  # use of K and V: the block whose probabilities are in tOrP
         count, num_items = Int32(s.pipes.Q.first_count), self.num_items(g)
         for recompute in cutlass.range(2, unroll=1):
             for n in cutlass.range(0, num_items, 1, unroll=1):
                 if self.is_due(s.recompute, n, recompute):
-                    it = self.compute_item(atoms, g, s, warp_id, n, recompute, it, count)
+                    it = self.compute_item(atoms, g, s, thread, n, recompute, it, count)
                     count += 1
             cute.arch.cp_async_bulk_wait_group(0)  # O is out: the recompute pass may store it, and the CTA may end
             num_items = self.end_pass(s)
@@ -131,7 +132,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         atoms: Atoms,
         g: Global,
         s: Shared,
-        warp_id: Int32,
+        thread: Thread,
         n: Int32,
         recompute: Int32,
         it: Int32,
@@ -139,17 +140,17 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     ) -> Int32:
         """The cluster's n-th item, whose first block is use `it` of K and V and whose Q is use `count`; returns the use
         after the last block."""
-        wg, q = warp_id // 4, s.pipes.Q.stage(count, warp_id // 4)
-        state = self.state(g, s, q.index, wg)
+        q = s.pipes.Q.stage(count, thread.wg)
+        state = self.state(g, s, q.index, thread.wg)
         if const_expr(self.q_stages == 1):
-            self.release_previous_Q(s, count, warp_id)
+            self.release_previous_Q(s, count, thread)
         s.pipes.Q.consumer_wait(q)
-        part, walk = self.read_part(g, s, q.index, warp_id)
+        part, walk = self.read_part(g, s, q.index, thread)
         tile = part.tile
         for r in cutlass.range_constexpr(2):  # rows past the warp group's last one count as that
-            state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, wg))
+            state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, thread.wg))
         if const_expr(self.q_stages > 1):
-            self.release_previous_Q(s, count, warp_id)
+            self.release_previous_Q(s, count, thread)
 
         masked = cutlass.select_(recompute == 0, walk.masked, tile.blocks)
         it = self.walk_blocks(state, tile, walk, masked, it)
@@ -161,25 +162,24 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             first, step = first_and_step(self.cluster)
             fields = g.work[g.schedule[first + n * step, 0], None]
             self.contain(state.acc_O, state.rows.scale, state.rows.token, g, fields, part)
-        self.store(state.acc_O, state.rows.scale, atoms.O, g, s.Q[None, None, q.index], part, warp_id)
+        self.store(state.acc_O, state.rows.scale, atoms.O, g, s.Q[None, None, q.index], part)
         return it
 
-    def read_part(self, g: Global, s: Shared, q_stage: Int32, warp_id: Int32) -> tuple[Part, Walk]:
+    def read_part(self, g: Global, s: Shared, q_stage: Int32, thread: Thread) -> tuple[Part, Walk]:
         """What the producer has left with Q: the warp group's part of a tile, and the blocks that it walks."""
         tile = self.tile(g, s.item[None, q_stage])
         head_group, *walk = [s.item[j, q_stage] for j in range(self.num_fields, self.item_fields)]
         walk = Walk(*walk) if self.walks else Walk(Int32(0), tile.blocks, tile.blocks, tile.masked)
-        row = warp_id % 4 * 16 + cute.arch.lane_idx() // 4
-        return Part(tile, head_group, warp_id // 4, row), walk
+        return Part(tile, head_group, thread), walk
 
     @cute.jit
-    def release_previous_Q(self, s: Shared, count: Int32, warp_id: Int32) -> None:
+    def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:
         """The warp that stored O of the tile before releases its stage of Q, once the copy engine has read it."""
         Q = s.pipes.Q
-        if warp_id % 4 == 0:
+        if thread.warp_id % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
-                Q.release_previous(count, warp_id // 4)
+                Q.release_previous(count, thread.wg)
 
     # ---------------------------------------------------------------- the blocks of a tile
     @cute.jit
@@ -360,10 +360,9 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         g: Global,
         sO: cute.Tensor,  # (64, D), where Q was
         part: Part,
-        warp_id: Int32,
     ) -> None:
         """lse, and O by the copy engine, or by the threads where the tile ends within the warp group's box."""
-        wg, lane = part.wg, cute.arch.lane_idx()
+        wg, lane = part.thread.wg, cute.arch.lane_idx()
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
         cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # no warp reads Q any more
@@ -377,7 +376,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(sO))
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
-            if warp_id % 4 == 0:
+            if part.thread.warp_id % 4 == 0:
                 tOs, tOg = self.partition(tma_O, sO, self.box(g.O, part.head_group, token))
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()

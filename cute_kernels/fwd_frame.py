@@ -137,13 +137,20 @@ class Shared(NamedTuple):
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
 
 
+class Thread(NamedTuple):
+    """A thread of an MMA warp."""
+
+    warp_id: Int32  # of the MMA warps
+    wg: Int32  # warp group
+    row: Int32  # of the warp group's 64 rows the thread has this one and the one 8 below
+
+
 class Part(NamedTuple):
-    """The part of a tile that a warp group takes, and which of its rows a thread has."""
+    """The part of a tile that a warp group takes, as one of its threads sees it."""
 
     tile: AnyTile
     head_group: Int32
-    wg: Int32
-    row: Int32  # of the warp group's 64 rows the thread has this one and the one 8 below
+    thread: Thread
 
 
 class ForwardFrame(Clustered):
@@ -423,15 +430,15 @@ class ForwardFrame(Clustered):
 
     def token(self, part: Part, r: int) -> Int32:
         """Packed row of the thread's row r (0 or 1)."""
-        return self.first_token(part.tile, part.wg) + (part.row + 8 * r) // self.packed_heads
+        return self.first_token(part.tile, part.thread.wg) + (part.thread.row + 8 * r) // self.packed_heads
 
     def head(self, part: Part, r: int) -> Int32:
         """Query head of the thread's row r."""
-        return part.head_group * self.packed_heads + (part.row + 8 * r) % self.packed_heads
+        return part.head_group * self.packed_heads + (part.thread.row + 8 * r) % self.packed_heads
 
     def in_use(self, part: Part, r: int) -> Boolean:
         """Whether the thread's row r is a query's; the others hold anything and are not stored."""
-        return (part.row + 8 * r < self.rows_wg) & (self.token(part, r) < part.tile.row_end)
+        return (part.thread.row + 8 * r < self.rows_wg) & (self.token(part, r) < part.tile.row_end)
 
     def box(self, x: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
         """The ((packed_heads, tokens_wg), D) box of q or out that starts at `token`."""
