@@ -59,12 +59,9 @@ class Clustered:
 
         shared: the tiles of all stages, (rows, columns, stages).
         """
+        ctas = cute.make_layout(self.cluster)
         tile, source = cpasync.tma_partition(
-            atom,
-            self.rank(),
-            cute.make_layout(self.cluster),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(block, 0, 2),
+            atom, self.rank(), ctas, cute.group_modes(shared, 0, 2), cute.group_modes(block, 0, 2)
         )
         mask = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
         cute.copy(atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index], **mask)
