@@ -165,9 +165,9 @@ class ForwardFrame(Clustered):
         k, v: [T, Hk, D], dtype of q.
         out: [T, H, D], dtype of q. Every element is written.
         lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
-        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile (fields: abi.ForwardFields).
-        schedule: [n * H / packed_heads, 2] int32, `dualkv.schedule` for as many clusters as are launched: every tile of
-            every head group once, as (tile, head group). Of c clusters, each takes every c-th.
+        work: [n, 8] int32, the tiles of `dualkv.ops.plan.forward` for this kernel's tile (fields: abi.ForwardFields).
+        schedule: [n * H / packed_heads, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched:
+            every tile of every head group once, as (tile, head group). Of c clusters, each takes every c-th.
         segment_begin: [T] int32, the packed row where each row's segment begins.
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.

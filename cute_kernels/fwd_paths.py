@@ -14,7 +14,7 @@ from cute_kernels.work import PathTile
 class PathForwardKernel(ForwardKernel):
     """The forward over trees: arguments as of :class:`ForwardFrame`, but for these after lse:
 
-        work: [n, 7] int32, the tiles of `dualkv.plan_paths` for this kernel's tile.
+        work: [n, 7] int32, the tiles of `dualkv.ops.plan.paths` for this kernel's tile.
         schedule: as there.
         regions: [m, 2] int32, of the same plan (both: abi.PathFields).
         visible_end: [T + tile_n] int32, zeros past T.

@@ -1,6 +1,6 @@
 """Which of a tile's blocks one of its warp groups walks: those that its rows see.
 
-Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/test_plan.py walks plans so.
+Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/ops/plan/test_forward.py walks plans so.
 """
 
 from typing import NamedTuple, Protocol

@@ -21,7 +21,7 @@ class Tile:
     """One work item (abi.ForwardFields) of a layout of two levels.
 
     The order of its blocks: own blocks that need the mask from the last one down, context blocks that do, the context's
-    whole blocks, the own whole blocks. tests/test_plan.py has the same walk in numpy (`key_blocks`).
+    whole blocks, the own whole blocks. tests/ops/plan/test_forward.py has the same walk in numpy (`key_blocks`).
     """
 
     row: Int32
@@ -83,7 +83,10 @@ class Tile:
 
 @dataclass
 class PathTile:
-    """One work item (abi.PathFields) of a tree. tests/test_plan_paths.py has the same walk in numpy (`key_blocks`)."""
+    """One work item (abi.PathFields) of a tree.
+
+    tests/ops/plan/test_paths.py has the same walk in numpy (`key_blocks`).
+    """
 
     row: Int32
     row_end: Int32
