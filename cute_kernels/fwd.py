@@ -69,11 +69,11 @@ class State(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Neighbouring blocks of a tile, as it orders them."""
+    """Blocks [begin, end) of a tile, in its order."""
 
     begin: Int32
     end: Int32
-    masked: Int32  # from this block on, but for the first one, they need no mask
+    masked: Int32  # blocks from this one on need no mask; the first block of the stretch always has one
 
 
 class ForwardKernel(ForwardLoads, ForwardContainment):
@@ -147,7 +147,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         s.pipes.Q.consumer_wait(q)
         part, walk = self.read_part(g, s, q.index, thread)
         tile = part.tile
-        for r in cutlass.range_constexpr(2):  # rows past the warp group's last one count as that
+        for r in cutlass.range_constexpr(2):  # rows past the warp group's last token are masked like it
             state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, thread.wg))
         if const_expr(self.q_stages > 1):
             self.release_previous_Q(s, count, thread)
@@ -166,7 +166,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         return it
 
     def read_part(self, g: Global, s: Shared, q_stage: Int32, thread: Thread) -> tuple[Part, Walk]:
-        """What the producer has left with Q: the warp group's part of a tile, and the blocks that it walks."""
+        """What the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         tile = self.tile(g, s.item[None, q_stage])
         head_group, *walk = [s.item[j, q_stage] for j in range(self.num_fields, self.item_fields)]
         walk = Walk(*walk) if self.walks else Walk(Int32(0), tile.blocks, tile.blocks, tile.masked)
@@ -240,29 +240,29 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             rescale(state.acc_O, rows.scale)
 
     @cute.jit
-    def masked_block(self, state: State, mask: Mask, has_next: Boolean, it: Int32) -> Int32:
+    def masked_block(self, state: State, mask: Mask, continues: Boolean, it: Int32) -> Int32:
         """O += P V of block `it`, and the probabilities of the next block, whose use is returned.
 
-        has_next: the stretch has a block behind the next one.
+        continues: the stretch goes on after the next block.
         """
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
         mask.apply(acc_S, rows.token, state.bounds)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
-        it = self.finish_products(acc_S, state, has_next, it)
+        it = self.finish_products(acc_S, state, continues, it)
         rescale(state.acc_O, rows.scale)
         return it
 
     @cute.jit
-    def whole_block(self, state: State, has_next: Boolean, it: Int32) -> Int32:
+    def whole_block(self, state: State, continues: Boolean, it: Int32) -> Int32:
         """As masked_block, where the next block needs no mask: rows keep their reference maximum."""
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
         if const_expr(self.dtype is cutlass.BFloat16):
             fixed_softmax(acc_S, rows.max, rows.sum, state.scale_log2)
-            return self.finish_products(acc_S, state, has_next, it)
+            return self.finish_products(acc_S, state, continues, it)
         half_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
-        it = self.finish_products(acc_S, state, has_next, it)
+        it = self.finish_products(acc_S, state, continues, it)
         rescale(state.acc_O, rows.scale)
         return it
 
@@ -293,10 +293,10 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         K.consumer_release(k_stage, sync_warp=False)
 
     @cute.jit
-    def finish_products(self, acc_S: cute.Tensor, state: State, has_next: Boolean, it: Int32) -> Int32:
+    def finish_products(self, acc_S: cute.Tensor, state: State, continues: Boolean, it: Int32) -> Int32:
         """Wait for O; the next block's probabilities replace those of block `it`. Returns the next block's use."""
         K, V = state.pipes.K, state.pipes.V
-        if has_next:
+        if continues:
             self.compiler_fence(K, K.next(K.next(it)))
         warpgroup.wait_group(0)
         V.consumer_release(V.stage(it), sync_warp=False)
@@ -305,20 +305,20 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     @cute.jit
     def compiler_fence(self, K: WrappingPipeline, it: Int32) -> None:
-        """A compiler workaround: wait for K of block `it` a step before it is used.
+        """A compiler workaround, for three warp groups: wait for K of block `it` one step before it is used.
 
-        The data is there by then. The wait is a branch, across which ptxas moves no exponential of the step, past the
-        wait for O: three warp groups then waste less between their products. Two are faster with some exponentials
-        behind that wait, and wait for K where they use it.
+        K is there by then. What counts is that the wait is a branch. ptxas moves no exponential of the step across it,
+        and so none past the wait for O; three warp groups lose less time between their products that way. Two warp
+        groups are faster with some exponentials after the wait for O. They wait for K where they use it.
         """
         if const_expr(self.fence_softmax):
             K.consumer_wait(K.stage(it))
 
     @cute.jit
     def clear_hidden(self, state: State, mask: Mask, it: Int32) -> None:
-        """Zero the rows of a V block that no row of the tile sees: 0 * NaN would be NaN.
+        """Zero the keys of a V block that no row of the tile sees: 0 * NaN would be NaN.
 
-        Every warp group does it for itself; they write the same.
+        Each warp group writes the same zeros, so none waits for another.
         """
         first, V = mask.first_hidden(), state.pipes.V
         if first < self.tile_n:
@@ -342,7 +342,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     # ---------------------------------------------------------------- the end of a tile
     def fits(self, state: State, part: Part) -> Boolean:
         """Whether the warp's rows need no recompute pass: no score has outgrown its row's reference maximum, and no
-        reference is too large for `fixed_softmax`. rows.sum: of the whole rows."""
+        reference is too large for `fixed_softmax`. state.rows.sum: of the whole rows."""
         fits, rows, acc_O = Boolean(True), state.rows, state.acc_O
         for r in range(2):
             nan = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)]) * 0.0  # or 0, if all are finite

@@ -12,7 +12,7 @@ from cute_kernels.mask import PathMask, RegionMask
 
 
 def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:
-    """This cluster's first work number and the step to its next: those of neighbours in the list run side by side."""
+    """The cluster's first item and the step to its next one, so that neighbours in the list run side by side."""
     return cute.arch.block_idx()[0] // cluster_size, cute.arch.grid_dim()[0] // cluster_size
 
 
@@ -113,7 +113,7 @@ class PathTile:
 
     @cute.jit
     def key_row(self, i: Int32) -> Int32:
-        """Packed row of the first key of the i-th block; to be asked for one after another."""
+        """Packed row of the first key of the i-th block; blocks must be asked for in order."""
         if self.run[1] == 0:
             region = self.run[0]
             self.run[0] = region + 1
