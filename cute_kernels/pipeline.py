@@ -172,7 +172,7 @@ class Pipeline:
     # ------------------------------------------------------------ producer
     def producer_acquire(self, stage: Stage) -> None:
         """Wait until the stage may be written. The first use of each stage does not wait."""
-        cute.arch.mbarrier_wait(self.empty[stage.index], stage.phase ^ 1)  # in this order: ptxas follows it
+        cute.arch.mbarrier_wait(self.empty[stage.index], stage.phase ^ 1)
 
     def producer_expect(self, stage: Stage, num_bytes: int) -> None:
         """The stage is full when the copy engine has brought `num_bytes`; its copies name `full[stage.index]`."""
