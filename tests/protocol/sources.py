@@ -25,8 +25,7 @@ ALIKE = {
     "bwd_contain.py": ("add_not_finite", "clean", "mark_keys", "not_finite", "settle"),
     "bwd_results.py": ("add_all", "mask", "store", "store_slab"),
     "fwd_contain.py": ("add_key", "contain"),
-    "fwd_paths.py": ("mask_path",),
-    "mask.py": ("mask",),
+    "mask.py": ("apply", "keep_before"),
     "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize"),
 }
 SYNCHRONIZES = re.compile(
