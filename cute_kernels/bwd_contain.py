@@ -80,14 +80,15 @@ class BackwardContainment:
     def contain(
         self,
         mask: Mask,
-        sStat: cute.Tensor,
-        stage: Int32,
+        s: Shared,
+        stage: Int32,  # of Q
+        do_stage: Int32,
         m0: Int32,
-        acc_dV: cute.Tensor | None,
-        sdO: cute.Tensor | None,  # (M, D) of the block
-        acc_dP: cute.Tensor | None,
-        dP_row: cutlass.Constexpr,
-        tiles: tuple[cute.Tensor, ...],
+        *,
+        acc_dV: cute.Tensor | None = None,
+        acc_dP: cute.Tensor | None = None,
+        dP_row: cutlass.Constexpr = 0,
+        remove_from: cutlass.Constexpr = (),
         wg: cutlass.Constexpr = None,
     ) -> None:
         """What is not finite in the rows of Q and dO of a block stays with the keys that see them.
@@ -95,22 +96,23 @@ class BackwardContainment:
         Args:
             acc_dV: takes what is not finite in rows of dO, if given.
             acc_dP: is 0 of hidden pairs after this, if given; its first query row is `dP_row` of the block.
-            tiles: of the block's Q and dO, those that lose what is not finite.
-            wg: warp group that does this alone, once it has read `tiles`; None: all MMA warps do, and agree on it.
+            remove_from: "Q" and "dO", as far as the tile loses what is not finite.
+            wg: warp group that does this alone, once it has read the tiles; None: all MMA warps do, and agree on it.
         """
-        if self.any_broken(sStat, stage, m0, mask):
+        if self.any_broken(s.stats, stage, m0, mask):
             if const_expr(acc_dV is not None):
-                self.add_not_finite(acc_dV, sdO, sStat, stage, m0, mask)
+                self.add_not_finite(acc_dV, s.dO[None, None, do_stage], s.stats, stage, m0, mask)
             if const_expr(acc_dP is not None):
                 self.zero_hidden(acc_dP, m0 + dP_row, mask)
-            if const_expr(len(tiles) > 0):
+            if const_expr(len(remove_from) > 0):
                 if const_expr(wg is not None):
                     barrier, threads, tid = BAR_CONTAIN + 1 + wg, 128, cute.arch.thread_idx()[0] % 128
                 else:
                     barrier, threads, tid = BAR_CONTAIN, 128 * self.warp_groups, cute.arch.thread_idx()[0] - 128
+                blocks = {"Q": s.Q[None, None, stage], "dO": s.dO[None, None, do_stage]}
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                for tile in tiles:
-                    self.remove_not_finite(tile, tid, threads)
+                for name in remove_from:
+                    self.remove_not_finite(blocks[name], tid, threads)
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 

@@ -346,7 +346,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         p = self.pipelines(barriers)
         mbarriers = barriers.kinds
         if const_expr(self.deterministic):
-            counter = self.lock_of(g, g.stats.shape[0], Int32(0), Int32(0))  # behind all locks
+            counter = self.lock_of(g, Int32(0), g.stats.shape[0], Int32(0))  # behind all locks
             self.take_index(warp_idx, counter, s.item + ITEM_WORDS)
         else:
             item = Item.load(g.work, cute.arch.block_idx()[0] // self.cluster, self.rank(), self.tile_n)
@@ -424,14 +424,14 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         """The warp group of an MMA warp, and the thread's number within the warp group and the warp."""
         return warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
 
-    def mask_of(self, g: Global, item: Item, row: Int32) -> Mask:
-        """Of a thread whose keys are `row` and `row` + 8 of the CTA's."""
-        column = cute.arch.lane_idx() % 4 * 2
+    def mask_of(self, g: Global, item: Item, first_key: Int32, warp_id: Int32) -> Mask:
+        """Of a thread; first_key: of its warp group."""
         key, visible_end = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
+        lane = cute.arch.lane_idx()
         for r in range(2):
-            n = item.key + row + 8 * r
-            key[r] = n - column
-            visible_end[r] = self.visible_end(g, item, n) - column
+            n = first_key + warp_id % 4 * 16 + lane // 4 + 8 * r
+            key[r] = n - lane % 4 * 2
+            visible_end[r] = self.visible_end(g, item, n) - lane % 4 * 2
         return Mask(key, visible_end, item.unmasked_begin, item.unmasked_end)
 
     @cute.jit
@@ -453,8 +453,8 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         return cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), self.mma_S())
 
     @cute.jit
-    def next_block(self, h: Int32, m_block: Int32, item: Item, heads_per_kv: Int32) -> tuple[Int32, Int32]:
-        """Head and query block of the next step; see `Producer.load_queries`."""
+    def next_block(self, m_block: Int32, h: Int32, item: Item, heads_per_kv: Int32) -> tuple[Int32, Int32]:
+        """Query block and head of the next step; see `Producer.load_queries`."""
         if const_expr(self.heads_inside):
             h += 1
             if h == (item.kv_head + 1) * heads_per_kv:
@@ -465,13 +465,13 @@ class BackwardFrame(Producer, BackwardContainment, Results):
             if m_block < item.block_begin:
                 m_block = item.block_end - 1
                 h += 1
-        return h, m_block
+        return m_block, h
 
-    def dq_block(self, dq_acc: cute.Pointer, num_blocks: Int32, h: Int32, m_block: Int32) -> cute.Pointer:
+    def dq_block(self, dq_acc: cute.Pointer, num_blocks: Int32, m_block: Int32, h: Int32) -> cute.Pointer:
         """Where dQ of a query block of a head is added up; `num_blocks`: of a head."""
         return dq_acc + (Int64(h) * num_blocks + m_block) * (self.tile_m * self.head_dim)
 
-    def lock_of(self, g: Global, h: Int32, m_block: Int32, which: Int32 | int) -> cute.Pointer:
+    def lock_of(self, g: Global, m_block: Int32, h: Int32, which: Int32 | int) -> cute.Pointer:
         """One of the locks of a query block of a head."""
         return g.locks.iterator + ((Int64(h) * g.stats.shape[1] + m_block) * LOCKS + which)
 

@@ -31,16 +31,19 @@ class Producer(Clustered):
         if const_expr(self.peer_columns and self.want_dq):  # it comes with this CTA's K, on one barrier
             rank = self.rank()
             first = item.key + (1 - 2 * rank) * N, rank * (D - self.peer_columns)
+            bar = p.K.full[0]
             with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(p.K.full[0], 2 * N * self.peer_columns)
-            self.load_tile(loads.peer_K, item.kv_head, first, s.peer_K, (N, self.peer_columns), p.K.full[0])
+                cute.arch.mbarrier_expect_tx(bar, 2 * N * self.peer_columns)
+            self.load_tile(loads.peer_K, item.kv_head, first, s.peer_K, (N, self.peer_columns), bar)
+        bar = p.K.full[0]
         with cute.arch.elect_one():
-            p.K.full.expect(0, 2 * N * self.k_columns)
-        self.load_tile(loads.K, item.kv_head, (item.key, 0), s.K, (N, self.k_columns), p.K.full[0])
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * N * self.k_columns)
+        self.load_tile(loads.K, item.kv_head, (item.key, 0), s.K, (N, self.k_columns), bar)
         if const_expr(self.want_dp):
+            bar = p.V.full[0]
             with cute.arch.elect_one():
-                p.V.full.expect(0, 2 * N * D)
-            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, (N, D), p.V.full[0])
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * N * D)
+            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, (N, D), bar)
 
     @cute.jit
     def load_queries(

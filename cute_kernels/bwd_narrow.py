@@ -89,6 +89,7 @@ class Operands(NamedTuple):
     dOt: cute.Tensor  # (MMA, 1, M/16, stages), of dV
     Kt: cute.Tensor  # (MMA, 1, N/16), of dQ^T
     dS: cute.Tensor  # (MMA, 1, N/16, buffers), of dQ^T
+    dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
     acc_dK: cute.Tensor  # (64, D)
     acc_dV: cute.Tensor  # (64, D)
 
@@ -203,14 +204,14 @@ class NarrowBackward(BackwardFrame):
         after the other; the products of the second one go on until its next dQ is ready, so that it releases the
         stages which the first one waits for.
         """
-        h, m_block = item.kv_head * heads_per_kv, item.block_end - 1
+        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
         source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
         for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
-            target = self.dq_block(g.dq_acc.iterator, num_blocks, h, m_block) + first
+            target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
             stage = p.dQ.stage_of_warp_group(it, wg)
             if const_expr(self.deterministic):
-                lock = self.lock_of(g, h, m_block, wg)
+                lock = self.lock_of(g, m_block, h, wg)
                 before = item.predecessors(m_block) * self.cluster
                 if const_expr(self.cluster == 2):
                     before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
@@ -227,7 +228,7 @@ class NarrowBackward(BackwardFrame):
                     cute.arch.cp_async_bulk_wait_group(0)
                     store_release(lock, item.order * self.cluster + self.rank() + 1)
             else:
-                while load_acquire(self.lock_of(g, h, m_block, 0)) != CLEARED:
+                while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:
                     pass
                 cute.arch.sync_warp()
                 p.dQ.consumer_wait(stage)
@@ -236,7 +237,7 @@ class NarrowBackward(BackwardFrame):
                     self.release_dq(p, stage)
                     if const_expr(wg == 0):
                         store_volatile(s.dq_progress, it)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
 
     def release_dq(self, p: NarrowPipelines, stage: Stage) -> None:
         """This thread's copies have read the stage, which the warp group may write again."""
@@ -249,7 +250,7 @@ class NarrowBackward(BackwardFrame):
         """Zeros for dQ of blocks that no CTA has claimed yet, CLEAR_AHEAD steps before this CTA adds to them."""
         if const_expr(self.deterministic):
             return
-        h, m_block, lane = item.kv_head * heads_per_kv, item.block_end - 1, cute.arch.lane_idx()
+        m_block, h, lane = item.block_end - 1, item.kv_head * heads_per_kv, cute.arch.lane_idx()
         num_blocks = g.stats.shape[1]
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
@@ -258,7 +259,7 @@ class NarrowBackward(BackwardFrame):
                 while load_volatile(s.dq_progress) < it - CLEAR_AHEAD:
                     sleep(1000)
             cute.arch.sync_warp()
-            lock, state = self.lock_of(g, h, m_block, 0), Int32(0)
+            lock, state = self.lock_of(g, m_block, h, 0), Int32(0)
             if lane == 0:
                 state = load_acquire(lock)
                 if state == 0:
@@ -267,7 +268,7 @@ class NarrowBackward(BackwardFrame):
                     )
             if cute.arch.shuffle_sync(state, 0) == 0:
                 quads = self.tile_m * self.head_dim // 128  # a lane
-                block = (self.dq_block(g.dq_acc.iterator, num_blocks, h, m_block) + lane * 4).align(16)
+                block = (self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
                 dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
                 for i in cutlass.range(0, quads, 1, unroll=8):
                     cute.autovec_copy(zeros, dst[None, i])
@@ -275,7 +276,7 @@ class NarrowBackward(BackwardFrame):
                 cute.arch.sync_warp()
                 if lane == 0:
                     store_release(lock, CLEARED)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
@@ -283,17 +284,16 @@ class NarrowBackward(BackwardFrame):
         self, g: Global, s: Shared, p: NarrowPipelines, item: Item, scale: Float32, heads_per_kv: Int32, warp_id: Int32
     ) -> None:
         wg, _, lane = self.warp_group(warp_id)
-        x = self.operands(s, wg)
+        x = self.operands(s, warp_id)
         for acc, wanted in ((x.acc_dK, self.want_dk), (x.acc_dV, self.want_dv)):
             if const_expr(wanted):
                 acc.fill(0.0)
-        row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
-        mask = self.mask_of(g, item, row)
-        first_row = item.key + wg * 64
+        first_key = item.key + wg * 64
+        mask = self.mask_of(g, item, first_key, warp_id)
         row_end = Int32(0)
-        for n in (first_row + lane, first_row + 32 + lane):
+        for n in (first_key + lane, first_key + 32 + lane):
             row_end = cutlass.max(row_end, self.visible_end(g, item, n))
-        visible = first_row, cute.arch.warp_redux_sync(row_end, "max")
+        visible = first_key, cute.arch.warp_redux_sync(row_end, "max")
 
         mask = self.await_keys(s, p, mask)
         self.walk(s, p, x, mask, item, visible, scale * math.log2(math.e), heads_per_kv)
@@ -301,14 +301,17 @@ class NarrowBackward(BackwardFrame):
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
                 x.acc_dK[e] = x.acc_dK[e] * scale
+        row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         if const_expr(self.want_dq and self.want_dv):
             self.mark_keys(x.acc_dV, s.V, row)
+        end = self.destination(s)
         dK, dV = (x.acc_dK, g.dk, 0), (x.acc_dV, g.dv, 1)
         results = ((dK,) if self.want_dk else ()) + ((dV,) if self.want_dv else ())
-        self.store_keys(results, g.partials, s, row)
+        self.store_keys(results, g.partials, end, row)
 
-    def operands(self, s: Shared, wg: Int32) -> Operands:
-        D, N, whole = self.head_dim, self.tile_n, self.tile_m // 16
+    def operands(self, s: Shared, warp_id: Int32) -> Operands:
+        D, M, N, whole = self.head_dim, self.tile_m, self.tile_n, self.tile_m // 16
+        wg, tid, _ = self.warp_group(warp_id)
         sK = s.K  # K's first D columns
         if self.k_columns != D:
             layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, D), (0, 1))
@@ -318,6 +321,7 @@ class NarrowBackward(BackwardFrame):
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
         sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
         sdS = cute.local_tile(s.dS, (self.dq_rows, N), (rows_tile, 0, None))
+        dS_target = cute.local_tile(self.transposed(s.dS), (64, M), (wg, 0, None))
         acc_dK, acc_dV = [cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32) for _ in range(2)]
         return Operands(
             K=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK, (64, D), (wg, 0)))),
@@ -329,6 +333,7 @@ class NarrowBackward(BackwardFrame):
             dOt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.dO))),
             Kt=mma_dQ.make_fragment_A(thr_dQ.partition_A(sKt)),
             dS=mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS)),
+            dS_target=self.copy_of_dS().get_slice(tid).partition_D(dS_target),
             acc_dK=acc_dK,
             acc_dV=acc_dV,
         )
@@ -362,25 +367,26 @@ class NarrowBackward(BackwardFrame):
         rows alone do, whole blocks, blocks whose last rows alone do, blocks that see no key, and last the blocks that
         see no key of the CTA, which only the other CTA of the cluster needs.
         """
-        h, m_block, end = item.kv_head * heads_per_kv, item.block_end - 1, item.block_end
-        blocks = Walk.of(self.first_block(item), end, *visible, self.tile_m)
+        first, end = self.first_block(item), item.block_end
+        m_block, h = end - 1, item.kv_head * heads_per_kv
+        blocks = Walk.of(first, end, *visible, self.tile_m)
         skipped, part_end, whole_end, visible_end = ((end - i) * heads_per_kv for i in reversed(blocks))
         for it in cutlass.range(0, skipped, 1, unroll=1):
             self.skip_block(s, p, x, mask, it, m_block)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
         for it in cutlass.range(skipped, part_end, 1, unroll=1):
             self.block(s, p, x, mask, it, m_block, x.first_rows, scale_log2)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
         for it in cutlass.range(part_end, whole_end, 1, unroll=1):
             self.block(s, p, x, mask, it, m_block, x.whole, scale_log2)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
         for it in cutlass.range(whole_end, visible_end, 1, unroll=1):
             self.block(s, p, x, mask, it, m_block, x.last_rows, scale_log2)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
         own_steps, steps = self.saved(s, "own_steps", "steps")
         for it in cutlass.range(visible_end, own_steps, 1, unroll=1):
             self.skip_block(s, p, x, mask, it, m_block)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
         if const_expr(self.want_dq):
             p.dS.wait(own_steps - 1)
             acc_dQ = self.issue_dq(x, own_steps - 1)
@@ -405,17 +411,16 @@ class NarrowBackward(BackwardFrame):
         No product is in flight at either end, and few accumulators are at a time: else the compiler makes every product
         wait.
         """
-        stage, m0, mma = p.Q.stage(it), m_block * self.tile_m, rows.mma
-        count, mma_dKV = rows.end - rows.begin, self.mma_dKV()
+        stage, m0, mma, mma_dKV = p.Q.stage(it), m_block * self.tile_m, rows.mma, self.mma_dKV()
+        lse, dpsum, count = rows.stats.lse(stage.index), rows.stats.dpsum(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
         # S^T and dP^T
         p.Q.consumer_wait(stage)
-        Q, dO = (operand[None, None, None, stage.index] for operand in (rows.Q, rows.dO))
-        gemm(mma, acc_S, x.K, Q, True, addends=[rows.stats.lse(stage.index)])
+        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[lse])
         p.dO.consumer_wait(stage)
         if self.want_dp:
-            gemm(mma, acc_dP, x.V, dO, True, addends=[rows.stats.dpsum(stage.index)])
+            gemm(mma, acc_dP, x.V, rows.dO[None, None, None, stage.index], True, addends=[dpsum])
         warpgroup.wait_group(1 if self.want_dp else 0)
 
         # P^T beside the product dP^T, then dS^T
@@ -435,20 +440,19 @@ class NarrowBackward(BackwardFrame):
                 acc_dP[e] = acc_S[e] * dP[e]
             round_to(acc_dP, tdS)
         if self.want_dq:
-            self.write_dS(s, p, tdS, it, rows.begin)
+            self.write_dS(p, x, tdS, it, rows.begin)
         else:
             self.compiler_fence(p)  # keeps dS before the issue of dV: behind it there are not the registers
 
         # dV, dQ^T of the step before, dK
-        dOt, Qt = (operand[None, None, None, stage.index] for operand in (x.dOt, x.Qt))
         if self.want_dv:
-            gemm(mma_dKV, x.acc_dV, tP, dOt, False, rows.begin)
+            gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
             acc_dQ = self.issue_dq(x, it + 1)  # of step `it` - 1; in the first step of whatever is there
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         if self.want_dk:
-            gemm(mma_dKV, x.acc_dK, tdS, Qt, False, rows.begin)
+            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
             self.finish_previous_dq(s, p, acc_dQ, it)
@@ -464,7 +468,7 @@ class NarrowBackward(BackwardFrame):
         p.dO.consumer_wait(stage)
         self.contain_block(s, x, mask, stage, m_block * self.tile_m, None, 0)
         if self.want_dq:
-            self.write_dS(s, p, None, it)
+            self.write_dS(p, x, None, it)
             acc_dQ = self.issue_dq(x, it + 1)
             warpgroup.wait_group(0)
             self.finish_previous_dq(s, p, acc_dQ, it)
@@ -490,12 +494,19 @@ class NarrowBackward(BackwardFrame):
         self, s: Shared, x: Operands, mask: Mask, stage: Stage, m0: Int32, dP: cute.Tensor | None, begin: int
     ) -> None:
         """`contain` by all MMA warps. dP: of rows from the sixteen `begin` on; None: the rows see no key."""
-        acc_dV = x.acc_dV if dP is not None and self.want_dv else None
-        acc_dP = dP if self.want_dp else None
-        sQ, sdO = s.Q[None, None, stage.index], s.dO[None, None, stage.index]
-        self.contain(mask, s.stats, stage.index, m0, acc_dV, sdO, acc_dP, 16 * begin, (sQ, sdO))
+        self.contain(
+            mask,
+            s,
+            stage.index,
+            stage.index,
+            m0,
+            acc_dV=x.acc_dV if dP is not None and self.want_dv else None,
+            acc_dP=dP if self.want_dp else None,
+            dP_row=16 * begin,
+            remove_from=("Q", "dO"),
+        )
 
-    def write_dS(self, s: Shared, p: NarrowPipelines, tdS: cute.Tensor | None, it: Int32, begin: int = 0) -> None:
+    def write_dS(self, p: NarrowPipelines, x: Operands, tdS: cute.Tensor | None, it: Int32, begin: int = 0) -> None:
         """dS^T of step `it` to shared memory, once no warp reads that of step `it` - 2 there.
 
         tdS: of rows from the sixteen `begin` on, None for no rows; of the others it is 0.
@@ -505,11 +516,8 @@ class NarrowBackward(BackwardFrame):
         first, size = 8 * begin, cute.size(tdS) if tdS is not None else 0
         for e in range(cute.size(source)):
             source[e] = tdS[e - first] if 0 <= e - first < size else self.dtype(0.0)
-        wg, tid, _ = self.warp_group(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4)
-        copy = self.copy_of_dS()
-        target = cute.local_tile(self.transposed(s.dS), (64, self.tile_m), (wg, 0, None))
-        target = copy.get_slice(tid).partition_D(target)[None, None, None, it % self.buffers]
-        cute.copy(copy, copy.get_slice(tid).retile(source), target)
+        copy, target = self.copy_of_dS(), x.dS_target[None, None, None, it % self.buffers]
+        cute.copy(copy, copy.get_slice(cute.arch.thread_idx()[0] % 128).retile(source), target)
         cute.arch.fence_view_async_shared()
 
     def issue_dq(self, x: Operands, it: Int32) -> cute.Tensor:

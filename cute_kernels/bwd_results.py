@@ -3,6 +3,8 @@
 Their rows are keys. `accumulator` says which elements a thread holds.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -58,6 +60,16 @@ def store_chunks(acc: cute.Tensor, dtype: cutlass.Constexpr, rows: Rows, first: 
             cute.autovec_copy(chunk, cute.make_tensor(dst, cute.make_layout(4)))
 
 
+class Destination(NamedTuple):
+    """Where a CTA's dK and dV go."""
+
+    kv_head: Int32
+    key: Int32
+    key_end: Int32
+    partial: Int32  # -1: to dk and dv
+    first_partial: Int64  # else to the floats of `partials` from here on
+
+
 class Results(Clustered):
     """Mask S^T, write dK and dV. Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
 
@@ -82,14 +94,18 @@ class Results(Clustered):
             for j, field in enumerate(saved):
                 store_volatile(s.item + j, field)
 
-    def saved(self, s: Shared, *names: str) -> list[Int32]:
+    def saved(self, s: Shared, *names: str) -> tuple[Int32, ...]:
         """Fields of the saved item."""
-        return [load_volatile(s.item + SavedItem._fields.index(name)) for name in names]
+        return tuple(load_volatile(s.item + SavedItem._fields.index(name)) for name in names)
 
     # ---------------------------------------------------------------- dK and dV
     @cute.jit
     def store_keys(
-        self, results: tuple[tuple[cute.Tensor, cute.Tensor, int], ...], partials: cute.Tensor, s: Shared, row: Int32
+        self,
+        results: tuple[tuple[cute.Tensor, cute.Tensor, int], ...],
+        partials: cute.Tensor,
+        end: Destination,
+        row: Int32,
     ) -> None:
         """Write dK and dV, or their partial sums where the item is split.
 
@@ -97,15 +113,19 @@ class Results(Clustered):
             results: accumulators (64 keys x D), the tensors that they belong to, and 0 (dK) or 1 (dV).
             row: the thread's keys are `row` and `row` + 8 of the CTA's.
         """
-        kv_head, key, key_end, partial = self.saved(s, "kv_head", "key", "key_end", "partial")
-        if partial < 0:
+        size = self.tile_n * self.head_dim
+        if end.partial < 0:
             for acc, out, _ in results:
-                self.store_rows(acc, out, kv_head, key + row, key_end)
+                self.store_rows(acc, out, end.kv_head, end.key + row, end.key_end)
         else:
-            size = self.tile_n * self.head_dim
-            first = Int64(partial) * self.partial_floats() + self.rank() * (2 * size)
             for acc, _, which in results:
-                self.store_partial(acc, partials.iterator + (first + which * size), row)
+                self.store_partial(acc, partials.iterator + (end.first_partial + which * size), row)
+
+    def destination(self, s: Shared) -> Destination:
+        """Of this CTA's results, from the saved item."""
+        kv_head, key, key_end, partial = self.saved(s, "kv_head", "key", "key_end", "partial")
+        first = Int64(partial) * self.partial_floats() + self.rank() * (2 * self.tile_n * self.head_dim)
+        return Destination(kv_head, key, key_end, partial, first)
 
     def partial_floats(self) -> int:
         """Floats of the partial sums of an item."""

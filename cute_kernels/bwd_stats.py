@@ -100,8 +100,9 @@ class Statistics(NamedTuple):
         """Of rows [begin, begin + rows) of sStat (STAT_COLUMNS, M, stages)."""
         K_major = warpgroup.OperandMajorMode.K
         mma = hopper.make_trivial_tiled_mma(BFloat16, BFloat16, K_major, K_major, Float32, (1, 1, 1), (64, rows))
+        rows_operand = _rows_operand(mma, sStat, begin, rows)
         lse_keys, dpsum_keys = (_keys_operand(mma, keys + 64 * which) for which in (0, 1))
-        return cls(mma, lse_keys, dpsum_keys, _rows_operand(mma, sStat, begin, rows))
+        return cls(mma, lse_keys, dpsum_keys, rows_operand)
 
     def lse(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """To S^T: an addend of `accumulator.gemm`."""

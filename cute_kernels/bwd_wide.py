@@ -96,6 +96,7 @@ class Operands(NamedTuple):
     dOt: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
     stats: Statistics
     P: cute.Tensor  # (8, M/16): this thread's part of P^T
+    dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
     acc: cute.Tensor  # (64, D) dV, or dK
     dq: DqOperands
 
@@ -186,7 +187,7 @@ class WideBackward(BackwardFrame):
         for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
                 m_block = item.block_end - 1 - j
-                lock = self.lock_of(g, h, m_block, self.rank())
+                lock = self.lock_of(g, m_block, h, self.rank())
                 before = item.predecessors(m_block)
                 while load_acquire(lock) != before:
                     pass
@@ -206,7 +207,7 @@ class WideBackward(BackwardFrame):
                 p.dq_order.added.wait(it)
                 with cute.arch.elect_one():
                     p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
-                    store_release(self.lock_of(g, h, item.block_end - 1 - j, self.rank()), item.order + 1)
+                    store_release(self.lock_of(g, item.block_end - 1 - j, h, self.rank()), item.order + 1)
                 it += 1
 
     @cute.jit
@@ -221,11 +222,11 @@ class WideBackward(BackwardFrame):
         steps, num_bytes = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
         for it in cutlass.range(0, steps, 1, unroll=1):
             p.dS.wait(it)
-            index = p.peer_dS.stage(it).index
+            bar = p.peer_dS.full[p.peer_dS.stage(it).index]
             with cute.arch.elect_one():
-                p.peer_dS.full.expect(index, num_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
                 source, target = (s.dS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
-                copy_to_peer(target, source, p.peer_dS.full[index], num_bytes, 1 - self.rank())
+                copy_to_peer(target, source, bar, num_bytes, 1 - self.rank())
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
@@ -234,35 +235,34 @@ class WideBackward(BackwardFrame):
     ) -> None:
         wg, tid, lane = self.warp_group(warp_id)
         x = self.operands(s, tid)
-        row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
-        mask = self.mask_of(g, item, row)
+        mask = self.mask_of(g, item, item.key, warp_id)
         mask = self.await_keys(s, p, mask)
         x.acc.fill(0.0)
+        scale_log2 = scale * math.log2(math.e)
+        steps = (item.block_end - item.block_begin) * heads_per_kv
+        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(dq=self.dq_operands(g, s, i, tid)) for i in range(2)]
         if wg == 0:
-            self.loop(self.values_step, g, s, p, values, mask, item, scale * math.log2(math.e), heads_per_kv)
+            self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
         else:
-            self.loop(self.keys_step, g, s, p, keys, mask, item, scale * math.log2(math.e), heads_per_kv)
+            self.loop(self.keys_step, g, s, p, keys, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
 
+        row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
+        end = self.destination(s)
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
                     self.mark_keys(x.acc, s.V, row)
-                self.store_keys(((x.acc, g.dv, 1),), g.partials, s, row)
+                self.store_keys(((x.acc, g.dv, 1),), g.partials, end, row)
         else:
             if const_expr(self.want_dk):
                 for e in cutlass.range_constexpr(cute.size(x.acc)):
                     x.acc[e] = x.acc[e] * scale
-                self.store_keys(((x.acc, g.dk, 0),), g.partials, s, row)
+                self.store_keys(((x.acc, g.dk, 0),), g.partials, end, row)
 
     def operands(self, s: Shared, tid: Int32) -> Operands:
         mma_S, mma_dKV = self.mma_S(), self.mma_dKV()
         thr_S, thr_dKV = mma_S.get_slice(0), mma_dKV.get_slice(0)
-        # P^T passes from a thread to the same thread of the other warp group: any order of elements serves.
-        P = cute.make_tensor(
-            cute.recast_ptr(s.dS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8,
-            cute.make_layout((8, self.tile_m // 16), stride=(1, 1024)),
-        )
         return Operands(
             K=mma_S.make_fragment_A(thr_S.partition_A(s.K)),
             V=mma_S.make_fragment_A(thr_S.partition_A(s.V)),
@@ -271,10 +271,16 @@ class WideBackward(BackwardFrame):
             Qt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.Q))),
             dOt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.dO))),
             stats=Statistics.of(s.stats, s.stat_keys, 0, self.tile_m),
-            P=P,
+            dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.dS)),
+            P=self.P_of_thread(s, tid),
             acc=cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, self.head_dim)), Float32),
             dq=None,
         )
+
+    def P_of_thread(self, s: Shared, tid: Int32) -> cute.Tensor:
+        """P^T passes from a thread to the same thread of the other warp group: any order of elements serves."""
+        first = cute.recast_ptr(s.dS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8
+        return cute.make_tensor(first, cute.make_layout((8, self.tile_m // 16), stride=(1, 1024)))
 
     def dq_operands(self, g: Global, s: Shared, wg: int, tid: Int32) -> DqOperands:
         D, N, rank, rows = self.head_dim, self.tile_n, self.rank(), self.dq_rows(wg)
@@ -308,21 +314,22 @@ class WideBackward(BackwardFrame):
         item: Item,
         scale_log2: Float32,
         heads_per_kv: Int32,
+        steps: Int32,
+        m_block: Int32,  # and head of the first step
+        h: Int32,
     ) -> None:
         """The steps of one warp group. dQ of a step is made in the next one."""
-        steps = (item.block_end - item.block_begin) * heads_per_kv
-        h, m_block = item.kv_head * heads_per_kv, item.block_end - 1
         step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)
         for it in cutlass.range(1, steps, 1, unroll=1):
-            previous = (h, m_block)
-            h, m_block = self.next_block(h, m_block, item, heads_per_kv)
+            previous = (m_block, h)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
             step(g, s, p, x, mask, it, m_block, previous, scale_log2)
         if const_expr(self.want_dq):
             p.dS.wait(steps - 1)
             self.issue_own_dq(x, steps - 1)
             self.issue_peer_dq(p, x, steps - 1)
             warpgroup.wait_group(0)
-            self.add_dq(g, p, x, steps - 1, (h, m_block))
+            self.add_dq(g, p, x, steps - 1, (m_block, h))
 
     def values_step(
         self,
@@ -333,7 +340,7 @@ class WideBackward(BackwardFrame):
         mask: Mask,
         it: Int32,
         m_block: Int32,
-        previous: tuple[Int32, Int32] | None,  # head and block of the step before
+        previous: tuple[Int32, Int32] | None,  # block and head of the step before
         scale_log2: Float32,
     ) -> None:
         """S, P and dV of step `it`; dQ of the step before. No product is in flight at either end."""
@@ -360,8 +367,8 @@ class WideBackward(BackwardFrame):
             self.issue_peer_dq(p, x, it - 1)
         p.dO.consumer_wait(do_stage)
         if self.want_dv:
-            sdO = s.dO[None, None, do_stage.index]
-            self.contain(mask, s.stats, stage.index, m_block * self.tile_m, x.acc, sdO, None, 0, (sdO,), 0)
+            of_block = stage.index, do_stage.index, m_block * self.tile_m
+            self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
         if self.want_dv:
             gemm(self.mma_dKV(), x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
@@ -400,8 +407,8 @@ class WideBackward(BackwardFrame):
         if self.want_dp:
             p.P.wait(it)
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
-            tiles = (s.Q[None, None, stage.index],) if self.want_dk else ()
-            self.contain(mask, s.stats, stage.index, m_block * self.tile_m, None, None, acc_dP, 0, tiles, 1)
+            of_block = stage.index, do_stage.index, m_block * self.tile_m
+            self.contain(mask, s, *of_block, acc_dP=acc_dP, remove_from=("Q",) if self.want_dk else (), wg=1)
             tdS = cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
@@ -410,7 +417,7 @@ class WideBackward(BackwardFrame):
                     ds[e] = Float32(prob[e]) * acc_dP[8 * c + e]
                 round_to(ds, part(tdS, 8 * c, 8))
             if self.want_dq:
-                self.write_dS(s, tdS, acc_dP.shape, it)
+                self.write_dS(x, tdS, acc_dP.shape, it)
             p.dS.arrive(it)
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
@@ -423,12 +430,11 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
-    def write_dS(self, s: Shared, tdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
+    def write_dS(self, x: Operands, tdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
         """dS^T of step `it` (of an accumulator's shape) to shared memory, for products and the exchange."""
         copy, tid = self.copy_of_dS(), cute.arch.thread_idx()[0] % 128
         source = cute.make_tensor(tdS.iterator, cute.make_layout(shape))
-        target = copy.get_slice(tid).partition_D(self.transposed(s.dS))[None, None, None, self.own_dS(it)]
-        cute.copy(copy, copy.get_slice(tid).retile(source), target)
+        cute.copy(copy, copy.get_slice(tid).retile(source), x.dS_target[None, None, None, self.own_dS(it)])
         cute.arch.fence_view_async_shared()
 
     def issue_own_dq(self, x: Operands, it: Int32) -> None:

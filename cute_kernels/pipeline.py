@@ -164,7 +164,7 @@ class Pipeline:
     # ------------------------------------------------------------ producer
     def producer_acquire(self, stage: Stage) -> None:
         """Wait until the stage may be written. The first use of each stage does not wait."""
-        self.empty.wait(Stage(stage.index, stage.phase ^ 1))
+        cute.arch.mbarrier_wait(self.empty[stage.index], stage.phase ^ 1)
 
     def producer_expect(self, stage: Stage, num_bytes: int) -> None:
         """The stage is full when the copy engine has brought `num_bytes`; its copies name `full[stage.index]`."""
@@ -188,9 +188,10 @@ class Pipeline:
         sync_warp: bring the lanes together first. Not needed right after a wait for products (wgmma), if no lane has
             read the stage otherwise.
         """
+        bar = self.empty[stage.index]
         if sync_warp:
             cute.arch.sync_warp()
-        arrive_at_cluster(self.empty[stage.index], self.cluster)
+        arrive_at_cluster(bar, self.cluster)
 
 
 class WrappingPipeline(Pipeline):
@@ -246,5 +247,5 @@ class Signal:
 
     def wait_previous(self, it: Int32) -> None:
         """Wait for use `it` - stages, the one before of the same barrier; pass at once if there was none."""
-        index, phase = self.stage(it)
-        self.full.wait(Stage(index, phase ^ 1))
+        stage = self.stage(it)
+        cute.arch.mbarrier_wait(self.full[stage.index], stage.phase ^ 1)
