@@ -9,7 +9,7 @@ from cute_kernels.abi import STAT_COLUMNS
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Shared
 from cute_kernels.bwd_stats import stats_of
 from cute_kernels.cluster import Clustered
-from cute_kernels.pipeline import Pipeline, Stage
+from cute_kernels.pipeline import Pipeline, Signal, Stage
 
 
 class Producer(Clustered):
@@ -27,23 +27,13 @@ class Producer(Clustered):
     @cute.jit
     def load_keys(self, loads: Loads, s: Shared, p: BackwardPipelines, item: Item) -> None:
         """tile_n rows of K and V, and of the other CTA's K the columns of this CTA's part of dQ."""
-        N, D = self.tile_n, self.head_dim
         if const_expr(self.peer_columns and self.want_dq):  # it comes with this CTA's K, on one barrier
             rank = self.rank()
-            first = item.key + (1 - 2 * rank) * N, rank * (D - self.peer_columns)
-            bar = p.K.full[0]
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(bar, 2 * N * self.peer_columns)
-            self.load_tile(loads.peer_K, item.kv_head, first, s.peer_K, (N, self.peer_columns), bar)
-        bar = p.K.full[0]
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * N * self.k_columns)
-        self.load_tile(loads.K, item.kv_head, (item.key, 0), s.K, (N, self.k_columns), bar)
+            first = item.key + (1 - 2 * rank) * self.tile_n, rank * (self.head_dim - self.peer_columns)
+            self.load_tile(loads.peer_K, item.kv_head, first, s.peer_K, self.peer_columns, p.K, arrive=False)
+        self.load_tile(loads.K, item.kv_head, (item.key, 0), s.K, self.k_columns, p.K)
         if const_expr(self.want_dp):
-            bar = p.V.full[0]
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(bar, 2 * N * D)
-            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, (N, D), bar)
+            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, self.head_dim, p.V)
 
     @cute.jit
     def load_queries(
@@ -79,14 +69,22 @@ class Producer(Clustered):
         kv_head: Int32,
         first: tuple[Int32, Int32 | int],  # row and column
         target: cute.Tensor,
-        shape: tuple[int, int],
-        bar: cute.Pointer,
+        columns: int,
+        signal: Signal,
+        arrive: bool = True,  # or else more bytes follow with the same signal
     ) -> None:
-        """A tile of one head of K or V."""
+        """tile_n rows of one head of K or V."""
+        shape, num_bytes = (self.tile_n, columns), 2 * self.tile_n * columns
         tile = cute.local_tile(cute.domain_offset(first, load.tensor[None, None, kv_head]), shape, (0, 0))
         shared, tensor = cpasync.tma_partition(
             load.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
         )
+        bar = signal.full[0]
+        with cute.arch.elect_one():
+            if arrive:
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
+            else:
+                cute.arch.mbarrier_expect_tx(bar, num_bytes)
         cute.copy(load.atom, tensor, shared, tma_bar_ptr=bar)
 
     def load_rows(
@@ -108,5 +106,5 @@ class Producer(Clustered):
             load.atom, self.rank(), ctas, cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
         )
         multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        bar = pipeline.full[stage.index]
-        cute.copy(load.atom, tensor, shared[None, stage.index], tma_bar_ptr=bar, **multicast)
+        target = shared[None, stage.index]
+        cute.copy(load.atom, tensor, target, tma_bar_ptr=pipeline.full[stage.index], **multicast)

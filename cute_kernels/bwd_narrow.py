@@ -90,6 +90,7 @@ class Operands(NamedTuple):
     Kt: cute.Tensor  # (MMA, 1, N/16), of dQ^T
     dS: cute.Tensor  # (MMA, 1, N/16, buffers), of dQ^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
+    dQ_target: cute.Pointer | None  # and dQ^T
     acc_dK: cute.Tensor  # (64, D)
     acc_dV: cute.Tensor  # (64, D)
 
@@ -296,6 +297,8 @@ class NarrowBackward(BackwardFrame):
         visible = first_key, cute.arch.warp_redux_sync(row_end, "max")
 
         mask = self.await_keys(s, p, mask)
+        if const_expr(self.want_dq):
+            x = x._replace(dQ_target=s.dQ.iterator + (warp_id * self.dq_warp_floats + lane * 4))
         self.walk(s, p, x, mask, item, visible, scale * math.log2(math.e), heads_per_kv)
 
         if const_expr(self.want_dk):
@@ -334,6 +337,7 @@ class NarrowBackward(BackwardFrame):
             Kt=mma_dQ.make_fragment_A(thr_dQ.partition_A(sKt)),
             dS=mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS)),
             dS_target=self.copy_of_dS().get_slice(tid).partition_D(dS_target),
+            dQ_target=None,
             acc_dK=acc_dK,
             acc_dV=acc_dV,
         )
@@ -391,7 +395,7 @@ class NarrowBackward(BackwardFrame):
             p.dS.wait(own_steps - 1)
             acc_dQ = self.issue_dq(x, own_steps - 1)
             warpgroup.wait_group(0)
-            self.stage_dq(s, p, acc_dQ, own_steps - 1)
+            self.stage_dq(p, x, acc_dQ, own_steps - 1)
         for it in cutlass.range(own_steps, steps, 1, unroll=1):
             self.release_block(p, it)
 
@@ -455,7 +459,7 @@ class NarrowBackward(BackwardFrame):
             gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
-            self.finish_previous_dq(s, p, acc_dQ, it)
+            self.finish_previous_dq(p, x, acc_dQ, it)
         else:
             p.dO.consumer_release(stage)
         warpgroup.wait_group(0)
@@ -471,7 +475,7 @@ class NarrowBackward(BackwardFrame):
             self.write_dS(p, x, None, it)
             acc_dQ = self.issue_dq(x, it + 1)
             warpgroup.wait_group(0)
-            self.finish_previous_dq(s, p, acc_dQ, it)
+            self.finish_previous_dq(p, x, acc_dQ, it)
         p.dO.consumer_release(stage)
         p.Q.consumer_release(stage)
 
@@ -528,20 +532,20 @@ class NarrowBackward(BackwardFrame):
         return acc_dQ
 
     @cute.jit
-    def finish_previous_dq(self, s: Shared, p: NarrowPipelines, acc_dQ: cute.Tensor, it: Int32) -> None:
+    def finish_previous_dq(self, p: NarrowPipelines, x: Operands, acc_dQ: cute.Tensor, it: Int32) -> None:
         """dQ^T of step `it` - 1 is ready: its dS is no longer read, and dS of step `it` is written."""
         p.dS.arrive(it)
         if it > 0:
-            self.stage_dq(s, p, acc_dQ, it - 1)
+            self.stage_dq(p, x, acc_dQ, it - 1)
 
     @cute.jit
-    def stage_dq(self, s: Shared, p: NarrowPipelines, acc_dQ: cute.Tensor, it: Int32) -> None:
+    def stage_dq(self, p: NarrowPipelines, x: Operands, acc_dQ: cute.Tensor, it: Int32) -> None:
         """dQ^T of step `it`, which is ready, to shared memory for `add_dq`."""
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         stage = p.dQ.stage_of_warp_group(it, warp_id // 4)
         p.dQ.producer_acquire(stage)
         if warp_id < sum(self.dq_warps):
-            target = s.dQ.iterator + (warp_id * self.dq_warp_floats + cute.arch.lane_idx() * 4)
+            target = x.dQ_target
             for c in cutlass.range_constexpr(self.dq_chunks):
                 quad = cute.make_tensor((target + 128 * c).align(16), cute.make_layout(4))
                 cute.autovec_copy(part(acc_dQ, 4 * c, 4), quad)

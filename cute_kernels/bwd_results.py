@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.accumulator import column, part, round_to
 from cute_kernels.bwd_arguments import Mask, SavedItem, Shared
@@ -66,8 +66,7 @@ class Destination(NamedTuple):
     kv_head: Int32
     key: Int32
     key_end: Int32
-    partial: Int32  # -1: to dk and dv
-    first_partial: Int64  # else to the floats of `partials` from here on
+    partial: Int32  # -1: to dk and dv, else to these partial sums
 
 
 class Results(Clustered):
@@ -106,26 +105,31 @@ class Results(Clustered):
         partials: cute.Tensor,
         end: Destination,
         row: Int32,
+        first_partial: Int64 | None = None,
     ) -> None:
         """Write dK and dV, or their partial sums where the item is split.
 
         Args:
             results: accumulators (64 keys x D), the tensors that they belong to, and 0 (dK) or 1 (dV).
             row: the thread's keys are `row` and `row` + 8 of the CTA's.
+            first_partial: see there; where it is not given, split items alone compute it.
         """
         size = self.tile_n * self.head_dim
         if end.partial < 0:
             for acc, out, _ in results:
                 self.store_rows(acc, out, end.kv_head, end.key + row, end.key_end)
         else:
+            first = self.first_partial(end.partial) if const_expr(first_partial is None) else first_partial
             for acc, _, which in results:
-                self.store_partial(acc, partials.iterator + (end.first_partial + which * size), row)
+                self.store_partial(acc, partials.iterator + (first + which * size), row)
 
     def destination(self, s: Shared) -> Destination:
         """Of this CTA's results, from the saved item."""
-        kv_head, key, key_end, partial = self.saved(s, "kv_head", "key", "key_end", "partial")
-        first = Int64(partial) * self.partial_floats() + self.rank() * (2 * self.tile_n * self.head_dim)
-        return Destination(kv_head, key, key_end, partial, first)
+        return Destination(*self.saved(s, "kv_head", "key", "key_end", "partial"))
+
+    def first_partial(self, partial: Int32) -> Int64:
+        """Where this CTA's partial sums begin."""
+        return Int64(partial) * self.partial_floats() + self.rank() * (2 * self.tile_n * self.head_dim)
 
     def partial_floats(self) -> int:
         """Floats of the partial sums of an item."""

@@ -249,16 +249,17 @@ class WideBackward(BackwardFrame):
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         end = self.destination(s)
+        first_partial = self.first_partial(end.partial)
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
                     self.mark_keys(x.acc, s.V, row)
-                self.store_keys(((x.acc, g.dv, 1),), g.partials, end, row)
+                self.store_keys(((x.acc, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
                 for e in cutlass.range_constexpr(cute.size(x.acc)):
                     x.acc[e] = x.acc[e] * scale
-                self.store_keys(((x.acc, g.dk, 0),), g.partials, end, row)
+                self.store_keys(((x.acc, g.dk, 0),), g.partials, end, row, first_partial)
 
     def operands(self, s: Shared, tid: Int32) -> Operands:
         mma_S, mma_dKV = self.mma_S(), self.mma_dKV()
