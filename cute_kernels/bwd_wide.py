@@ -97,8 +97,8 @@ class Operands(NamedTuple):
     stats: Statistics
     P: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
-    acc: cute.Tensor  # (64, D) dV, or dK
-    dq: DqOperands
+    acc: cute.Tensor | None = None  # (64, D) dV, or dK
+    dq: DqOperands | None = None
 
 
 class WideBackward(BackwardFrame):
@@ -237,11 +237,12 @@ class WideBackward(BackwardFrame):
         x = self.operands(s, tid)
         mask = self.mask_of(g, item, item.key, warp_id)
         mask = self.await_keys(s, p, mask)
-        x.acc.fill(0.0)
+        acc = cute.make_rmem_tensor(self.mma_dKV().partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
+        acc.fill(0.0)
         scale_log2 = scale * math.log2(math.e)
         steps = (item.block_end - item.block_begin) * heads_per_kv
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
-        values, keys = [x._replace(dq=self.dq_operands(g, s, i, tid)) for i in range(2)]
+        values, keys = [x._replace(acc=acc, dq=self.dq_operands(g, s, i, tid)) for i in range(2)]
         if wg == 0:
             self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
         else:
@@ -253,13 +254,13 @@ class WideBackward(BackwardFrame):
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.mark_keys(x.acc, s.V, row)
-                self.store_keys(((x.acc, g.dv, 1),), g.partials, end, row, first_partial)
+                    self.mark_keys(acc, s.V, row)
+                self.store_keys(((acc, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
-                for e in cutlass.range_constexpr(cute.size(x.acc)):
-                    x.acc[e] = x.acc[e] * scale
-                self.store_keys(((x.acc, g.dk, 0),), g.partials, end, row, first_partial)
+                for e in cutlass.range_constexpr(cute.size(acc)):
+                    acc[e] = acc[e] * scale
+                self.store_keys(((acc, g.dk, 0),), g.partials, end, row, first_partial)
 
     def operands(self, s: Shared, tid: Int32) -> Operands:
         mma_S, mma_dKV = self.mma_S(), self.mma_dKV()
@@ -274,8 +275,6 @@ class WideBackward(BackwardFrame):
             stats=Statistics.of(s.stats, s.stat_keys, 0, self.tile_m),
             dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.dS)),
             P=self.P_of_thread(s, tid),
-            acc=cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, self.head_dim)), Float32),
-            dq=None,
         )
 
     def P_of_thread(self, s: Shared, tid: Int32) -> cute.Tensor:
