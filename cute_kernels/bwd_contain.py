@@ -109,10 +109,11 @@ class BackwardContainment:
                     barrier, threads, tid = BAR_CONTAIN + 1 + wg, 128, cute.arch.thread_idx()[0] % 128
                 else:
                     barrier, threads, tid = BAR_CONTAIN, 128 * self.warp_groups, cute.arch.thread_idx()[0] - 128
-                blocks = {"Q": s.Q[None, None, stage], "dO": s.dO[None, None, do_stage]}
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                for name in remove_from:
-                    self.remove_not_finite(blocks[name], tid, threads)
+                if const_expr("Q" in remove_from):
+                    self.remove_not_finite(s.Q[None, None, stage], tid, threads)
+                if const_expr("dO" in remove_from):
+                    self.remove_not_finite(s.dO[None, None, do_stage], tid, threads)
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 

@@ -292,14 +292,14 @@ class WideBackward(BackwardFrame):
         sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
         peer_sKt = cute.local_tile(self.transposed(s.peer_K), (64, N), (peer_tile, 0))
         sdS = cute.local_tile(s.dS, (rows, N), (rows_tile, 0, None))
-        first = rows_tile * (rows * D) + (column_tile * 128 + tid) * 4  # [chunk of 8 rows][thread][4]
+        first_row = g.dq_acc.iterator + rows_tile * (rows * D)  # of the block: [chunk of 8 rows][thread][4]
         return DqOperands(
             mma=mma,
             Kt=mma.make_fragment_A(thr.partition_A(sKt)),
             peer_Kt=mma.make_fragment_A(thr.partition_A(peer_sKt)),
             dS=mma.make_fragment_B(thr.partition_B(sdS)),
             acc=cute.make_rmem_tensor(mma.partition_shape_C((64, rows)), Float32),
-            target=g.dq_acc.iterator + first,
+            target=first_row + (column_tile * 128 + tid) * 4,
         )
 
     @cute.jit
