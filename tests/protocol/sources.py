@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 # synchronize nothing.
 ALIKE = {
     "accumulator.py": ("round_to", "not_finite"),
-    "bwd_contain.py": ("add_not_finite", "clean", "mark_keys", "not_finite", "settle"),
-    "bwd_results.py": ("add_all", "mask", "store", "store_slab"),
+    "bwd_contain.py": ("add_not_finite", "mark_keys", "not_finite", "remove_not_finite", "zero_hidden"),
+    "bwd_results.py": ("mask", "store_partial", "store_rows"),
+    "bwd_wide.py": ("add_chunks",),
     "fwd_contain.py": ("add_key", "contain"),
     "fwd_paths.py": ("mask_path",),
     "mask.py": ("mask",),
