@@ -75,7 +75,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
             alone, all others written.
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
             before, zeros from the preprocess, or anything where `clears_ahead`. May be empty where dQ is not asked.
-        partials: [n * partial_floats()] fp32 (may be empty): partial sums of dK and dV, written as far as they are asked.
+        partials: [n * partial_floats()] fp32 (may be empty): partial sums of dK and dV, as far as these are asked.
         locks: [lock_words(H * nm)] int32, zeros from the preprocess: LOCKS of each query block, the first of which is
             not 0 once something was added to the block's dQ; last the counter of items begun, used if deterministic.
             May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.

@@ -6,9 +6,9 @@ dK each warp group has 64 of the 128 keys. dQ needs all keys: dS passes through 
 
 dQ leaves through shared memory too. There a warp beside the producer has the copy engine add it to global memory, if
 deterministic once the item's predecessors have added theirs: additions from registers would hold the products up.
-Another warp clears the sums in global memory a few blocks ahead, so they are still in L2 when they are added to; to clear
-all of them beforehand would write them to memory and read them back. If deterministic, the first item of a block stores
-its values instead.
+Another warp clears the sums in global memory a few blocks ahead, so they are still in L2 when they are added to; to
+clear all of them beforehand would write them to memory and read them back. If deterministic, the first item of a block
+stores its values instead.
 
 The tensor cores and the arithmetic between products take about equally long, so warp groups must not wait for one
 another. Therefore a step makes dQ of the step before: by then dS of the other warp group has long been there.
@@ -183,7 +183,7 @@ class NarrowBackward(BackwardFrame):
             return item.block_begin
         return first_block(item.block_begin, item.block_end, item.key, item.key_end, self.tile_m)
 
-    # ---------------------------------------------------------------- dQ to global memory: the warps beside the producer
+    # ---------------------------------------------------------------- the warps beside the producer: dQ
     @cute.jit
     def assist(
         self, g: Global, s: Shared, p: NarrowPipelines, item: Item, heads_per_kv: Int32, warp_idx: Int32

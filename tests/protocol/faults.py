@@ -271,8 +271,15 @@ PLANTED = [
         "dQ leaves before it is there",
         NARROW,
         "bwd_narrow.py",
-        "                    pass\n                cute.arch.sync_warp()\n                p.dQ.consumer_wait(stage)\n                with cute.arch.elect_one():\n                    bulk_add",
-        "                    pass\n                cute.arch.sync_warp()\n                with cute.arch.elect_one():\n                    bulk_add",
+        "                    pass\n"
+        "                cute.arch.sync_warp()\n"
+        "                p.dQ.consumer_wait(stage)\n"
+        "                with cute.arch.elect_one():\n"
+        "                    bulk_add",
+        "                    pass\n"
+        "                cute.arch.sync_warp()\n"
+        "                with cute.arch.elect_one():\n"
+        "                    bulk_add",
     ),
     one(
         "dQ's stage is released before it is read",
