@@ -19,12 +19,12 @@ import typer
 from codegen import precompiled, store
 from codegen.spec import KernelSpec
 from codegen.store import Kernel
-from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.timing import timed
 from dualkv.bench.workloads import NAMED, parse
+from dualkv.ops import hopper
 from tools import filed
 from tools.tables import MAIN
 
@@ -128,6 +128,7 @@ def main(
     """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
     kernels = [Kernels(BEFORE, earlier(folder)), Kernels(NOW, store.load)]
     results: list[dict[str, Any]] = []
+    recorded = run.environment(run.Meter()) | {"settings": {"pairs": pairs, "pause": pause}} if json_to else {}
     load, load_all = store.load, store.load_all
     try:
         for name in workload or EIGHT:
@@ -138,6 +139,8 @@ def main(
                 difference = run.run_checked(now, tuple(x.clone() for x in before.results()))
                 found = speed(ratios((before.call, now.call), pairs, pause))
                 results.append({"workload": name, "direction": asked, "difference": difference, **found})
+                if json_to:  # after each result: a run that is cut keeps them
+                    json_to.write_text(filed.text(recorded | {"results": results}))
                 print(f"{name} {asked}: {' '.join(f'{x:.4f}' for x in found.values())}", flush=True)
                 del made, before, now
                 torch.cuda.empty_cache()
@@ -151,9 +154,6 @@ def main(
         for name, s in by_direction.items()
     ]
     print(markdown_table(("earlier time over today's", "mean", "lowest", "highest"), rows))
-    if json_to:
-        settings = {"pairs": pairs, "pause": pause}
-        json_to.write_text(filed.text(run.environment(run.Meter()) | {"settings": settings, "results": results}))
 
 
 if __name__ == "__main__":
