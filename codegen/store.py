@@ -326,8 +326,10 @@ def _check_ffi() -> None:
         raise KernelError(f"apache-tvm-ffi is {version}, kernels need 0.1: pip install 'apache-tvm-ffi>=0.1.9,<0.2'")
 
 
-def open_entry(path: Path, spec: KernelSpec) -> Kernel:
+def open_entry(path: Path, spec: KernelSpec, symbol: str | None = None) -> Kernel:
     """Load the kernel of an entry for which :func:`mismatch` returns None.
+
+    symbol: the exported function, where another version of this package made the entry and called it otherwise.
 
     Raises:
         KernelError: tvm-ffi or the entry cannot be loaded, or others can write to the entry.
@@ -339,7 +341,7 @@ def open_entry(path: Path, spec: KernelSpec) -> Kernel:
     try:
         import tvm_ffi
 
-        kernel: Kernel = tvm_ffi.load_module(str(path / "kernel.so"))[spec.symbol]
+        kernel: Kernel = tvm_ffi.load_module(str(path / "kernel.so"))[symbol or spec.symbol]
     except (ImportError, OSError, RuntimeError, AttributeError) as e:
         raise KernelError(f"kernel {spec} in {path} cannot be loaded ({type(e).__name__}: {e})") from e
     return kernel

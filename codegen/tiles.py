@@ -19,14 +19,12 @@ class ForwardTile:
         tile_n: keys a block.
         warp_groups: MMA warp groups a CTA, 64 query rows each.
         stages: K blocks (and V blocks) in flight.
-        q_in_registers: the query operand of S = Q K^T comes from registers, not from shared memory.
         cluster: CTAs that walk the same keys and share them by multicast.
     """
 
     tile_n: int
     warp_groups: int = 2
     stages: int = 2
-    q_in_registers: bool = True
     cluster: int = 2
 
     def tokens(self, packed_heads: int) -> int:
@@ -35,11 +33,11 @@ class ForwardTile:
 
 
 FORWARD_TILES = {
-    64: ForwardTile(tile_n=128, warp_groups=3, stages=3, q_in_registers=False, cluster=1),
-    96: ForwardTile(tile_n=96, warp_groups=3, stages=3, q_in_registers=False),
-    128: ForwardTile(tile_n=64, warp_groups=3, stages=4, q_in_registers=False),
-    192: ForwardTile(tile_n=96, q_in_registers=False),
-    256: ForwardTile(tile_n=64, q_in_registers=False),
+    64: ForwardTile(tile_n=128, warp_groups=3, stages=3, cluster=1),
+    96: ForwardTile(tile_n=96, warp_groups=3, stages=3),
+    128: ForwardTile(tile_n=64, warp_groups=3, stages=4),
+    192: ForwardTile(tile_n=96),
+    256: ForwardTile(tile_n=64),
 }
 
 

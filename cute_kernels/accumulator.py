@@ -6,18 +6,16 @@ probability tile becomes an operand by rounding pairs of neighbours.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass._mlir.dialects import llvm
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cute_kernels.ptx import zero_times
+from cute_kernels.ptx import round_pair, zero_times
 
-_CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
+Number = TypeVar("Number")
 
 
 def row_elements(acc: cute.Tensor, r: int) -> list[int]:
@@ -63,7 +61,7 @@ def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:
     return cute.make_tensor(x.iterator + first, cute.make_layout(count))
 
 
-def reduce_tree(op: Callable[[Any, Any], Any], values: Sequence[Any], chains: int = 4) -> Any:
+def reduce_tree(op: Callable[[Number, Number], Number], values: Sequence[Number], chains: int = 4) -> Number:
     """op over all values, in a few independent chains."""
     part = list(values[:chains])
     for j in range(chains, len(values)):
@@ -73,29 +71,11 @@ def reduce_tree(op: Callable[[Any, Any], Any], values: Sequence[Any], chains: in
     return part[0]
 
 
-@dsl_user_op
-def _round_pair(instruction: str, lo: Float32, hi: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    operands = [Float32(hi).ir_value(loc=loc, ip=ip), Float32(lo).ir_value(loc=loc, ip=ip)]
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            operands,
-            f"{instruction} $0, $1, $2;",
-            "=r,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
 def round_to(acc: cute.Tensor, frag: cute.Tensor) -> None:
     """fp32 accumulator -> 16-bit fragment of the same order, to nearest, two a register."""
     pairs = cute.recast_tensor(frag, Int32)
     for j in range(cute.size(pairs)):
-        pairs[j] = _round_pair(_CONVERT[frag.element_type], acc[2 * j], acc[2 * j + 1])
+        pairs[j] = round_pair(frag.element_type, acc[2 * j], acc[2 * j + 1])
 
 
 def not_finite(frag: cute.Tensor) -> Int32:

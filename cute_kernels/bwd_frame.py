@@ -39,9 +39,9 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
+from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, slab_floats
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
@@ -49,7 +49,7 @@ from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Producer
 from cute_kernels.bwd_results import Results, as_pairs
 from cute_kernels.bwd_stats import KEYS_BYTES, by_block, fake_stats, fill_keys
-from cute_kernels.cluster import SMEM_BYTES
+from cute_kernels.cluster import check_smem
 from cute_kernels.pipeline import MbarrierAllocator, init_mbarriers
 from cute_kernels.ptx import load_of_cta, store_volatile
 
@@ -134,11 +134,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         barriers = MbarrierAllocator()
         self.pipelines(barriers)
         self.num_bars = barriers.num_bars
-        if self.smem_bytes() > SMEM_BYTES:
-            raise ValueError(
-                f"head_dim {head_dim}, {tile_m} x {tile_n} and {stages} stages need {self.smem_bytes()} bytes of "
-                f"shared memory, a CTA has {SMEM_BYTES}"
-            )
+        check_smem(self.smem_bytes(), f"head_dim {head_dim}, {tile_m} x {tile_n} and {stages} stages")
 
     # ---------------------------------------------------------------- what the head dims do differently
     def check_tile(self) -> None:
@@ -241,24 +237,20 @@ class BackwardFrame(Producer, BackwardContainment, Results):
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
-
-        def packed(num_heads: cute.SymInt) -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=16)
-
-        def flat() -> cute.Tensor:
-            return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-
-        q, dout, k, v = packed(heads), packed(heads), packed(kv_heads), packed(kv_heads)
-        absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
-        dk, dv = (packed(kv_heads) if wanted else absent for wanted in (self.want_dk, self.want_dv))
+        rows, heads, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
+        q, dout = (fakes.packed(self.dtype, rows, heads, dim) for _ in range(2))
+        k, v = (fakes.packed(self.dtype, rows, kv_heads, dim) for _ in range(2))
+        absent = fakes.flat(self.dtype, cute.sym_int32())
+        dk, dv = (
+            fakes.packed(self.dtype, rows, kv_heads, dim) if wanted else absent
+            for wanted in (self.want_dk, self.want_dv)
+        )
         stats = fake_stats(heads, self.tile_m)
-        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=4)
-        visible_end = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
-        locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, dout, stats, dk, dv, flat(), flat(), locks, work, visible_end, Float32(0.0), stream
+        work = fakes.table(items.NUM_FIELDS)
+        visible_end = fakes.flat(Int32, rows)
+        locks = fakes.flat(Int32, cute.sym_int64())
+        dq_acc, partials = (fakes.flat(Float32, cute.sym_int64(), fakes.ALIGNMENT) for _ in range(2))
+        return q, k, v, dout, stats, dk, dv, dq_acc, partials, locks, work, visible_end, Float32(0.0), fakes.stream()
 
     # ---------------------------------------------------------------- host side
     @cute.jit

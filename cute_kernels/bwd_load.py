@@ -97,14 +97,8 @@ class Producer(Clustered):
         stage: Stage,
         extra_bytes: int,  # that come on the same barrier
     ) -> None:
-        """A block of Q or dO of one head; each CTA of the cluster brings its part to all (multicast)."""
+        """A block of Q or dO of one head; each CTA of the cluster brings its part to all."""
         pipeline.producer_acquire(stage)
         pipeline.producer_expect(stage, self.tile_m * self.head_dim * 2 + extra_bytes)
-        tile = cute.local_tile(load.tensor[None, None, h], (self.tile_m, self.head_dim), (m_block, 0))
-        ctas = cute.make_layout(self.cluster)
-        shared, tensor = cpasync.tma_partition(
-            load.atom, self.rank(), ctas, cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
-        )
-        multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        target = shared[None, stage.index]
-        cute.copy(load.atom, tensor, target, tma_bar_ptr=pipeline.full[stage.index], **multicast)
+        block = cute.local_tile(load.tensor[None, None, h], (self.tile_m, self.head_dim), (m_block, 0))
+        self.multicast(load.atom, block, target, pipeline, stage)

@@ -1,29 +1,32 @@
 """Attention forward on Hopper over packed groups: one launch for a whole micro-batch. Here is what warp groups compute.
 
-A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and lets the others pass. Softmax
-does not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
+A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and skips the others. Softmax does
+not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
-The unmasked loop takes no maximum: the reference of a row stands where the masked blocks left it, as 16-bit and fp32
-probabilities exp2(s - reference) beyond 1 are as exact as others. In fp16 a warp moves it where they come near 2^16.
-What outgrows it beyond all that shows at the tile's end, in the row's sum, in O or in the reference itself. Such tiles
-are done again in a second turn within the launch, with the maxima of all their blocks: the masked part then goes on to
-the last block. So every result is exact.
+The unmasked loop takes no maximum: each row keeps the reference maximum that the masked blocks found, as 16-bit and
+fp32 probabilities exp2(s - reference) beyond 1 are as exact as others. In fp16 a warp moves it where they come near
+2^16. Scores that outgrow the reference beyond all that show at the tile's end, in the row's sum, in O or in the
+reference itself. Such tiles are marked for a recompute pass within the launch, which takes the maxima of all their
+blocks: the masked part then goes on to the last block. So every result is exact.
 """
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
 from cute_kernels.fwd_contain import ForwardContainment
-from cute_kernels.fwd_frame import WG_ROWS, Atoms, ForwardFrame, Global, Shared
+from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Shared, Thread
+from cute_kernels.fwd_load import ForwardLoads
 from cute_kernels.fwd_walk import Walk
-from cute_kernels.mask import mask
+from cute_kernels.pipeline import WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,
     REFERENCE_LIMIT,
@@ -34,312 +37,318 @@ from cute_kernels.softmax import (
     online_softmax,
     rescale,
 )
-from cute_kernels.work import Tile, first_and_step
+from cute_kernels.work import AnyTile, Mask, first_and_step
 
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
 
 
-class Operands(NamedTuple):
-    """A warp group's operands of S = Q K^T and O += P V: registers (R a thread), or descriptors of shared memory."""
+class Rows(NamedTuple):
+    """What a thread holds of its two query rows."""
 
-    tSrQ: cute.Tensor  # (MMA, 1, D/16), D/4 R or shared memory
+    token: cute.Tensor  # (2) packed row
+    max: cute.Tensor  # (2) reference maximum of the online softmax
+    sum: cute.Tensor  # (2) of probabilities, this thread's part
+    scale: cute.Tensor  # (2) of O, as the reference maximum moves
+
+
+class State(NamedTuple):
+    """What a warp group's loop over key blocks works on. Operands are registers (R a thread), or descriptors of shared
+    memory."""
+
+    tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
     tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
     tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
     tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
     acc_O: cute.Tensor  # (64, D), D/2 R
+    rows: Rows
+    sV: cute.Tensor  # (N, D, stages)
+    pipes: Pipelines
+    bounds: cute.Tensor  # what the mask reads
+    scale_log2: Float32
+    wg: Int32
 
 
-class Rows(NamedTuple):
-    """What a thread keeps of its two query rows."""
+class Stretch(NamedTuple):
+    """Blocks [begin, end) of a tile, in its order."""
 
-    token: cute.Tensor  # (2) packed row
-    max: cute.Tensor  # (2) reference of the online softmax
-    sum: cute.Tensor  # (2) of probabilities, this thread's part
-    scale: cute.Tensor  # (2) of O, as the reference moves
+    begin: Int32
+    end: Int32
+    masked: Int32  # blocks from this one on need no mask; the first block of the stretch always has one
 
 
-class ForwardKernel(ForwardContainment, ForwardFrame):
+class ForwardKernel(ForwardLoads, ForwardContainment):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
-    mask = staticmethod(mask)
-
-    @cute.jit
-    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, groups_per_kv: Int32, warp_id: Int32) -> None:
-        bars = s.bars
-        wg, lane = warp_id // 4, cute.arch.lane_idx()
-        scale_log2 = scale * math.log2(math.e)
-        rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
-        tile_row = warp_id % 4 * 16 + lane // 4  # of this warp group's 64: the thread has tile_row and tile_row + 8
-        copy_Q = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        thr_Q = cute.make_tiled_copy_A(copy_Q, self.mma_qk()).get_slice(cute.arch.thread_idx()[0] % 128)
-        at = Int32(0)  # place of the block whose probabilities are in x.tOrP
-        first, step = first_and_step(self.cluster)
-        count, stop = Int32(self.first_count), self.share(g)
-        for turn in cutlass.range(2, unroll=1):
-            for n in cutlass.range(0, stop, 1, unroll=1):
-                if self.wanted(s.again, n, turn):
-                    place, phase = self.q_place(count, wg)
-                    x = self.operands(s, place)
-                    for state, initial in ((x.acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
-                        state.fill(initial)
-                    if const_expr(self.q_stages == 1):
-                        self.release_Q(bars, self.q_place(count - 1, wg)[0], warp_id)
-                    cute.arch.mbarrier_wait(bars + self.FULL_Q + place, phase)
-                    tile = self.tile(g, s.item[None, place])
-                    head_group, *walk = [s.item[j, place] for j in range(self.num_fields, self.item_words)]
-                    walk = Walk(*walk) if self.walks else Walk(Int32(0), tile.blocks, tile.blocks, tile.masked)
-                    for r in cutlass.range_constexpr(2):  # rows past the warp group's last one count as that
-                        rows.token[r] = cutlass.min(self.token(tile, wg, tile_row + 8 * r), self.last_token(tile, wg))
-                    if const_expr(self.q_in_registers):
-                        cute.copy(thr_Q, thr_Q.partition_S(s.Q[None, None, place]), thr_Q.retile(x.tSrQ))
-                    if const_expr(self.q_stages > 1):
-                        self.release_Q(bars, self.q_place(count - 1, wg)[0], warp_id)
-
-                    masked = cutlass.select_(turn == 0, walk.masked, tile.blocks)
-                    if const_expr(self.walks):
-                        done, begin, end = Int32(0), walk.begin, walk.end
-                        for _ in cutlass.range(2, unroll=1):
-                            for _ in cutlass.range(done, begin, 1, unroll=1):
-                                at = self.pass_over(bars, at)
-                            if begin < end:
-                                at = self.stretch(x, rows, scale_log2, g, s, tile, wg, at, begin, end, masked, done > 0)
-                            done, begin, end = end, walk.rest, tile.blocks
-                    else:
-                        of_all = Int32(0), tile.blocks, masked, cutlass.Boolean(False)
-                        at = self.stretch(x, rows, scale_log2, g, s, tile, wg, at, *of_all)
-
-                    normalize(x.acc_O, rows.max, rows.sum, rows.scale, scale)
-                    if not self.fits(x.acc_O, rows, scale_log2, tile, wg, tile_row):
-                        self.note(s.again, n)
-                    if turn == 1 and tile.straddles:
-                        fields, kv_head = g.work[g.schedule[first + n * step, 0], None], head_group // groups_per_kv
-                        of_tile = fields, wg, tile_row, head_group, kv_head
-                        self.contain(x.acc_O, rows.scale, rows.token, g, *of_tile, scale)
-                    sO = s.Q[None, None, place]
-                    self.store(x.acc_O, rows.scale, atoms.O, g, sO, head_group, tile, tile_row, warp_id)
-                    count += 1
-            cute.arch.cp_async_bulk_wait_group(0)  # O is out: the next turn may store it again, and the CTA may end
-            stop = self.end_turn(s)
-
-    def pass_over(self, bars: cute.Pointer, at: Int32) -> Int32:
-        """Leave out the block at place `at`, which no row of the warp group sees; returns the next one's place."""
-        stage, phase = self.ring(at)
-        for full, empty in ((self.FULL_K, self.EMPTY_K), (self.FULL_V, self.EMPTY_V)):
-            cute.arch.mbarrier_wait(bars + full + stage, phase)
-            self.arrive(bars + empty + stage)
-        return self.after(at)
-
-    def operands(self, s: Shared, place: Int32) -> Operands:
-        mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        if self.q_in_registers:
-            tSrQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((WG_ROWS, self.head_dim)), self.dtype)
-        else:
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, place]
-        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (D, N, stages)
-        return Operands(
-            tSrQ,
-            mma_qk.make_fragment_B(thr_qk.partition_B(s.K)),
-            cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype),
-            mma_pv.make_fragment_B(thr_pv.partition_B(sVt)),
-            cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim)), Float32),
+    # ---------------------------------------------------------------- products
+    def mma_qk(self) -> cute.TiledMma:
+        """S (64, N) = Q (64, D) K^T"""
+        K_major, source = warpgroup.OperandMajorMode.K, warpgroup.OperandSource.SMEM
+        shape = (WG_ROWS, self.tile_n)
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
         )
 
-    def products(self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32) -> None:
-        """Both products in flight, S of the next block and O += P V of this one; wait for S."""
-        (v_stage, v_phase), (k_stage, k_phase) = self.ring(at), self.ring(self.after(at))
-        if not self.k_early:
-            cute.arch.mbarrier_wait(bars + self.FULL_K + k_stage, k_phase)
-        gemm(self.mma_qk(), acc_S, x.tSrQ, x.tSrK[None, None, None, k_stage], True)
-        cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)
-        gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, v_stage], False)
-        warpgroup.wait_group(1)
-        self.arrive(bars + self.EMPTY_K + k_stage)
+    def mma_pv(self) -> cute.TiledMma:
+        """O (64, D) += P (64, N) V"""
+        P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim)
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
+        )
+
+    def state(self, g: Global, s: Shared, q_stage: Int32, wg: Int32) -> State:
+        """The state before the first block of a tile, whose Q is in `q_stage`."""
+        mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
+        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (D, N, stages)
+        rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, q_stage]
+        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(s.K))
+        tOrP = cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype)
+        tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim)), Float32)
+        for registers, initial in ((acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
+            registers.fill(initial)
+        scale_log2 = g.scale * math.log2(math.e)
+        return State(tSrQ, tSrK, tOrP, tOrV, acc_O, rows, s.V, s.pipes, g.bounds, scale_log2, wg)
+
+    # ---------------------------------------------------------------- a warp group's tiles
+    @cute.jit
+    def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
+        thread = Thread(warp_id, warp_id // 4, warp_id % 4 * 16 + cute.arch.lane_idx() // 4)
+        it = Int32(0)  # use of K and V: the block whose probabilities are in tOrP
+        count, num_items = Int32(s.pipes.Q.first_count), self.num_items(g)
+        for recompute in cutlass.range(2, unroll=1):
+            for n in cutlass.range(0, num_items, 1, unroll=1):
+                if self.is_due(s.recompute, n, recompute):
+                    it = self.compute_item(atoms, g, s, thread, n, recompute, it, count)
+                    count += 1
+            cute.arch.cp_async_bulk_wait_group(0)  # O is out: the recompute pass may store it, and the CTA may end
+            num_items = self.end_pass(s)
 
     @cute.jit
-    def finish_products(
-        self, acc_S: cute.Tensor, x: Operands, bars: cute.Pointer, at: Int32, more: cutlass.Boolean
-    ) -> Int32:
-        """Wait for O; the next block's probabilities take the place of this one's. Returns the next one's place.
-
-        more: there is a block behind the next one.
-        """
-        if more:
-            self.await_early(bars, self.after(self.after(at)))
-        warpgroup.wait_group(0)
-        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])
-        round_to(acc_S, x.tOrP)
-        return self.after(at)
-
-    @cute.jit
-    def await_early(self, bars: cute.Pointer, at: Int32) -> None:
-        """Wait for the K block at place `at` a step before it is used.
-
-        It is there by then. The wait is a branch, and ptxas moves no exponential of the step across it, past the wait
-        for O: the three warp groups then waste less between their products (two do with some behind that wait).
-        """
-        if const_expr(self.k_early):
-            stage, phase = self.ring(at)
-            cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
-
-    @cute.jit
-    def stretch(
+    def compute_item(
         self,
-        x: Operands,
-        rows: Rows,
-        scale_log2: Float32,
+        atoms: Atoms,
         g: Global,
         s: Shared,
-        tile: Any,
-        wg: Int32,
-        at: Int32,
-        begin: Int32,
-        end: Int32,
-        masked: Int32,
-        others: cutlass.Boolean,
+        thread: Thread,
+        n: Int32,
+        recompute: Int32,
+        it: Int32,
+        count: Int32,
     ) -> Int32:
-        """The blocks [begin, end) of a tile, the first one at place `at`; returns the place after the last one.
+        """The cluster's n-th item, whose first block is use `it` of K and V and whose Q is use `count`; returns the use
+        after the last block."""
+        q = s.pipes.Q.stage(count, thread.wg)
+        state = self.state(g, s, q.index, thread.wg)
+        if const_expr(self.q_stages == 1):
+            self.release_previous_Q(s, count, thread)
+        s.pipes.Q.consumer_wait(q)
+        part, walk = self.read_part(g, s, q.index, thread)
+        tile = part.tile
+        for r in cutlass.range_constexpr(2):  # rows past the warp group's last token are masked like it
+            state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, thread.wg))
+        if const_expr(self.q_stages > 1):
+            self.release_previous_Q(s, count, thread)
 
-        masked: from this block on, but for the first one, they need no mask.
-        others: O has other blocks in it.
+        masked = cutlass.select_(recompute == 0, walk.masked, tile.blocks)
+        it = self.walk_blocks(state, tile, walk, masked, it)
+
+        normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, g.scale)
+        if not self.fits(state, part):
+            self.request_recompute(s.recompute, n)
+        if recompute == 1 and tile.straddles:
+            first, step = first_and_step(self.cluster)
+            fields = g.work[g.schedule[first + n * step, 0], None]
+            self.contain(state.acc_O, state.rows.scale, state.rows.token, g, fields, part)
+        self.store(state.acc_O, state.rows.scale, atoms.O, g, s.Q[None, None, q.index], part)
+        return it
+
+    def read_part(self, g: Global, s: Shared, q_stage: Int32, thread: Thread) -> tuple[Part, Walk]:
+        """What the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
+        tile = self.tile(g, s.item[None, q_stage])
+        head_group, *walk = [s.item[j, q_stage] for j in range(self.num_fields, self.item_fields)]
+        walk = Walk(*walk) if self.walks else Walk(Int32(0), tile.blocks, tile.blocks, tile.masked)
+        return Part(tile, head_group, thread), walk
+
+    @cute.jit
+    def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:
+        """The warp that stored O of the tile before releases its stage of Q, once the copy engine has read it."""
+        Q = s.pipes.Q
+        if thread.warp_id % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            with cute.arch.elect_one():
+                Q.release_previous(count, thread.wg)
+
+    # ---------------------------------------------------------------- the blocks of a tile
+    @cute.jit
+    def walk_blocks(self, state: State, tile: AnyTile, walk: Walk, masked: Int32, it: Int32) -> Int32:
+        """All blocks of a tile, the first one being use `it`; returns the use after the last one."""
+        if const_expr(self.walks):
+            done, begin, end = Int32(0), walk.begin, walk.end
+            for _ in cutlass.range(2, unroll=1):
+                for _ in cutlass.range(done, begin, 1, unroll=1):
+                    it = self.skip_block(state.pipes, it)
+                if begin < end:
+                    it = self.stretch(state, tile, Stretch(begin, end, masked), done > 0, it)
+                done, begin, end = end, walk.rest, tile.blocks
+            return it
+        return self.stretch(state, tile, Stretch(Int32(0), tile.blocks, masked), Boolean(False), it)
+
+    def skip_block(self, pipes: Pipelines, it: Int32) -> Int32:
+        """Skip a block that no row of the warp group sees; returns the next use."""
+        for pipeline in (pipes.K, pipes.V):
+            stage = pipeline.stage(it)
+            pipeline.consumer_wait(stage)
+            pipeline.consumer_release(stage, sync_warp=False)
+        return pipes.K.next(it)
+
+    @cute.jit
+    def stretch(self, state: State, tile: AnyTile, blocks: Stretch, rescale_O: Boolean, it: Int32) -> Int32:
+        """The blocks of a stretch, the first one being use `it`; returns the use after the last one.
+
+        rescale_O: O already has other blocks in it.
         """
-        bars, masking = s.bars, tile.mask_arguments(begin)
-        self.first_block(x, rows, scale_log2, bars, at, others, g.bounds, masking)
-        self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
+        begin, end, K = blocks.begin, blocks.end, state.pipes.K
+        mask = tile.mask(begin)
+        self.first_block(state, mask, rescale_O, it)
+        self.clear_hidden(state, mask, it)
         if begin + 1 < end:
-            self.await_early(bars, self.after(at))
-        for i in cutlass.range(begin + 1, cutlass.min(masked, end), 1, unroll=1):
-            masking = tile.mask_arguments(i)
-            at = self.masked_block(x, rows, scale_log2, bars, at, i + 1 < end, g.bounds, masking)
-            self.clear_unseen(s.V, bars, at, wg, g.bounds, masking)
-        for i in cutlass.range(cutlass.max(masked, begin + 1), end, 1, unroll=1):
-            at = self.whole_block(x, rows, scale_log2, bars, at, i + 1 < end)
-        return self.last_block(x, bars, at)
+            self.compiler_fence(K, K.next(it))
+        for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
+            mask = tile.mask(i)
+            it = self.masked_block(state, mask, i + 1 < end, it)
+            self.clear_hidden(state, mask, it)
+        for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
+            it = self.whole_block(state, i + 1 < end, it)
+        return self.last_block(state, it)
 
     @cute.jit
-    def first_block(
-        self,
-        x: Operands,
-        rows: Rows,
-        scale_log2: Float32,
-        bars: cute.Pointer,
-        at: Int32,
-        others: cutlass.Boolean,
-        bounds: cute.Tensor,
-        masking: Any,  # the last arguments of mask()
-    ) -> None:
-        """A stretch's first block, at place `at`: its probabilities. With `others`, O may have to be rescaled."""
-        acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
-        stage, phase = self.ring(at)
-        cute.arch.mbarrier_wait(bars + self.FULL_K + stage, phase)
-        gemm(self.mma_qk(), acc_S, x.tSrQ, x.tSrK[None, None, None, stage], True)
+    def first_block(self, state: State, mask: Mask, rescale_O: Boolean, it: Int32) -> None:
+        """A stretch's first block: its probabilities."""
+        rows, K = state.rows, state.pipes.K
+        acc_S, stage = self.accumulator_S(), K.stage(it)
+        K.consumer_wait(stage)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], True)
         warpgroup.wait_group(0)
-        self.arrive(bars + self.EMPTY_K + stage)
-        self.mask(acc_S, rows.token, bounds, *masking)
-        online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-        round_to(acc_S, x.tOrP)
-        if others:
-            rescale(x.acc_O, rows.scale)
-
-    def last_block(self, x: Operands, bars: cute.Pointer, at: Int32) -> Int32:
-        """O += P V of a stretch's last block; returns the place after it."""
-        stage, phase = self.ring(at)
-        cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
-        gemm(self.mma_pv(), x.acc_O, x.tOrP, x.tOrV[None, None, None, stage], False)
-        warpgroup.wait_group(0)
-        self.arrive(bars + self.EMPTY_V + stage)
-        return self.after(at)
+        K.consumer_release(stage, sync_warp=False)
+        mask.apply(acc_S, rows.token, state.bounds)
+        online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        round_to(acc_S, state.tOrP)
+        if rescale_O:
+            rescale(state.acc_O, rows.scale)
 
     @cute.jit
-    def masked_block(
-        self,
-        x: Operands,
-        rows: Rows,
-        scale_log2: Float32,
-        bars: cute.Pointer,
-        at: Int32,
-        more: cutlass.Boolean,
-        bounds: cute.Tensor,
-        masking: Any,  # the last arguments of mask()
-    ) -> Int32:
-        """The next block's probabilities, and O of this one; returns the next one's place."""
-        acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)  # N/2 registers
-        self.products(acc_S, x, bars, at)
-        self.mask(acc_S, rows.token, bounds, *masking)
-        online_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-        at = self.finish_products(acc_S, x, bars, at, more)
-        rescale(x.acc_O, rows.scale)
-        return at
+    def masked_block(self, state: State, mask: Mask, continues: Boolean, it: Int32) -> Int32:
+        """O += P V of block `it`, and the probabilities of the next block, whose use is returned.
 
-    @cute.jit
-    def whole_block(
-        self, x: Operands, rows: Rows, scale_log2: Float32, bars: cute.Pointer, at: Int32, more: cutlass.Boolean
-    ) -> Int32:
-        """As masked_block, of a block without a mask: the references stand."""
-        acc_S = cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
-        self.products(acc_S, x, bars, at)
-        if const_expr(self.dtype is cutlass.BFloat16):
-            fixed_softmax(acc_S, rows.max, rows.sum, scale_log2)
-            return self.finish_products(acc_S, x, bars, at, more)
-        half_softmax(acc_S, rows.max, rows.sum, rows.scale, scale_log2)
-        at = self.finish_products(acc_S, x, bars, at, more)
-        rescale(x.acc_O, rows.scale)
-        return at
-
-    @cute.jit
-    def clear_unseen(
-        self, sV: cute.Tensor, bars: cute.Pointer, at: Int32, wg: Int32, bounds: cute.Tensor, masking: Any
-    ) -> None:
-        """Zero the rows of a V block that no row of the tile sees: 0 * NaN would be NaN.
-
-        Every warp group does it for itself; they write the same.
+        continues: the stretch goes on after the next block.
         """
-        key_row, first = masking[0], self.first_unseen(*masking)
+        rows, acc_S = state.rows, self.accumulator_S()
+        self.issue_products(acc_S, state, it)
+        mask.apply(acc_S, rows.token, state.bounds)
+        online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        it = self.finish_products(acc_S, state, continues, it)
+        rescale(state.acc_O, rows.scale)
+        return it
+
+    @cute.jit
+    def whole_block(self, state: State, continues: Boolean, it: Int32) -> Int32:
+        """As masked_block, where the next block needs no mask: rows keep their reference maximum."""
+        rows, acc_S = state.rows, self.accumulator_S()
+        self.issue_products(acc_S, state, it)
+        if const_expr(self.dtype is cutlass.BFloat16):
+            fixed_softmax(acc_S, rows.max, rows.sum, state.scale_log2)
+            return self.finish_products(acc_S, state, continues, it)
+        half_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        it = self.finish_products(acc_S, state, continues, it)
+        rescale(state.acc_O, rows.scale)
+        return it
+
+    def last_block(self, state: State, it: Int32) -> Int32:
+        """O += P V of a stretch's last block; returns the use after it."""
+        V = state.pipes.V
+        stage = V.stage(it)
+        V.consumer_wait(stage)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], False)
+        warpgroup.wait_group(0)
+        V.consumer_release(stage, sync_warp=False)
+        return V.next(it)
+
+    def accumulator_S(self) -> cute.Tensor:
+        """S of a block: (64, N), N/2 registers a thread."""
+        return cute.make_rmem_tensor(self.mma_qk().partition_shape_C((WG_ROWS, self.tile_n)), Float32)
+
+    def issue_products(self, acc_S: cute.Tensor, state: State, it: Int32) -> None:
+        """Both products in flight, O += P V of block `it` and S of the next block; wait for S."""
+        K, V = state.pipes.K, state.pipes.V
+        v_stage, k_stage = V.stage(it), K.stage(K.next(it))
+        if not self.fence_softmax:  # else compiler_fence has waited
+            K.consumer_wait(k_stage)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], True)
+        V.consumer_wait(v_stage)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], False)
+        warpgroup.wait_group(1)
+        K.consumer_release(k_stage, sync_warp=False)
+
+    @cute.jit
+    def finish_products(self, acc_S: cute.Tensor, state: State, continues: Boolean, it: Int32) -> Int32:
+        """Wait for O; the next block's probabilities replace those of block `it`. Returns the next block's use."""
+        K, V = state.pipes.K, state.pipes.V
+        if continues:
+            self.compiler_fence(K, K.next(K.next(it)))
+        warpgroup.wait_group(0)
+        V.consumer_release(V.stage(it), sync_warp=False)
+        round_to(acc_S, state.tOrP)
+        return K.next(it)
+
+    @cute.jit
+    def compiler_fence(self, K: WrappingPipeline, it: Int32) -> None:
+        """A compiler workaround, for three warp groups: wait for K of block `it` one step before it is used.
+
+        K is there by then. What counts is that the wait is a branch. ptxas moves no exponential of the step across it,
+        and so none past the wait for O; three warp groups lose less time between their products that way. Two warp
+        groups are faster with some exponentials after the wait for O. They wait for K where they use it.
+        """
+        if const_expr(self.fence_softmax):
+            K.consumer_wait(K.stage(it))
+
+    @cute.jit
+    def clear_hidden(self, state: State, mask: Mask, it: Int32) -> None:
+        """Zero the keys of a V block that no row of the tile sees: 0 * NaN would be NaN.
+
+        Each warp group writes the same zeros, so none waits for another.
+        """
+        first, V = mask.first_hidden(), state.pipes.V
         if first < self.tile_n:
-            stage, phase = self.ring(at)
-            cute.arch.mbarrier_wait(bars + self.FULL_V + stage, phase)
+            stage = V.stage(it)
+            V.consumer_wait(stage)
             width = cute.size(self.smem_atom(), mode=[1]) // 2  # of a swizzle, in 32-bit words; it keeps to its row
             units, rows = width // 4, self.tile_n  # a thread clears 16 bytes at a time
             chunks = self.head_dim // 2 // width
             layout = cute.make_layout((4, units, rows, chunks), stride=(1, 4, width, rows * width))
-            words = cute.make_tensor(cute.recast_ptr(sV[None, None, stage].iterator, dtype=Int32), layout)
+            tile = cute.make_tensor(cute.recast_ptr(state.sV[None, None, stage.index].iterator, dtype=Int32), layout)
             zero = cute.make_rmem_tensor(4, Int32)
             zero.fill(0)
             tid = cute.arch.thread_idx()[0] % 128
             for row in cutlass.range(first + tid // units, rows, 128 // units, unroll=1):
-                if self.unseen(key_row + row, bounds, *masking):
+                if mask.hides(mask.key_row + row, state.bounds):
                     for chunk in cutlass.range_constexpr(chunks):
-                        cute.autovec_copy(zero, words[None, tid % units, row, chunk])
+                        cute.autovec_copy(zero, tile[None, tid % units, row, chunk])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+            cute.arch.barrier(barrier_id=BAR_WG + state.wg, number_of_threads=128)
 
-    def first_unseen(self, key_row: Int32, limit: Int32, straddles: cutlass.Boolean) -> Int32:
-        """The first row of a block that may be unseen: from the limit on they are another segment's."""
-        return limit - key_row
-
-    def unseen(
-        self, key: Int32, bounds: cute.Tensor, key_row: Int32, limit: Int32, straddles: cutlass.Boolean
-    ) -> bool | cutlass.Boolean:
-        """Whether no row of the tile sees a key from there on."""
-        return True
-
-    def sees(
-        self, row: Int32, key: Int32, bounds: cute.Tensor, key_row: Int32, limit: Int32, straddles: cutlass.Boolean
-    ) -> cutlass.Boolean:
-        """What `mask` says of one pair."""
-        return (key <= row) & (key < limit) & (~straddles | (key >= bounds[row]))
-
-    def fits(
-        self, acc_O: cute.Tensor, rows: Rows, scale_log2: Float32, tile: Tile, wg: Int32, tile_row: Int32
-    ) -> cutlass.Boolean:
-        """Whether the warp's rows are right without a recompute pass: no score has outgrown its row's reference, and no
-        reference is too large for `fixed_softmax`. rows.sum: of the whole rows."""
-        fits = cutlass.Boolean(True)
+    # ---------------------------------------------------------------- the end of a tile
+    def fits(self, state: State, part: Part) -> Boolean:
+        """Whether the warp's rows need no recompute pass: no score has outgrown its row's reference maximum, and no
+        reference is too large for `fixed_softmax`. state.rows.sum: of the whole rows."""
+        fits, rows, acc_O = Boolean(True), state.rows, state.acc_O
         for r in range(2):
             nan = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)]) * 0.0  # or 0, if all are finite
-            reference = rows.max[r] * scale_log2
+            reference = rows.max[r] * state.scale_log2
             near = cute.arch.fmax(reference, -reference) <= REFERENCE_LIMIT
-            fits &= (near & (rows.sum[r] + nan <= SUM_LIMIT)) | ~self.in_use(tile, wg, tile_row + 8 * r)
+            fits &= (near & (rows.sum[r] + nan <= SUM_LIMIT)) | ~self.in_use(part, r)
         return cute.arch.vote_all_sync(fits)
 
     @cute.jit
@@ -349,19 +358,16 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
         row_lse: cute.Tensor,  # (2)
         tma_O: cute.CopyAtom,
         g: Global,
-        sO: cute.Tensor,  # (64, D), in the place of Q
-        head_group: Int32,
-        tile: Tile,
-        tile_row: Int32,
-        warp_id: Int32,
+        sO: cute.Tensor,  # (64, D), where Q was
+        part: Part,
     ) -> None:
-        """lse, and O by the copy engine, or by hand where the tile ends within the warp group's box."""
-        wg, lane = warp_id // 4, cute.arch.lane_idx()
+        """lse, and O by the copy engine, or by the threads where the tile ends within the warp group's box."""
+        wg, lane = part.thread.wg, cute.arch.lane_idx()
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
-        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # all warps are done with Q
-        token = self.first_token(tile, wg)
-        whole = token + self.tokens_wg <= tile.row_end
+        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # no warp reads Q any more
+        token = self.first_token(part.tile, wg)
+        whole = token + self.tokens_wg <= part.tile.row_end
         if whole:
             copy_O = cute.make_tiled_copy_C(
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.mma_pv()
@@ -370,28 +376,19 @@ class ForwardKernel(ForwardContainment, ForwardFrame):
             cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(sO))
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
-            if warp_id % 4 == 0:
-                tOs, tOg = self.partition(tma_O, sO, self.box(g.O, head_group, token))
+            if part.thread.warp_id % 4 == 0:
+                tOs, tOg = self.partition(tma_O, sO, self.box(g.O, part.head_group, token))
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()
         values = cute.recast_tensor(tOrO, Int32)
-        for j in cutlass.range_constexpr(2):
-            head = head_group * self.packed_heads + (tile_row + 8 * j) % self.packed_heads
-            row = self.token(tile, wg, tile_row + 8 * j)
-            if self.in_use(tile, wg, tile_row + 8 * j):
+        for r in cutlass.range_constexpr(2):
+            head, row = self.head(part, r), self.token(part, r)
+            if self.in_use(part, r):
                 if lane % 4 == 0:
-                    g.lse[head, row] = row_lse[j]
+                    g.lse[head, row] = row_lse[r]
                 if not whole:
-                    # From the thread's first pair on: places of all its pairs would be kept in registers throughout.
+                    # From the thread's first pair on: addresses of all its pairs would stay in registers throughout.
                     pairs = cute.domain_offset((lane % 4,), g.pairs[row, head, None])
-                    for e in row_elements(acc_O, j)[::2]:
+                    for e in row_elements(acc_O, r)[::2]:
                         if column(e) // 2 < g.pairs.shape[2] - lane % 4:
                             pairs[column(e) // 2] = values[e // 2]
-
-    @cute.jit
-    def release_Q(self, bars: cute.Pointer, place: Int32, warp_id: Int32) -> None:
-        """The warp that stored the last tile's O lets Q come to where it was."""
-        if warp_id % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars + self.EMPTY_Q + place)

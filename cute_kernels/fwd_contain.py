@@ -1,29 +1,33 @@
 """NaN and infinity in V stay with the rows that see them, although the tensor cores multiply all pairs.
 
-A hidden pair has P = 0, and 0 * NaN is NaN: where rows of several segments share a tile, what is not finite in the V of
-one reaches the O of all. That shows at the tile's end, and the tile is done again. If it shows again, the rows whose
-log-sum-exp is finite are summed up here, key by key. Healthy inputs do not come here, so it may be slow.
+A hidden pair has P = 0, and 0 * NaN is NaN: where rows of several segments share a tile, NaN or infinity in the V of
+one segment reaches the O of all. That shows at the tile's end, and the tile goes through the recompute pass. If it
+shows there too, the rows whose log-sum-exp is finite are summed up here, key by key. Healthy inputs do not come here,
+so it may be slow.
 """
 
 import math
 import operator
-from typing import Any
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.accumulator import reduce_tree, row_elements
+from cute_kernels.fwd_frame import ForwardFrame, Global, Part
 
 
-class ForwardContainment:
+class Query(NamedTuple):
+    """One query row."""
+
+    token: Int32
+    head: Int32
+    lse: Float32
+
+
+class ForwardContainment(ForwardFrame):
     """Of :class:`cute_kernels.fwd.ForwardKernel`."""
-
-    packed_heads: int
-    tile_n: int
-    tile: Any
-    in_use: Any
-    sees: Any
 
     @cute.jit
     def contain(
@@ -31,56 +35,49 @@ class ForwardContainment:
         acc_O: cute.Tensor,  # (64, D) of one warp group, normalized
         lse: cute.Tensor,  # (2)
         token: cute.Tensor,  # (2) packed row of each of the thread's query rows
-        g: Any,  # Global
+        g: Global,
         fields: cute.Tensor,  # of the tile
-        wg: Int32,
-        tile_row: Int32,
-        head_group: Int32,
-        kv_head: Int32,
-        scale: Float32,
+        part: Part,
     ) -> None:
         """Rows of O that are not finite though their log-sum-exp is, a warp at a time: sums over the keys they see."""
-        tile, broken = self.tile(g, fields), cute.make_rmem_tensor(2, Int32)
+        kv_head, broken = part.head_group // g.groups_per_kv, cute.make_rmem_tensor(2, Int32)
+        part = part._replace(tile=self.tile(g, fields))
         for r in cutlass.range_constexpr(2):
             total = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)])  # of this thread's columns
             total = cute.arch.warp_reduction_sum(total, threads_in_group=4) * 0.0  # NaN if any part is not finite
-            broken[r] = ((total != 0.0) & (lse[r] * 0.0 == 0.0) & self.in_use(tile, wg, tile_row + 8 * r)).to(Int32)
+            broken[r] = ((total != 0.0) & (lse[r] * 0.0 == 0.0) & self.in_use(part, r)).to(Int32)
         if cute.arch.vote_any_sync(broken[0] + broken[1] != 0):
             for r in cutlass.range_constexpr(2):
                 for e in row_elements(acc_O, r):
                     acc_O[e] = cutlass.select_(broken[r] != 0, Float32(0.0), acc_O[e])
             for r in cutlass.range_constexpr(2):  # one after the other: there are not the registers for both
-                tile = self.tile(g, fields)
-                head = head_group * self.packed_heads + (tile_row + 8 * r) % self.packed_heads
+                tile, query = self.tile(g, fields), Query(token[r], self.head(part, r), lse[r])
                 for i in cutlass.range(0, tile.blocks, 1, unroll=1):
-                    first, masking = tile.key_row(i), tile.mask_arguments(i)
+                    first, mask = tile.key_row(i), tile.mask(i)
                     for key in cutlass.range(first, first + self.tile_n, 1, unroll=1):
-                        seen = (broken[r] != 0) & ((i >= tile.masked) | self.sees(token[r], key, g.bounds, *masking))
+                        visible = (broken[r] != 0) & ((i >= tile.masked) | mask.sees(token[r], key, g.bounds))
                         row = cutlass.min(key, g.k.shape[0] - 1)  # a block may reach past the last one
-                        self.add_key(acc_O, r, seen, lse[r], g, token[r], head, row, kv_head, scale)
+                        self.add_key(acc_O, r, visible, g, query, row, kv_head)
 
     @cute.jit
     def add_key(
         self,
         acc_O: cute.Tensor,
         r: cutlass.Constexpr,
-        seen: cutlass.Boolean,
-        lse: Float32,
-        g: Any,
-        token: Int32,
-        head: Int32,
+        visible: Boolean,
+        g: Global,
+        query: Query,
         key: Int32,
         kv_head: Int32,
-        scale: Float32,
     ) -> None:
         """Row r of O += p * V of one key, if the row sees it. The four threads of a row share the score."""
         chunks, score = cute.size(acc_O) // 4, Float32(0.0)
         for c in cutlass.range(0, chunks, 1, unroll=1):
-            query, columns = self.columns(g.q, token, head, c), self.columns(g.k, key, kv_head, c)
-            score += query[0] * columns[0] + query[1] * columns[1]
+            q, k = self.columns(g.q, query.token, query.head, c), self.columns(g.k, key, kv_head, c)
+            score += q[0] * k[0] + q[1] * k[1]
         score = cute.arch.warp_reduction_sum(score, threads_in_group=4)
-        if seen:
-            p = cute.math.exp2((score * scale - lse) * math.log2(math.e), fastmath=True)
+        if visible:
+            p = cute.math.exp2((score * g.scale - query.lse) * math.log2(math.e), fastmath=True)
             for c in cutlass.range_constexpr(chunks):
                 value = self.columns(g.v, key, kv_head, c)
                 for j in cutlass.range_constexpr(2):

@@ -1,29 +1,39 @@
-"""Attention forward on Hopper over packed groups: signature, set-up, layouts and loads.
+"""Attention forward on Hopper over packed groups: arguments, shared memory, pipelines and roles.
 
 A cluster takes tiles: consecutive packed rows of one group with all `packed_heads` query heads of one KV head, 64 rows
 (tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
-multicasts it. `fwd` has what the warp groups compute.
+multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA warp groups compute.
+
+Pipelines (pipeline.py), all filled by the producer warp, which has the copy engine bring the data:
+
+    data                  consumer                                stages              arrivals: full, empty
+    Q and its work item   a warp group; the warp that had O       q_stages a group    1, 1
+                          stored from Q's place releases it
+    K                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
+    V                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
+
+Besides, each warp group meets at a named barrier of its own (BAR_WG), and the cluster at its barrier after each pass.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 
-from cute_kernels import fwd_walk
-from cute_kernels.abi import WG_ROWS, warp_group_tokens
-from cute_kernels.abi import ForwardFields as items
-from cute_kernels.cluster import SMEM_BYTES, Clustered
+from cute_kernels import fakes
+from cute_kernels.abi import WG_ROWS, ForwardFields, warp_group_tokens
+from cute_kernels.cluster import SMEM_BYTES, Clustered, check_smem
 from cute_kernels.fwd_walk import Walk
-from cute_kernels.work import Tile, first_and_step
+from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage, WrappingPipeline, init_mbarriers
+from cute_kernels.work import AnyTile, Tile, first_and_step
 
-AGAIN_WORDS = 63  # of 32 bits, one an item of the cluster; its items beyond share bits with its first
+RECOMPUTE_WORDS = 63  # of 32 bits, one an item of the cluster; items beyond share bits with its first ones
 
 
 class Atoms(NamedTuple):
@@ -35,17 +45,13 @@ class Atoms(NamedTuple):
     O: cute.CopyAtom
 
 
-class Global(NamedTuple):
-    """Tensors in global memory; Q to O as coordinates for the copy engine."""
+class Arguments(NamedTuple):
+    """Tensors as they are passed; see :class:`ForwardFrame`."""
 
-    Q: cute.Tensor  # ((packed_heads, T), D, head groups)
-    K: cute.Tensor  # (T, D, Hk)
-    V: cute.Tensor  # (T, D, Hk)
-    O: cute.Tensor  # ((packed_heads, T), D, head groups)
-    q: cute.Tensor  # (T, H, D), as q, k and v were passed
+    q: cute.Tensor  # (T, H, D)
     k: cute.Tensor  # (T, Hk, D)
     v: cute.Tensor  # (T, Hk, D)
-    pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
+    out: cute.Tensor  # (T, H, D)
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
@@ -53,15 +59,98 @@ class Global(NamedTuple):
     regions: cute.Tensor | None = None  # (m, 2), of trees
 
 
-class Shared(NamedTuple):
-    """Tensors and barriers in shared memory."""
+class Global(NamedTuple):
+    """Tensors in global memory, Q to O as coordinates for the copy engine; and two numbers."""
 
-    Q: cute.Tensor  # (64, D, q_places), and O
+    Q: cute.Tensor  # ((packed_heads, T), D, head groups)
+    K: cute.Tensor  # (T, D, Hk)
+    V: cute.Tensor  # (T, D, Hk)
+    O: cute.Tensor  # ((packed_heads, T), D, head groups)
+    q: cute.Tensor  # (T, H, D)
+    k: cute.Tensor  # (T, Hk, D)
+    v: cute.Tensor  # (T, Hk, D)
+    pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
+    lse: cute.Tensor  # (H, T)
+    work: cute.Tensor  # (n, fields)
+    schedule: cute.Tensor  # (items, 2)
+    bounds: cute.Tensor  # see Arguments
+    regions: cute.Tensor | None
+    scale: Float32
+    groups_per_kv: Int32  # head groups of one KV head
+
+
+@dataclass(frozen=True)
+class QueryPipeline(Pipeline):
+    """Q and work item of each warp group's part of a tile. Uses are counted by tiles, from `first_count` on.
+
+    O of a tile takes the place of its Q until it is stored. So a warp group releases a tile's stage as it begins the
+    next tile, and as it begins its first tile, a stage that was never filled. That counts as the release of the tile
+    before `first_count`. Of q_stages stages a warp group, the stage for tile `count` was last used q_stages tiles
+    before. It is released as tile count + 1 - q_stages begins, and that tile's phase is the one to wait for.
+
+    Invariant: a stage is loaded only after the copy engine has read the O that was there.
+    """
+
+    warp_groups: int = 1
+
+    @property
+    def q_stages(self) -> int:
+        """Stages a warp group."""
+        return self.stages // self.warp_groups
+
+    @property
+    def first_count(self) -> int:
+        """Where the count of tiles begins, so that the counts of tiles before are not negative."""
+        return 2 * self.q_stages
+
+    def stage(self, count: Int32, wg: Int32 | int) -> Stage:
+        """The stage of a warp group for the count-th tile; the stages of the warp groups lie side by side."""
+        return Stage(count % self.q_stages * self.warp_groups + wg, count // self.q_stages % 2)
+
+    def producer_acquire(self, count: Int32, wg: int) -> Stage:
+        """Wait until the stage for the count-th tile may be written, and return it."""
+        stage = self.stage(count, wg)
+        self.empty.wait(Stage(stage.index, self.stage(count + 1 - self.q_stages, wg).phase))
+        return stage
+
+    def release_previous(self, count: Int32, wg: Int32) -> None:
+        """The calling thread releases the stage of the tile before the count-th one."""
+        self.empty.arrive(self.stage(count - 1, wg).index)
+
+
+class Pipelines(NamedTuple):
+    """See the top of this file."""
+
+    Q: QueryPipeline
+    K: WrappingPipeline
+    V: WrappingPipeline
+
+
+class Shared(NamedTuple):
+    """Shared memory."""
+
+    Q: cute.Tensor  # (64, D, Q stages), and O
     K: cute.Tensor  # (N, D, stages)
     V: cute.Tensor  # (N, D, stages)
-    bars: cute.Pointer
-    item: cute.Tensor  # (words, q_places) whose Q is there: the tile's fields, its head group, the warp group's Walk
-    again: cute.Tensor  # (1 + AGAIN_WORDS) one past the last item to be done again; a bit for each of the cluster's
+    pipes: Pipelines
+    item: cute.Tensor  # (item_fields, Q stages) whose Q is there: the tile's fields, head group, the warp group's Walk
+    recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
+
+
+class Thread(NamedTuple):
+    """A thread of an MMA warp."""
+
+    warp_id: Int32  # of the MMA warps
+    wg: Int32  # warp group
+    row: Int32  # of the warp group's 64 rows the thread has this one and the one 8 below
+
+
+class Part(NamedTuple):
+    """The part of a tile that a warp group takes, as one of its threads sees it."""
+
+    tile: AnyTile
+    head_group: Int32
+    thread: Thread
 
 
 class ForwardFrame(Clustered):
@@ -76,34 +165,31 @@ class ForwardFrame(Clustered):
         k, v: [T, Hk, D], dtype of q.
         out: [T, H, D], dtype of q. Every element is written.
         lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
-        work: [n, 8] int32, the tiles of `dualkv.plan` for this kernel's tile (fields: abi.ForwardFields).
-        schedule: [n * H / packed_heads, 2] int32, `dualkv.schedule` for as many clusters as are launched: every tile of
-            every head group once, as (tile, head group). Of c clusters, each takes every c-th.
+        work: [n, 8] int32, the tiles of `dualkv.ops.plan.forward` for this kernel's tile (fields: abi.ForwardFields).
+        schedule: [n * H / packed_heads, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched:
+            every tile of every head group once, as (tile, head group). Of c clusters, each takes every c-th.
         segment_begin: [T] int32, the packed row where each row's segment begins.
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.
         stream: taken from the environment (torch's current stream), not passed.
     q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
-    What is not finite in Q and K touches only the rows that see it. In V it may also touch rows of its own segment that
-    come before it (0 * NaN is NaN in the tensor cores), as far as their tile; never a row of another response or group.
+    NaN and infinity in Q and K touch only the rows that see them. In V they may also touch rows of the same segment
+    that come before them (0 * NaN is NaN in the tensor cores), as far as their tile; never a row of another response or
+    group.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim, a multiple of 32 up to 256.
         packed_heads: query heads of one KV head in a tile, 1 to 16.
-        tile_n, warp_groups, stages, q_in_registers, cluster: see codegen.tiles.ForwardTile.
+        tile_n, warp_groups, stages, cluster: see codegen.tiles.ForwardTile.
 
     Raises:
         ValueError: a configuration that does not fit, in one sentence.
     """
 
-    num_fields = items.NUM_FIELDS
+    num_fields = ForwardFields.NUM_FIELDS
     walks = True  # a warp group walks the blocks that its rows see, not all of the tile's
-
-    @property
-    def item_words(self) -> int:
-        return self.num_fields + 1 + (len(Walk._fields) if self.walks else 0)
 
     def __init__(
         self,
@@ -114,7 +200,6 @@ class ForwardFrame(Clustered):
         tile_n: int,
         warp_groups: int = 2,
         stages: int = 2,
-        q_in_registers: bool = True,
         cluster: int = 2,
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -123,56 +208,36 @@ class ForwardFrame(Clustered):
             raise ValueError(f"head_dim is {head_dim}, expected a multiple of 32 from 32 to 256")
         if not 1 <= packed_heads <= 16:
             raise ValueError(f"packed_heads is {packed_heads}, expected 1 to 16")
-        if tile_n % (8 * cluster) or tile_n % 16 or not 16 <= tile_n <= 256:
-            raise ValueError(f"tile_n is {tile_n}, expected a multiple of {max(16, 8 * cluster)} up to 256")
-        if warp_groups not in (1, 2, 3) or cluster not in (1, 2, 4):
-            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 1 to 3 and 1, 2 or 4")
+        if tile_n % 16 or not 16 <= tile_n <= 256:
+            raise ValueError(f"tile_n is {tile_n}, expected a multiple of 16 up to 256")
+        if warp_groups not in (2, 3) or cluster not in (1, 2):
+            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3, and 1 or 2")
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
-        self.tile_n, self.warp_groups, self.stages = tile_n, warp_groups, stages
-        self.q_in_registers, self.cluster = q_in_registers, cluster
+        self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.tokens_wg = warp_group_tokens(packed_heads)
-        self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest computes and is dropped
-        self.regs_load, self.regs_mma = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[warp_groups]
-        # O takes its Q's place. If there is room, the next tile's Q has another one, and comes as early as its keys.
+        self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
+        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]  # registers a thread
+        # O takes its Q's place. If there is room for two stages, the next tile's Q comes as early as its keys.
         self.q_stages = 2 if self.smem_bytes(q_stages=2) <= SMEM_BYTES else 1
-        if self.smem_bytes(self.q_stages) > SMEM_BYTES:
-            raise ValueError(
-                f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups need "
-                f"{self.smem_bytes(self.q_stages)} bytes of shared memory, a CTA has {SMEM_BYTES}"
-            )
-        # mbarriers: for Q one a place, for K and V one a stage
-        self.q_places = self.q_stages * warp_groups
-        self.FULL_Q, self.EMPTY_Q = 0, self.q_places
-        first = 2 * self.q_places
-        self.FULL_K, self.EMPTY_K, self.FULL_V, self.EMPTY_V, self.num_bars = [first + j * stages for j in range(5)]
-        self.first_count = 2 * self.q_stages  # so that those of tiles before are not negative
-        self.k_early = warp_groups == 3  # see fwd.await_early
+        tile = f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups"
+        check_smem(self.smem_bytes(self.q_stages), tile)
+        self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
 
-    def smem_bytes(self, q_stages: int) -> int:
-        """Q and O, K and V stages, mbarriers, `item` and `again`, alignment."""
-        q_places = q_stages * self.warp_groups
-        rows = q_places * WG_ROWS + 2 * self.stages * self.tile_n
-        bars = 2 * q_places + 4 * self.stages
-        words = q_places * self.item_words + 1 + AGAIN_WORDS
-        return rows * self.head_dim * 2 + bars * 8 + words * 4 + 1024
-
-    def fake_arguments(self) -> tuple[object, ...]:
-        """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, heads, kv_heads, dim = [cute.sym_int32() for _ in range(3)] + [cute.sym_int32(divisibility=8)]
-
-        def packed(num_heads: cute.SymInt) -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-            return make_fake_tensor(self.dtype, (rows, num_heads, dim), strides, assumed_align=16)
-
-        lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
-        work = make_fake_tensor(Int32, (cute.sym_int32(), items.NUM_FIELDS), (items.NUM_FIELDS, 1), assumed_align=16)
-        schedule = make_fake_tensor(Int32, (cute.sym_int32(), 2), (2, 1), assumed_align=8)
-        segment_begin = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
-        q, k, v, out = packed(heads), packed(kv_heads), packed(kv_heads), packed(heads)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, out, lse, work, schedule, segment_begin, Float32(0.0), Int32(0), stream
+    @property
+    def item_fields(self) -> int:
+        """Numbers of a work item in shared memory: see `Shared.item`."""
+        return self.num_fields + 1 + (len(Walk._fields) if self.walks else 0)
 
     # ---------------------------------------------------------------- host side
+    def fake_arguments(self) -> tuple[object, ...]:
+        """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
+        rows, heads, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
+        q, out = [fakes.packed(self.dtype, rows, heads, dim) for _ in range(2)]
+        k, v = [fakes.packed(self.dtype, rows, kv_heads, dim) for _ in range(2)]
+        lse, segment_begin = fakes.by_head(Float32, heads, rows), fakes.flat(Int32, rows)
+        work, schedule = fakes.table(ForwardFields.NUM_FIELDS, align=16), fakes.table(2, align=8)
+        return q, k, v, out, lse, work, schedule, segment_begin, Float32(0.0), Int32(0), fakes.stream()
+
     @cute.jit
     def __call__(
         self,
@@ -188,41 +253,28 @@ class ForwardFrame(Clustered):
         num_sms: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.launch(q, k, v, out, lse, work, schedule, (segment_begin,), softmax_scale, num_sms, stream)
+        self.launch(Arguments(q, k, v, out, lse, work, schedule, segment_begin), softmax_scale, num_sms, stream)
 
-    def launch(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        work: cute.Tensor,
-        schedule: cute.Tensor,
-        tables: tuple[cute.Tensor, ...],  # the rest of Global
-        softmax_scale: Float32,
-        num_sms: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, x: Arguments, softmax_scale: Float32, num_sms: Int32, stream: cuda.CUstream) -> None:
         q_smem = cute.make_composed_layout(self.q_layout().inner, 0, self.rows_layout())
         q_box = ((self.packed_heads, self.tokens_wg), self.head_dim)
         kv_smem, kv_box = cute.select(self.kv_layout(), mode=[0, 1]), (self.tile_n, self.head_dim)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(q), q_smem, q_box)
-        tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(out), q_smem, q_box)
-        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(k), kv_smem, kv_box, self.cluster)
-        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(v), kv_smem, kv_box, self.cluster)
+        tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(x.q), q_smem, q_box)
+        tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(x.out), q_smem, q_box)
+        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.k), kv_smem, kv_box, self.cluster)
+        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.v), kv_smem, kv_box, self.cluster)
         pairs_layout = cute.make_layout(
-            (q.shape[0], q.shape[1], q.shape[2] // 2), stride=(out.stride[0] // 2, out.stride[1] // 2, 1)
+            (x.q.shape[0], x.q.shape[1], x.q.shape[2] // 2), stride=(x.out.stride[0] // 2, x.out.stride[1] // 2, 1)
         )
-        pairs = cute.make_tensor(cute.recast_ptr(out.iterator, dtype=Int32), pairs_layout)
-        num_clusters = cutlass.min(schedule.shape[0], num_sms // self.cluster)
+        pairs = cute.make_tensor(cute.recast_ptr(x.out.iterator, dtype=Int32), pairs_layout)
+        tables = x.lse, x.work, x.schedule, x.bounds, x.regions
+        groups_per_kv = x.q.shape[1] // self.packed_heads // x.k.shape[1]
+        num_clusters = cutlass.min(x.schedule.shape[0], num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, q, k, v, pairs, lse, work, schedule, *tables),
-            softmax_scale,
-            q.shape[1] // self.packed_heads // k.shape[1],
+            Global(gQ, gK, gV, gO, x.q, x.k, x.v, pairs, *tables, softmax_scale, groups_per_kv),
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
             block=[128 * (1 + self.warp_groups), 1, 1],
@@ -240,14 +292,23 @@ class ForwardFrame(Clustered):
         """(T, Hk, D) -> (T, D, Hk)"""
         return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
 
-    # ---------------------------------------------------------------- layouts and products
+    # ---------------------------------------------------------------- shared memory
+    def smem_bytes(self, q_stages: int) -> int:
+        """Q and O, K and V stages, mbarriers, `item` and `recompute`, alignment."""
+        barriers = MbarrierAllocator()
+        pipes = self.pipelines(barriers, q_stages)
+        rows = pipes.Q.stages * WG_ROWS + 2 * self.stages * self.tile_n
+        numbers = pipes.Q.stages * self.item_fields + 1 + RECOMPUTE_WORDS
+        return rows * self.head_dim * 2 + barriers.num_bars * 8 + numbers * 4 + 1024
+
     def smem_atom(self) -> cute.ComposedLayout:
         kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.head_dim)
         return warpgroup.make_smem_layout_atom(kind, self.dtype)
 
     def q_layout(self) -> cute.ComposedLayout:
-        """(64, D, q_places), of Q and O in shared memory."""
-        return cute.tile_to_shape(self.smem_atom(), (WG_ROWS, self.head_dim, self.q_places), (0, 1, 2))
+        """(64, D, Q stages), of Q and O in shared memory."""
+        shape = (WG_ROWS, self.head_dim, self.q_stages * self.warp_groups)
+        return cute.tile_to_shape(self.smem_atom(), shape, (0, 1, 2))
 
     def kv_layout(self) -> cute.ComposedLayout:
         """(N, D, stages), of K and V in shared memory."""
@@ -258,154 +319,126 @@ class ForwardFrame(Clustered):
         width = cute.size(self.smem_atom(), mode=[1])
         return cute.make_layout((self.rows_wg, (width, self.head_dim // width)), stride=(width, (1, WG_ROWS * width)))
 
-    def mma_qk(self) -> cute.TiledMma:
-        """S (64, N) = Q (64, D) K^T"""
-        K_major = warpgroup.OperandMajorMode.K
-        source = warpgroup.OperandSource.RMEM if self.q_in_registers else warpgroup.OperandSource.SMEM
-        shape = (WG_ROWS, self.tile_n)
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
-        )
-
-    def mma_pv(self) -> cute.TiledMma:
-        """O (64, D) += P (64, N) V"""
-        P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim)
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
-        )
-
-    # ---------------------------------------------------------------- kernel: set-up and roles
-    @cute.kernel
-    def kernel(self, atoms: Atoms, g: Global, scale: Float32, groups_per_kv: Int32) -> None:
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    @cute.jit
+    def allocate(self) -> tuple[Shared, MbarrierAllocator]:
+        """Shared memory, and the mbarriers of its pipelines."""
         allocator = SmemAllocator()
         q_layout, kv_layout = self.q_layout(), self.kv_layout()
         sQ = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
         sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
         sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        bars = allocator.allocate_array(cutlass.Int64, self.num_bars)
-        item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_words, self.q_places)), 8)
-        again = allocator.allocate_tensor(Int32, cute.make_layout(1 + AGAIN_WORDS), 8)
-        s = Shared(sQ, sK, sV, bars, item, again)
+        counted = MbarrierAllocator()
+        self.pipelines(counted, self.q_stages)
+        barriers = MbarrierAllocator(allocator.allocate_array(cutlass.Int64, counted.num_bars))
+        pipes = self.pipelines(barriers, self.q_stages)
+        item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, pipes.Q.stages)), 8)
+        recompute = allocator.allocate_tensor(Int32, cute.make_layout(1 + RECOMPUTE_WORDS), 8)
+        return Shared(sQ, sK, sV, pipes, item, recompute), barriers
+
+    # ---------------------------------------------------------------- pipelines
+    def pipelines(self, barriers: MbarrierAllocator, q_stages: int) -> Pipelines:
+        """The kernel's pipelines; `barriers` hands out their mbarriers in this order."""
+        count, readers = q_stages * self.warp_groups, 4 * self.warp_groups  # MMA warps of a CTA
+        Q = QueryPipeline(barriers.take(count, 1), barriers.take(count, 1), warp_groups=self.warp_groups)
+        K, V = [
+            WrappingPipeline.make(barriers, self.stages, producers=1, consumers=readers, cluster=self.cluster)
+            for _ in range(2)
+        ]
+        return Pipelines(Q, K, V)
+
+    # ---------------------------------------------------------------- kernel: roles
+    @cute.kernel
+    def kernel(self, atoms: Atoms, g: Global) -> None:
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        s, barriers = self.allocate()
+        marks = s.recompute
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-            self.init_barriers(s.bars)
-            for j in cutlass.range(cute.arch.lane_idx(), 1 + AGAIN_WORDS, 32, unroll=1):
-                s.again[j] = 0
+            init_mbarriers(barriers.kinds)
+            for j in cutlass.range(cute.arch.lane_idx(), 1 + RECOMPUTE_WORDS, 32, unroll=1):
+                marks[j] = 0
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            self.load(atoms, g, s, groups_per_kv, warp_idx)
+            self.load(atoms, g, s, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            self.mma(atoms, g, s, scale, groups_per_kv, warp_idx - 4)
+            self.mma(atoms, g, s, warp_idx - 4)
 
-    def mma(self, atoms: Atoms, g: Global, s: Shared, scale: Float32, groups_per_kv: Int32, warp_id: Int32) -> None:
+    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
+        """What the warps beside the MMA warp groups do."""
+        raise NotImplementedError
+
+    def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
         """What an MMA warp does."""
         raise NotImplementedError
 
-    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> Any:
-        """A work item of these fields."""
+    # ---------------------------------------------------------------- work items, and the recompute pass
+    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> AnyTile:
+        """The tile of a work item."""
         return Tile.load(fields, self.tile_n)
 
-    # ---------------------------------------------------------------- items, and which are done again
-    def share(self, g: Global) -> Int32:
+    def num_items(self, g: Global) -> Int32:
         """How many items the cluster has."""
         first, step = first_and_step(self.cluster)
         return (g.schedule.shape[0] - first + step - 1) // step
 
     @cute.jit
-    def wanted(self, again: cute.Tensor, n: Int32, turn: Int32) -> cutlass.Boolean:
-        """Whether the cluster's n-th item is done in a turn."""
-        wanted = turn == 0
-        if not wanted:
-            word, bit = self.again_bit(n)
-            wanted = (again[word] & bit) != 0
-        return wanted
+    def is_due(self, marks: cute.Tensor, n: Int32, recompute: Int32) -> Boolean:
+        """Whether the cluster's n-th item is computed in the first pass (recompute 0) or the recompute pass (1)."""
+        due = recompute == 0
+        if not due:
+            word, bit = self.recompute_bit(n)
+            due = (marks[word] & bit) != 0
+        return due
 
     @cute.jit
-    def note(self, again: cute.Tensor, n: Int32) -> None:
-        """A warp notes the cluster's n-th item for the next turn, in every CTA of the cluster."""
-        word, bit = self.again_bit(n)
+    def request_recompute(self, marks: cute.Tensor, n: Int32) -> None:
+        """A warp marks the cluster's n-th item for the recompute pass, in every CTA of the cluster."""
+        word, bit = self.recompute_bit(n)
         for rank in cutlass.range_constexpr(self.cluster):
-            place = again.iterator
+            ptr = marks.iterator
             if const_expr(self.cluster > 1):
-                place = cute.arch.map_dsmem_ptr(place, rank)
+                ptr = cute.arch.map_dsmem_ptr(ptr, rank)
             with cute.arch.elect_one():
-                cute.arch.atomic_max(place, n + 1, sem="relaxed", scope="cluster")
-                cute.arch.atomic_or(place + word, bit, sem="relaxed", scope="cluster")
+                cute.arch.atomic_max(ptr, n + 1, sem="relaxed", scope="cluster")
+                cute.arch.atomic_or(ptr + word, bit, sem="relaxed", scope="cluster")
 
-    def again_bit(self, n: Int32) -> tuple[Int32, Int32]:
-        """Where `again` has the cluster's n-th item: (word, bit of it)."""
-        n = n % (32 * AGAIN_WORDS)
+    def recompute_bit(self, n: Int32) -> tuple[Int32, Int32]:
+        """Where the mark of the cluster's n-th item is: (word, bit of it)."""
+        n = n % (32 * RECOMPUTE_WORDS)
         return 1 + n // 32, Int32(1) << n % 32
 
-    def end_turn(self, s: Shared) -> Int32:
-        """One past the last item that the cluster does again, once all its warps are through.
+    def end_pass(self, s: Shared) -> Int32:
+        """One past the last item that the cluster has to recompute, once all its warps have ended the pass.
 
-        Nor may a CTA leave while its peers still write into it, so every thread comes here at the end of every turn.
+        A CTA must not end while its peers still write into it, so every thread comes here at the end of every pass.
         """
         self.sync_cluster()
-        return s.again[0]
+        return s.recompute[0]
 
-    @cute.jit
-    def init_barriers(self, bars: cute.Pointer) -> None:
-        readers = 4 * self.warp_groups * self.cluster  # warps that release a K or V stage
-        kinds = (
-            (self.FULL_Q, self.q_places, 1),
-            (self.EMPTY_Q, self.q_places, 1),  # the warp that stores O from there
-            (self.FULL_K, self.stages, 1),
-            (self.EMPTY_K, self.stages, readers),
-            (self.FULL_V, self.stages, 1),
-            (self.EMPTY_V, self.stages, readers),
-        )
-        self.init_mbarriers(bars, kinds)
-
-    def ring(self, at: Int32) -> tuple[Int32, Int32]:
-        """A key block's place in the ring of stages, counted over two rounds -> (stage, phase)."""
-        second = at >= self.stages
-        return cutlass.select_(second, at - self.stages, at), cutlass.select_(second, Int32(1), Int32(0))
-
-    def after(self, at: Int32) -> Int32:
-        """The next block's place."""
-        return cutlass.select_(at == 2 * self.stages - 1, Int32(0), at + 1)
-
-    def q_place(self, count: Int32, wg: Int32) -> tuple[Int32, Int32]:
-        """(place, phase) of a warp group's Q of the count-th tile; tiles are counted from `first_count` on.
-
-        The MMA warps let go of a tile's place as they begin the next one. So as they begin a tile, the place for the
-        one q_stages - 1 later becomes empty, which makes the phase of EMPTY_Q that of count + 1 - q_stages.
-        """
-        return count % self.q_stages * self.warp_groups + wg, count // self.q_stages % 2
-
-    def first_token(self, tile: Tile, wg: Int32) -> Int32:
+    # ---------------------------------------------------------------- rows of a tile
+    def first_token(self, tile: AnyTile, wg: Int32) -> Int32:
         """Packed row of a warp group's first token."""
         return tile.row + (wg * self.cluster + self.rank()) * self.tokens_wg
 
-    def token(self, tile: Tile, wg: Int32, tile_row: Int32) -> Int32:
-        """Packed row of one of a warp group's 64 rows."""
-        return self.first_token(tile, wg) + tile_row // self.packed_heads
-
-    def in_use(self, tile: Tile, wg: Int32, tile_row: Int32) -> cutlass.Boolean:
-        """Whether one of a warp group's 64 rows is a query's; the others hold anything and are not stored."""
-        return (tile_row < self.rows_wg) & (self.token(tile, wg, tile_row) < tile.row_end)
-
-    def last_token(self, tile: Tile, wg: Int32) -> Int32:
-        """Its last one's, or the tile's."""
+    def last_token(self, tile: AnyTile, wg: Int32) -> Int32:
+        """Packed row of a warp group's last token, or of the tile's."""
         return cutlass.min(self.first_token(tile, wg) + self.tokens_wg, tile.row_end) - 1
 
-    @cute.jit
-    def walk(self, g: Global, tile: Tile, wg: Int32) -> Walk:
-        """The blocks of a tile that a warp group walks; one without rows, those of the last row."""
-        last = self.last_token(tile, wg)
-        first = cutlass.min(self.first_token(tile, wg), last)
-        first_begin, last_begin = tile.own_begin, tile.own_begin
-        if tile.straddles:
-            first_begin, last_begin = g.bounds[first], g.bounds[last]
-        return fwd_walk.walk(tile, first, last, first_begin, last_begin)
+    def token(self, part: Part, r: int) -> Int32:
+        """Packed row of the thread's row r (0 or 1)."""
+        return self.first_token(part.tile, part.thread.wg) + (part.thread.row + 8 * r) // self.packed_heads
+
+    def head(self, part: Part, r: int) -> Int32:
+        """Query head of the thread's row r."""
+        return part.head_group * self.packed_heads + (part.thread.row + 8 * r) % self.packed_heads
+
+    def in_use(self, part: Part, r: int) -> Boolean:
+        """Whether the thread's row r is a query's; the others hold anything and are not stored."""
+        return (part.thread.row + 8 * r < self.rows_wg) & (self.token(part, r) < part.tile.row_end)
 
     def box(self, x: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
         """The ((packed_heads, tokens_wg), D) box of q or out that starts at `token`."""
@@ -418,104 +451,3 @@ class ForwardFrame(Clustered):
         return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(in_use, 0, 2), cute.group_modes(box, 0, 2)
         )
-
-    # ---------------------------------------------------------------- producer warps
-    @cute.jit
-    def load(self, atoms: Atoms, g: Global, s: Shared, groups_per_kv: Int32, warp_idx: Int32) -> None:
-        """Warp 0 loads, the others only take part at the end of a turn."""
-        at, count, stop = Int32(0), Int32(self.first_count), self.share(g)
-        first, step = first_and_step(self.cluster)
-        word = self.look_up(g, first)
-        for turn in cutlass.range(2, unroll=1):
-            if warp_idx == 0:
-                for n in cutlass.range(0, stop, 1, unroll=1):
-                    if self.wanted(s.again, n, turn):
-                        if turn != 0:
-                            word = self.look_up(g, first + n * step)
-                        then = cutlass.min(first + (n + 1) * step, g.schedule.shape[0] - 1)
-                        at, word = self.load_tile(atoms, g, s, word, then, groups_per_kv, at, count)
-                        count += 1
-            stop = self.end_turn(s)
-
-    @cute.jit
-    def look_up(self, g: Global, item: Int32) -> Int32:
-        """An item, a word a lane: its tile's fields, then its head group. Two loads, one after the other."""
-        lane, word = cute.arch.lane_idx(), g.schedule[item, 1]
-        if lane < self.num_fields:
-            word = g.work[g.schedule[item, 0], lane]
-        return word
-
-    @cute.jit
-    def load_tile(
-        self,
-        atoms: Atoms,
-        g: Global,
-        s: Shared,
-        word: Int32,
-        then: Int32,
-        groups_per_kv: Int32,
-        at: Int32,
-        count: Int32,
-    ) -> tuple[Int32, Int32]:
-        """Q and key blocks of an item, the first one at place `at`.
-
-        word: of the item, from `look_up`.
-        then: number of the item to look up meanwhile.
-
-        Returns the place after the last block, and the word of `then`.
-        """
-        lane = cute.arch.lane_idx()
-        *fields, head_group = [cute.arch.shuffle_sync(word, j) for j in range(self.num_fields + 1)]
-        tile, kv_head = self.tile(g, fields), head_group // groups_per_kv
-        K = (atoms.K, g.K[None, None, kv_head], s.K, s.bars + self.FULL_K, s.bars + self.EMPTY_K)
-        V = (atoms.V, g.V[None, None, kv_head], s.V, s.bars + self.FULL_V, s.bars + self.EMPTY_V)
-        previous = tile.key_row(Int32(0))
-        self.load_block(*K, previous, at)
-        for wg in cutlass.range_constexpr(self.warp_groups):
-            place, phase = self.q_place(count, wg)[0], self.q_place(count + 1 - self.q_stages, wg)[1]
-            full = s.bars + self.FULL_Q + place
-            cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + place, phase)
-            box = self.box(g.Q, head_group, self.first_token(tile, wg))
-            tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], box)
-            cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=full)
-            if lane <= self.num_fields:
-                s.item[lane, place] = word
-            if const_expr(self.walks):
-                with cute.arch.elect_one():
-                    for j, value in enumerate(self.walk(g, tile, wg)):
-                        s.item[self.num_fields + 1 + j, place] = value
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows_wg * self.head_dim * 2)
-        word = self.look_up(g, then)
-        for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K runs one block ahead of V, as it is used
-            row = tile.key_row(i)
-            self.load_block(*K, row, self.after(at))
-            self.load_block(*V, previous, at)
-            previous = row
-            at = self.after(at)
-        self.load_block(*V, previous, at)
-        return self.after(at), word
-
-    def load_block(
-        self,
-        atom: cute.CopyAtom,
-        x: cute.Tensor,  # (T, D)
-        shared: cute.Tensor,  # (N, D, stages)
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        row: Int32,
-        at: Int32,
-    ) -> None:
-        """Rows [row, row + N) of one head -> stage; each CTA of the cluster brings its part to all."""
-        stage, phase = self.ring(at)
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_n * self.head_dim * 2)
-        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, self.head_dim), (0, 0))
-        ctas = cute.make_layout(self.cluster)
-        ts, tg = cpasync.tma_partition(
-            atom, self.rank(), ctas, cute.group_modes(shared, 0, 2), cute.group_modes(block, 0, 2)
-        )
-        multicast = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
-        cute.copy(atom, tg, ts[None, stage], tma_bar_ptr=full + stage, **multicast)

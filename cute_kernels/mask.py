@@ -1,32 +1,108 @@
 """The visibility rule on the device: which scores of a masked key block a query row keeps.
 
-tests/test_plan.py has the same rule in numpy (`visible`) and proves it together with the plan.
+`RegionMask` serves prompts with responses, `PathMask` trees. tests/ops/plan/ has the same rules in numpy and proves
+them together with the plans.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.accumulator import column, row_elements
 
 
+class RegionMask(NamedTuple):
+    """The mask of a block of a region: rows q keep keys k <= q below the limit, and where rows of several segments
+    straddle the tile, only keys of their own segment."""
+
+    key_row: Int32  # packed row of the block's first key
+    limit: Int32  # first key row past the region
+    straddles: Boolean  # own keys of a tile with rows of several segments
+
+    @cute.jit
+    def apply(
+        self,
+        acc_S: cute.Tensor,
+        q_row: cute.Tensor,  # (2) packed row of each of the thread's query rows
+        segment_begin: cute.Tensor,  # (T) where each row's segment begins
+    ) -> None:
+        """-inf for the scores that rows do not keep."""
+        keep_before(acc_S, q_row, self.key_row, self.limit)
+        if self.straddles:
+            first = first_key(self.key_row)
+            for r in cutlass.range_constexpr(2):
+                low = segment_begin[q_row[r]] - first
+                for e in row_elements(acc_S, r):
+                    acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
+
+    def sees(self, row: Int32, key: Int32, segment_begin: cute.Tensor) -> Boolean:
+        """What `apply` says of one pair."""
+        return (key <= row) & (key < self.limit) & (~self.straddles | (key >= segment_begin[row]))
+
+    def first_hidden(self) -> Int32:
+        """The first key of the block, counted from 0, that may be hidden from all rows of the tile: from the limit on
+        keys are another segment's."""
+        return self.limit - self.key_row
+
+    def hides(self, key: Int32, segment_begin: cute.Tensor) -> bool:
+        """Whether a key from `first_hidden` on is hidden from all rows of the tile."""
+        return True
+
+
+class PathMask(NamedTuple):
+    """The mask of a block of a path: rows q keep keys k <= q below the limit, and where `by_key`, only keys whose
+    `visible_end` is above q."""
+
+    key_row: Int32  # packed row of the block's first key
+    limit: Int32  # no row sees keys from here on
+    by_key: Boolean  # rows do not see all keys before
+    tile_row: Int32  # the tile's first row
+
+    @cute.jit
+    def apply(
+        self,
+        acc_S: cute.Tensor,
+        q_row: cute.Tensor,  # (2) packed row of each of the thread's query rows
+        visible_end: cute.Tensor,  # (T + N) past the last query row that sees a key
+    ) -> None:
+        """-inf for the scores that rows do not keep."""
+        keep_before(acc_S, q_row, self.key_row, self.limit)
+        if self.by_key:
+            first = first_key(self.key_row)
+            for e0, e1 in zip(row_elements(acc_S, 0), row_elements(acc_S, 1), strict=True):
+                end = visible_end[first + column(e0)]
+                acc_S[e0] = acc_S[e0] if q_row[0] < end else -Float32.inf
+                acc_S[e1] = acc_S[e1] if q_row[1] < end else -Float32.inf
+
+    def sees(self, row: Int32, key: Int32, visible_end: cute.Tensor) -> Boolean:
+        """What `apply` says of one pair."""
+        return (key <= row) & (key < self.limit) & (~self.by_key | (row < visible_end[key]))
+
+    def first_hidden(self) -> Int32:
+        """The first key of the block, counted from 0, that may be hidden from all rows of the tile."""
+        return cutlass.select_(self.by_key, Int32(0), self.limit - self.key_row)
+
+    @cute.jit
+    def hides(self, key: Int32, visible_end: cute.Tensor) -> Boolean:
+        """Whether a key from `first_hidden` on is hidden from all rows of the tile."""
+        hidden = key >= self.limit
+        if not hidden:  # nothing is loaded for the keys past a limit
+            hidden = visible_end[key] <= self.tile_row
+        return hidden
+
+
 @cute.jit
-def mask(
-    acc_S: cute.Tensor,
-    q_row: cute.Tensor,  # (2) packed row of each of the thread's query rows
-    segment_begin: cute.Tensor,  # (T) where each row's segment begins
-    key_row: Int32,  # packed row of the block's first key
-    limit: Int32,  # first key row past the region
-    straddles: cutlass.Boolean,  # own keys of a tile with rows of several segments
-) -> None:
-    """Keep keys k <= q below the limit, and where segments straddle, k >= begin; the rest becomes -inf."""
-    first = key_row + cute.arch.lane_idx() % 4 * 2
+def keep_before(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, limit: Int32) -> None:
+    """-inf for the scores of keys after their row, and from the limit on."""
+    first = first_key(key_row)
     for r in cutlass.range_constexpr(2):
         end = cutlass.min(q_row[r] + 1, limit) - first
         for e in row_elements(acc_S, r):
             acc_S[e] = acc_S[e] if column(e) < end else -Float32.inf
-    if straddles:
-        for r in cutlass.range_constexpr(2):
-            low = segment_begin[q_row[r]] - first
-            for e in row_elements(acc_S, r):
-                acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
+
+
+def first_key(key_row: Int32) -> Int32:
+    """The key of a thread's first score in each row; `column` counts from there."""
+    return key_row + cute.arch.lane_idx() % 4 * 2

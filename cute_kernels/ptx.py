@@ -1,20 +1,31 @@
 """PTX instructions that the DSL has no name for."""
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+if TYPE_CHECKING:
+    from cutlass._mlir import ir
+
+# Where an instruction comes from and goes to; `dsl_user_op` passes them.
+Location: TypeAlias = "ir.Location | None"
+Point: TypeAlias = "ir.InsertionPoint | None"
+Operand: TypeAlias = "cute.Pointer | cutlass.Numeric"
+
+_CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x2.f32"}
+
 
 def _asm(
-    result: Any, text: str, constraints: str, operands: list[Any], loc: Any, ip: Any, volatile: bool = True
-) -> Any:
-    """`text` with `operands`: pointers and numbers of the DSL."""
+    text: str, constraints: str, operands: list[Operand], loc: Location, ip: Point, volatile: bool = True
+) -> Int32 | None:
+    """`text` with `operands`; what it returns, if the constraints begin with a result, in 32 bits."""
     values = [x.toint(loc=loc, ip=ip) if isinstance(x, cute.Pointer) else x for x in operands]
-    return llvm.inline_asm(
-        result,
+    result = llvm.inline_asm(
+        T.i32() if constraints.startswith("=") else None,
         [x.ir_value(loc=loc, ip=ip) for x in values],
         text,
         constraints,
@@ -24,94 +35,114 @@ def _asm(
         loc=loc,
         ip=ip,
     )
+    return Int32(result) if constraints.startswith("=") else None
+
+
+# ---------------------------------------------------------------- registers
+@dsl_user_op
+def round_pair(
+    dtype: type[cutlass.Numeric], low: Float32, high: Float32, *, loc: Location = None, ip: Point = None
+) -> Int32:
+    """Two fp32 rounded to nearest, as 16-bit floats in one register."""
+    return _asm(f"{_CONVERT[dtype]} $0, $1, $2;", "=r,f,f", [Float32(high), Float32(low)], loc, ip, volatile=False)
 
 
 @dsl_user_op
-def add_to_global(
-    ptr: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Four fp32 added to global memory at a 16-byte aligned address, nothing returned."""
-    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
-    _asm(None, text, "l,f,f,f,f", [ptr, *map(Float32, (a, b, c, d))], loc, ip)
+def zero_times(pair: Int32, sums: Int32, bf16: bool, *, loc: Location = None, ip: Point = None) -> Int32:
+    """sums + 0 * pair, of two 16-bit floats each: NaN, and for good, where a pair is not finite."""
+    text = f"fma.rn.{'bf16x2' if bf16 else 'f16x2'} $0, $1, $2, $3;"
+    return _asm(text, "=r,r,r,r", [Int32(pair), Int32(0), Int32(sums)], loc, ip, volatile=False)
 
 
 @dsl_user_op
-def transpose_8x8(pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+def transpose_8x8(pair: Int32, *, loc: Location = None, ip: Point = None) -> Int32:
     """An 8 x 8 matrix of 16-bit elements over a warp, lane l with row l // 4 and columns 2 * (l % 4) + {0, 1}."""
-    return Int32(_asm(T.i32(), "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [Int32(pair)], loc, ip))
+    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [Int32(pair)], loc, ip)
 
 
 @dsl_user_op
-def load_acquire(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
-    return Int32(_asm(T.i32(), "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], loc, ip))
+def sleep(nanoseconds: int, *, loc: Location = None, ip: Point = None) -> None:
+    _asm("nanosleep.u32 $0;", "r", [Int32(nanoseconds)], loc, ip)
 
 
 @dsl_user_op
-def store_release(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    _asm(None, "st.release.gpu.global.s32 [$0], $1;", "l,r", [ptr, Int32(value)], loc, ip)
-
-
-@dsl_user_op
-def load_volatile(ptr: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
-    """From shared memory that another warp writes to."""
-    return Int32(_asm(T.i32(), "ld.volatile.shared.s32 $0, [$1];", "=r,r", [ptr], loc, ip))
-
-
-@dsl_user_op
-def store_volatile(ptr: cute.Pointer, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """To shared memory that another warp reads."""
-    _asm(None, "st.volatile.shared.s32 [$0], $1;", "r,r", [ptr, Int32(value)], loc, ip)
-
-
-@dsl_user_op
-def load_of_cta(ptr: cute.Pointer, cta: int, *, loc: Any = None, ip: Any = None) -> Int32:
-    """From the shared memory of a CTA of the cluster, where `ptr` lies."""
-    text = "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, $1, $2;\nld.volatile.shared::cluster.s32 $0, [a];\n}"
-    return Int32(_asm(T.i32(), text, "=r,r,r", [ptr, Int32(cta)], loc, ip))
-
-
-@dsl_user_op
-def sleep(nanoseconds: int, *, loc: Any = None, ip: Any = None) -> None:
-    _asm(None, "nanosleep.u32 $0;", "r", [Int32(nanoseconds)], loc, ip)
-
-
-@dsl_user_op
-def any_nonzero(barrier_id: Int32, x: Int32, threads: int, *, loc: Any = None, ip: Any = None) -> Boolean:
+def any_nonzero(barrier_id: Int32, x: Int32, threads: int, *, loc: Location = None, ip: Point = None) -> Boolean:
     """Whether x is not 0 in any of so many threads. They wait for each other at a barrier."""
     text = (
         "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; barrier.cta.red.or.pred.aligned q, $1, $3, p; selp.s32 $0, 1, 0, q; }"
     )
-    found = _asm(T.i32(), text, "=r,r,r,r", [Int32(barrier_id), Int32(x), Int32(threads)], loc, ip)
-    return Int32(found) != 0
+    return _asm(text, "=r,r,r,r", [Int32(barrier_id), Int32(x), Int32(threads)], loc, ip) != 0
+
+
+# ---------------------------------------------------------------- global memory
+@dsl_user_op
+def add_to_global(
+    ptr: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Location = None, ip: Point = None
+) -> None:
+    """Four fp32 added to global memory at a 16-byte aligned address, nothing returned."""
+    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    _asm(text, "l,f,f,f,f", [ptr, *map(Float32, (a, b, c, d))], loc, ip)
 
 
 @dsl_user_op
-def zero_times(pair: Int32, sums: Int32, bf16: bool, *, loc: Any = None, ip: Any = None) -> Int32:
-    """sums + 0 * pair, of two 16-bit floats each: NaN, and for good, where a pair is not finite."""
-    text = f"fma.rn.{'bf16x2' if bf16 else 'f16x2'} $0, $1, $2, $3;"
-    return Int32(_asm(T.i32(), text, "=r,r,r,r", [Int32(pair), Int32(0), Int32(sums)], loc, ip, volatile=False))
+def load_acquire(ptr: cute.Pointer, *, loc: Location = None, ip: Point = None) -> Int32:
+    return _asm("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], loc, ip)
 
 
+@dsl_user_op
+def store_release(ptr: cute.Pointer, value: Int32, *, loc: Location = None, ip: Point = None) -> None:
+    _asm("st.release.gpu.global.s32 [$0], $1;", "l,r", [ptr, Int32(value)], loc, ip)
+
+
+# ---------------------------------------------------------------- shared memory
+@dsl_user_op
+def load_volatile(ptr: cute.Pointer, *, loc: Location = None, ip: Point = None) -> Int32:
+    """From shared memory that another warp writes to."""
+    return _asm("ld.volatile.shared.s32 $0, [$1];", "=r,r", [ptr], loc, ip)
+
+
+@dsl_user_op
+def store_volatile(ptr: cute.Pointer, value: Int32, *, loc: Location = None, ip: Point = None) -> None:
+    """To shared memory that another warp reads."""
+    _asm("st.volatile.shared.s32 [$0], $1;", "r,r", [ptr, Int32(value)], loc, ip)
+
+
+@dsl_user_op
+def load_of_cta(ptr: cute.Pointer, cta: int, *, loc: Location = None, ip: Point = None) -> Int32:
+    """From the shared memory of a CTA of the cluster, where `ptr` lies."""
+    text = "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, $1, $2;\nld.volatile.shared::cluster.s32 $0, [a];\n}"
+    return _asm(text, "=r,r,r", [ptr, Int32(cta)], loc, ip)
+
+
+# ---------------------------------------------------------------- the copy engine
+@dsl_user_op
 def copy_to_peer(
-    dst: cute.Pointer, src: cute.Pointer, bar: cute.Pointer, size: int, cta: Int32, *, loc: Any = None, ip: Any = None
+    dst: cute.Pointer,
+    src: cute.Pointer,
+    bar: cute.Pointer,
+    size: int,
+    cta: Int32,
+    *,
+    loc: Location = None,
+    ip: Point = None,
 ) -> None:
     """`size` bytes of this CTA's shared memory into a CTA of the cluster, where `dst` lies and `bar` counts them."""
     text = (
         "{\n.reg .b32 d, b;\nmapa.shared::cluster.u32 d, $0, $4;\nmapa.shared::cluster.u32 b, $2, $4;\n"
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [$1], $3, [b];\n}"
     )
-    _asm(None, text, "r,r,r,r,r", [dst, src, bar, Int32(size), Int32(cta)], loc, ip)
+    _asm(text, "r,r,r,r,r", [dst, src, bar, Int32(size), Int32(cta)], loc, ip)
 
 
 @dsl_user_op
-def bulk_add(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
+def bulk_add(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Location = None, ip: Point = None) -> None:
     """`size` bytes of fp32 in shared memory added to global memory by the copy engine, in this thread's bulk group."""
     text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
-    _asm(None, text, "l,r,r", [dst, src, Int32(size)], loc, ip)
+    _asm(text, "l,r,r", [dst, src, Int32(size)], loc, ip)
 
 
 @dsl_user_op
-def bulk_store(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Any = None, ip: Any = None) -> None:
+def bulk_store(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Location = None, ip: Point = None) -> None:
     """`size` bytes of shared memory written to global memory by the copy engine, in this thread's bulk group."""
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
-    _asm(None, text, "l,r,r", [dst, src, Int32(size)], loc, ip)
+    _asm(text, "l,r,r", [dst, src, Int32(size)], loc, ip)

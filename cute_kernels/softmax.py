@@ -8,12 +8,15 @@ from cutlass import Float32
 
 from cute_kernels.accumulator import reduce_tree, row_elements
 
-FIRST_MAX = -float.fromhex("0x1.fffffep127")  # the least fp32 number, so that exp2(-inf - FIRST_MAX) = 0: a row may be
-# empty in any block, and no score is below it
-RESCALE_AT = 8.0  # log2 of what a row's maximum may outgrow its reference by
-HALF_LIMIT = 2.0**15  # of a thread's probabilities of a block in fp16: each one fits
-SUM_LIMIT = 2.0**64  # of a row's probabilities, beyond which its reference counts as outgrown
-REFERENCE_LIMIT = 2.0**12  # of a reference in powers of two, up to which `_exp2` may subtract its rounded product
+# Each row has a reference maximum, `row_max`: a number that its scores are reduced by before the exponential. Any
+# reference gives the same result as long as nothing overflows, 16-bit and fp32 numbers being floating point.
+
+FIRST_MAX = -float.fromhex("0x1.fffffep127")  # the first reference, the least fp32 number: exp2(-inf - FIRST_MAX) = 0,
+# so a row may be empty in any block, and no score is below it
+RESCALE_AT = 8.0  # a row's maximum may exceed its reference by 2 to this power
+HALF_LIMIT = 2.0**15  # for the sum of a thread's probabilities of a block in fp16: each one fits
+SUM_LIMIT = 2.0**64  # for the sum of a row's probabilities; beyond, the row has outgrown its reference
+REFERENCE_LIMIT = 2.0**12  # for a reference in powers of two, up to which `_exp2` may subtract its rounded product
 
 
 def online_softmax(
@@ -21,12 +24,11 @@ def online_softmax(
 ) -> None:
     """acc_S becomes exp2((s - reference) * scale_log2); row_sum is this thread's part; O must be multiplied by o_scale.
 
-    The reference `row_max` moves only when the maximum has outgrown it by 2^RESCALE_AT, so that O is rarely rescaled.
-    Any reference gives the same result, 16-bit and fp32 numbers being floating point (fp16 probabilities stay below
-    2^RESCALE_AT, far from overflow).
+    The reference moves only when the maximum exceeds it by 2^RESCALE_AT, so that O is rarely rescaled. fp16
+    probabilities stay below 2^RESCALE_AT, far from overflow.
 
     o_scale is 0 where it would be below 2^-126. A sum up to SUM_LIMIT loses less than 2^-62 of the row by that. A
-    larger sum becomes inf and stays inf or NaN, so that the tile's end sees that the row had outgrown its reference:
+    larger sum becomes inf and stays inf or NaN, so that the tile's end sees that the row has outgrown its reference:
     times 0, the sum would look as if it had not.
     """
     for r in range(2):
@@ -41,12 +43,12 @@ def online_softmax(
         elements = row_elements(acc_S, r)
         for e in elements:  # the difference first: exact whatever the size, and the product overflows to -inf alone
             acc_S[e] = cute.math.exp2((acc_S[e] - row_max[r]) * scale_log2, fastmath=True)
-        kept = cutlass.select_(row_sum[r] > SUM_LIMIT, Float32(float("inf")), row_sum[r] * o_scale[r])
-        row_sum[r] = kept + reduce_tree(operator.add, [acc_S[e] for e in elements])
+        earlier = cutlass.select_(row_sum[r] > SUM_LIMIT, Float32(float("inf")), row_sum[r] * o_scale[r])
+        row_sum[r] = earlier + reduce_tree(operator.add, [acc_S[e] for e in elements])
 
 
 def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32) -> None:
-    """acc_S becomes exp2((s - reference) * scale_log2), and the reference `row_max` stands, whatever the scores are."""
+    """acc_S becomes exp2((s - reference) * scale_log2), with the reference unchanged, whatever the scores are."""
     part = _exp2(acc_S, row_max, scale_log2)
     for r in range(2):
         row_sum[r] += part[r]
@@ -56,18 +58,18 @@ def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor
 def half_softmax(
     acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, o_scale: cute.Tensor, scale_log2: Float32
 ) -> None:
-    """As fixed_softmax, but where probabilities come near what fp16 holds, the reference moves and they with it.
+    """As fixed_softmax, but where probabilities come near the limit of fp16, the reference moves and scales them down.
 
-    O must be multiplied by o_scale. Beyond SUM_LIMIT the reference stands: fp16 takes such a probability for inf, which
-    stays in O, where a factor near 2^-126 would be flushed to 0 and leave a row of nothing that looks right.
+    O must be multiplied by o_scale. Beyond SUM_LIMIT the reference does not move: fp16 rounds such a probability to
+    inf, which stays in O. A factor near 2^-126 would be flushed to 0 instead, and leave zeros that look right.
     """
     part = _exp2(acc_S, row_max, scale_log2)
     o_scale.fill(1.0)
     if cute.arch.vote_any_sync((part[0] > HALF_LIMIT) | (part[1] > HALF_LIMIT)):
         for r in cutlass.range_constexpr(2):
-            most = cute.arch.warp_reduction_max(part[r], threads_in_group=4)
-            new_max = row_max[r] + cute.math.log2(most, fastmath=True) / scale_log2
-            new_max = cutlass.select_((most > HALF_LIMIT) & (most <= SUM_LIMIT), new_max, row_max[r])
+            largest = cute.arch.warp_reduction_max(part[r], threads_in_group=4)
+            new_max = row_max[r] + cute.math.log2(largest, fastmath=True) / scale_log2
+            new_max = cutlass.select_((largest > HALF_LIMIT) & (largest <= SUM_LIMIT), new_max, row_max[r])
             o_scale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
             row_max[r] = new_max
             for e in row_elements(acc_S, r):
@@ -77,10 +79,10 @@ def half_softmax(
 
 
 def _exp2(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> list[Float32]:
-    """acc_S becomes exp2((s - reference) * scale_log2) with the reference `row_max`; returns this thread's sums.
+    """acc_S becomes exp2((s - reference) * scale_log2); returns this thread's sums.
 
-    In one instruction a score: the scaled reference is rounded, which shifts exponents by up to 2^-24 of it. The tile's
-    end sees to it that references are within REFERENCE_LIMIT, where that is less than 2^-12.
+    One multiply-add a score: the scaled reference is rounded, which shifts exponents by up to 2^-24 of it. The tile's
+    end checks that references are within REFERENCE_LIMIT, where that is less than 2^-12.
     """
     part = []
     for r in range(2):
@@ -93,7 +95,7 @@ def _exp2(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> list
 
 @cute.jit
 def rescale(acc_O: cute.Tensor, o_scale: cute.Tensor) -> None:
-    """O *= o_scale, where any row of the warp moved its reference."""
+    """O *= o_scale, if the reference of any row of the warp has moved."""
     if cute.arch.vote_any_sync((o_scale[0] != 1.0) | (o_scale[1] != 1.0)):
         for r in cutlass.range_constexpr(2):
             for e in row_elements(acc_O, r):

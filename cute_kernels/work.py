@@ -1,40 +1,45 @@
-"""Work items on the device: which tiles a cluster takes, and which key blocks a tile walks (abi.ForwardFields)."""
+"""Work items on the device: which tiles a cluster takes, which key blocks a tile walks, and with what masks."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
-from cute_kernels.abi import ForwardFields as items
+from cute_kernels.abi import ForwardFields, PathFields
+from cute_kernels.mask import PathMask, RegionMask
 
 
 def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:
-    """This cluster's first work number and the step to its next: those of neighbours in the list run side by side."""
+    """The cluster's first item and the step to its next one, so that neighbours in the list run side by side."""
     return cute.arch.block_idx()[0] // cluster_size, cute.arch.grid_dim()[0] // cluster_size
 
 
 @dataclass
 class Tile:
-    """One work item. The blocks it walks: own ones that need the mask from the last one down, context ones that do, the
-    context's whole blocks, the own whole blocks. tests/test_plan.py has the same walk in numpy (`key_blocks`)."""
+    """One work item (abi.ForwardFields) of a layout of two levels.
 
-    row: Any
-    row_end: Any
-    context_begin: Any
-    context_end: Any
-    own_begin: Any
-    own_masked: Any
-    masked: Any  # masked blocks of both regions, at least 1
-    straddles: Any
-    context_blocks: Any
-    own_blocks: Any
-    context_whole: Any
+    The order of its blocks: own blocks that need the mask from the last one down, context blocks that do, the context's
+    whole blocks, the own whole blocks. tests/ops/plan/test_forward.py has the same walk in numpy (`key_blocks`).
+    """
+
+    row: Int32
+    row_end: Int32
+    context_begin: Int32
+    context_end: Int32
+    own_begin: Int32
+    own_masked: Int32
+    masked: Int32  # masked blocks of both regions, at least 1
+    straddles: Boolean
+    context_blocks: Int32
+    own_blocks: Int32
+    context_whole: Int32
     tile_n: int
 
     @classmethod
     def load(cls, fields: cute.Tensor | list[Int32], tile_n: int) -> "Tile":
+        items = ForwardFields
         field = [fields[f] for f in range(items.NUM_FIELDS)]
         row, row_end, own_begin = field[items.ROW], field[items.ROW_END], field[items.OWN_BEGIN]
         context_begin, context_end = field[items.CONTEXT_BEGIN], field[items.CONTEXT_END]
@@ -70,7 +75,65 @@ class Tile:
         own = self.own_begin + (self.own_blocks - 1 - i) * n
         return cutlass.select_(i < self.own_masked, own, cutlass.select_(j < 0, context, whole))
 
-    def mask_arguments(self, i: Int32) -> tuple[Int32, Int32, cutlass.Boolean]:
-        """(key_row, limit, straddles) of the i-th block, for mask.mask (which keeps all of a whole one)."""
+    def mask(self, i: Int32) -> RegionMask:
+        """The mask of the i-th block; that of a whole block keeps all of it."""
         own = (i < self.own_masked) | (i >= self.masked + self.context_whole)
-        return self.key_row(i), cutlass.select_(own, self.row_end, self.context_end), own & self.straddles
+        return RegionMask(self.key_row(i), cutlass.select_(own, self.row_end, self.context_end), own & self.straddles)
+
+
+@dataclass
+class PathTile:
+    """One work item (abi.PathFields) of a tree.
+
+    tests/ops/plan/test_paths.py has the same walk in numpy (`key_blocks`).
+    """
+
+    row: Int32
+    row_end: Int32
+    masked: Int32  # masked blocks, at least 1
+    blocks: Int32
+    key: Int32  # first key of the first block
+    limit: Int32  # limit of the first block
+    region: Int32  # the tile's first row in the table of regions
+    regions: cute.Tensor
+    run: cute.Tensor  # (3) where `key_row` is: the table's next row, blocks left of this run, the next block's key
+    tile_n: int
+
+    @classmethod
+    def load(cls, fields: cute.Tensor | list[Int32], regions: cute.Tensor, tile_n: int) -> "PathTile":
+        row, row_end, region, masked, blocks, key, limit = [fields[f] for f in range(PathFields.NUM_FIELDS)]
+        run = cute.make_rmem_tensor(3, Int32)
+        run[0], run[1], run[2] = region, Int32(1), key
+        return cls(row, row_end, masked, blocks, key, limit, region, regions, run, tile_n)
+
+    @property
+    def straddles(self) -> Boolean:
+        """Rows of a tile may be of several segments."""
+        return Boolean(True)
+
+    @cute.jit
+    def key_row(self, i: Int32) -> Int32:
+        """Packed row of the first key of the i-th block; blocks must be asked for in order."""
+        if self.run[1] == 0:
+            region = self.run[0]
+            self.run[0] = region + 1
+            self.run[1] = cutlass.select_(i < self.masked, Int32(1), self.regions[region, 1])
+            self.run[2] = self.regions[region, 0]
+        row = self.run[2]
+        self.run[1] -= 1
+        self.run[2] = row + self.tile_n
+        return row
+
+    @cute.jit
+    def mask(self, i: Int32) -> PathMask:
+        """The mask of the i-th block; that of a whole block, wherever it begins, keeps all of it."""
+        row, limit = self.row - self.tile_n, self.row
+        if i == 0:
+            row, limit = self.key, self.limit
+        elif i < self.masked:
+            row, limit = self.regions[self.region + i - 1, 0], self.regions[self.region + i - 1, 1]
+        return PathMask(row, cutlass.select_(limit < 0, -limit, limit), limit < 0, self.row)
+
+
+AnyTile: TypeAlias = Tile | PathTile
+Mask: TypeAlias = RegionMask | PathMask

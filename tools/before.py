@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import torch
 import typer
 
 from codegen import precompiled, store
-from codegen.spec import KernelSpec
+from codegen.spec import TILES, KernelSpec
 from codegen.store import Kernel
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
@@ -40,11 +40,19 @@ def kernels_in(folder: Path) -> dict[KernelSpec, Callable[[], Kernel]]:
     """
     found: dict[KernelSpec, Callable[[], Kernel]] = {}
     for path in sorted(p.parent for p in folder.glob("*/kernel.json")):
-        spec = KernelSpec.from_json(store.canonical_json(precompiled.record_of(path)["spec"]))
-        found[spec] = lambda path=path, spec=spec: store.open_entry(path, spec)  # type: ignore[misc]
+        record = precompiled.record_of(path)
+        spec = todays(record["spec"])
+        found[spec] = lambda path=path, spec=spec, symbol=record["symbol"]: store.open_entry(path, spec, symbol)  # type: ignore[misc]
     if not found:
         raise ValueError(f"FOLDER is {str(folder)!r}, expected a folder that `dualkv precompile --out` made")
     return found
+
+
+def todays(spec: dict[str, Any]) -> KernelSpec:
+    """The specification of an earlier kernel without the options of its tile that exist no more."""
+    names = {field.name for field in fields(TILES[spec["operation"]])}
+    tile = {name: value for name, value in spec["tile"].items() if name in names}
+    return KernelSpec.from_json(store.canonical_json(spec | {"tile": tile}))
 
 
 class Kernels:

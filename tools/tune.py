@@ -34,9 +34,9 @@ from tools.tables import MAIN
 STANDS = "as it stands"
 CANDIDATES: dict[str, dict[int, list[str]]] = {
     "fwd": {
-        64: ["tile_n=192,warp_groups=2,cluster=2,q_in_registers=1", "stages=4"],
-        96: ["tile_n=128,warp_groups=2,stages=2,q_in_registers=1", "tile_n=80,stages=4", "tile_n=64,stages=4"],
-        128: ["tile_n=128,warp_groups=2,stages=2,q_in_registers=1", "tile_n=80,stages=2", "cluster=1"],
+        64: ["stages=4"],
+        96: ["tile_n=80,stages=4", "tile_n=64,stages=4"],
+        128: ["tile_n=80,stages=2", "cluster=1"],
         192: ["tile_n=112", "tile_n=80"],
         256: ["tile_n=80"],
     },

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -288,7 +288,7 @@ class Outputs:
             self.stored.update(zip(rows, heads, strict=True))
 
     def store_box(self, machine: Machine, key: Any) -> None:
-        """The second turn may store what the first has stored, once that is over."""
+        """The recompute pass may store what the first pass has stored, once that is over."""
         agent, last = machine.agent, self.on_its_way.get(key)
         if last is not None and not (last and agent.knows(*last[:2])):
             raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
@@ -324,10 +324,10 @@ class Outputs:
 
 def forward(
     name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
-    parents: list[int] | None = None, **tile: Any,
+    parents: list[int] | None = None,
 ) -> Case:  # fmt: skip
     """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles."""
-    config = replace(tiles.forward_tile(head_dim), **tile)
+    config = tiles.forward_tile(head_dim)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -381,6 +381,4 @@ def cases() -> list[Case]:
         found.append(forward(f"fwd_paths d{d}", d, lengths, heads=4, kv_heads=1, parents=parents))
     found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
     found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
-    more = {"q_in_registers": True, "tile_n": 64, "warp_groups": 1, "cluster": 4}
-    found.append(forward("fwd d128 queries in registers", 128, ([130], [[40, 7]]), heads=4, kv_heads=1, **more))
     return found

@@ -490,7 +490,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
     same = lambda x=None, *_, **__: x  # noqa: E731
     nothing = lambda *_, **__: None  # noqa: E731
     kinds = types.SimpleNamespace
-    warp = _module("warp", LdMatrix8x8x16bOp=nothing, StMatrix8x8x16bOp=nothing)
+    warp = _module("warp", StMatrix8x8x16bOp=nothing)
     warpgroup = _module(
         "warpgroup", fence=nothing, commit_group=lambda: Now.machine.commit_products(),
         wait_group=lambda n: Now.machine.await_products(n), Field=kinds(ACCUMULATE=0),
@@ -537,7 +537,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
         composition=lambda x, _: x, domain_offset=domain_offset, group_modes=same, local_tile=local_tile,
         make_composed_layout=lambda _, __, layout: layout, make_copy_atom=nothing, make_layout=Layout,
         make_mma_atom=MmaAtom, make_rmem_tensor=make_rmem_tensor, make_swizzle=nothing, make_tensor=make_tensor,
-        make_tiled_copy_A=TiledCopy, make_tiled_copy_C=TiledCopy, rank=lambda x: len(x.shape), recast_ptr=recast_ptr,
+        make_tiled_copy_C=TiledCopy, rank=lambda x: len(x.shape), recast_ptr=recast_ptr,
         recast_tensor=recast_tensor, select=select, size=size, tile_to_shape=lambda _, shape, __: Layout(shape),
     )  # fmt: skip
 

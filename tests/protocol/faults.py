@@ -21,6 +21,7 @@ class Planted(NamedTuple):
 WIDE, NARROW, FWD, PATHS = "bwd_wide d256", "bwd_narrow d128", "fwd d128", "fwd_paths d128"
 WIDE_IN_ORDER, NARROW_IN_ORDER = f"{WIDE} deterministic", f"{NARROW} deterministic"
 END_OF_STEP = "        warpgroup.wait_group(0)\n        p.Q.consumer_release(stage)\n"
+RELEASE_V = "V.consumer_release(V.stage(it), sync_warp=False)\n"
 
 SINGLE_DS = Planted(  # an earlier version: the GPU hung
     "dS of the wide backward on one barrier",
@@ -320,15 +321,15 @@ PLANTED = [
         "V is not released",
         FWD,
         "fwd.py",
-        "        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])\n",
+        f"        {RELEASE_V}",
         "",
     ),
     one(
         "V is released before it is read",
         FWD,
         "fwd.py",
-        "        warpgroup.wait_group(0)\n        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])\n",
-        "        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])\n        warpgroup.wait_group(0)\n",
+        f"        warpgroup.wait_group(0)\n        {RELEASE_V}",
+        f"        {RELEASE_V}        warpgroup.wait_group(0)\n",
     ),
     one(
         "K is released before it is read",
@@ -341,26 +342,22 @@ PLANTED = [
         "V is read before it is there",
         FWD,
         "fwd.py",
-        "        cute.arch.mbarrier_wait(bars + self.FULL_V + v_stage, v_phase)\n",
+        "        V.consumer_wait(v_stage)\n",
         "",
     ),
     one(
         "the probabilities change while they are read",
         FWD,
         "fwd.py",
-        "        warpgroup.wait_group(0)\n"
-        "        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])\n"
-        "        round_to(acc_S, x.tOrP)\n",
-        "        round_to(acc_S, x.tOrP)\n"
-        "        warpgroup.wait_group(0)\n"
-        "        self.arrive(bars + self.EMPTY_V + self.ring(at)[0])\n",
+        f"        warpgroup.wait_group(0)\n        {RELEASE_V}        round_to(acc_S, state.tOrP)\n",
+        f"        round_to(acc_S, state.tOrP)\n        warpgroup.wait_group(0)\n        {RELEASE_V}",
     ),
     one(
-        "a block that is left out is not awaited",
+        "a skipped block is not awaited",
         FWD,
         "fwd.py",
-        "            cute.arch.mbarrier_wait(bars + full + stage, phase)\n            self.arrive",
-        "            self.arrive",
+        "            pipeline.consumer_wait(stage)\n",
+        "",
     ),
     one(
         "Q is loaded over O",
@@ -375,49 +372,49 @@ PLANTED = [
         "fwd.py",
         "            cute.arch.fence_view_async_shared()\n"
         "            cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)\n"
-        "            if warp_id",
-        "            cute.arch.fence_view_async_shared()\n            if warp_id",
+        "            if part.thread",
+        "            cute.arch.fence_view_async_shared()\n            if part.thread",
     ),
     one(
-        "O is stored again while it is stored",
+        "the recompute pass stores O while it is being stored",
         FWD,
         "fwd.py",
-        "            cute.arch.cp_async_bulk_wait_group(0)  # O is out: the next turn may store it"
-        " again, and the CTA may end\n",
+        "            cute.arch.cp_async_bulk_wait_group(0)  # O is out: the recompute pass may store it"
+        ", and the CTA may end\n",
         "",
     ),
     one(
         "a CTA leaves early",
         FWD,
         "fwd_frame.py",
-        "        self.sync_cluster()\n        return s.again[0]",
-        "        return s.again[0]",
+        "        self.sync_cluster()\n        return s.recompute[0]",
+        "        return s.recompute[0]",
     ),
     one(
         "one arrival too few expected",
         FWD,
         "fwd_frame.py",
-        "readers = 4 * self.warp_groups * self.cluster",
-        "readers = 4 * self.warp_groups * self.cluster - 1",
+        "4 * self.warp_groups  # MMA warps of a CTA",
+        "4 * self.warp_groups - 1",
     ),
     one(
         "a stage is loaded before it is empty",
         FWD,
-        "fwd_frame.py",
-        "        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)\n",
+        "fwd_load.py",
+        "        pipeline.producer_acquire(stage)\n",
         "",
     ),
     one(
-        "the item is written after Q is said to be there",
+        "Q is loaded before its stage is released",
         FWD,
         "fwd_frame.py",
-        "            cute.arch.mbarrier_wait(s.bars + self.EMPTY_Q + place, phase)\n",
+        "        self.empty.wait(Stage(stage.index, self.stage(count + 1 - self.q_stages, wg).phase))\n",
         "",
     ),
     one(
         "a key block is left out",
         PATHS,
-        "fwd_paths.py",
+        "work.py",
         "        self.run[1] -= 1\n",
         "        self.run[1] -= 2\n",
     ),

@@ -26,8 +26,7 @@ ALIKE = {
     "bwd_results.py": ("mask", "store_partial", "store_rows"),
     "bwd_wide.py": ("add_chunks",),
     "fwd_contain.py": ("add_key", "contain"),
-    "fwd_paths.py": ("mask_path",),
-    "mask.py": ("mask",),
+    "mask.py": ("apply", "keep_before"),
     "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize"),
 }
 SYNCHRONIZES = re.compile(

@@ -22,7 +22,7 @@ def of(layout):
 
 
 def key_blocks(item, regions, tile_n):
-    """(first key, limit; None of a whole block) of each block in the kernel's order; see cute_kernels/fwd_paths.py."""
+    """(first key, limit; None of a whole block) of each block in the kernel's order; see cute_kernels/work.py."""
     at, more = item[items.REGION], item[items.MASKED] - 1
     blocks = [(item[items.KEY], item[items.LIMIT])]
     blocks += [(first, limit) for first, limit in regions[at : at + more]]

@@ -1,0 +1,124 @@
+"""What the producer warp of the forward does: Q of a tile with its work item, then K and V block by block."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels import fwd_walk
+from cute_kernels.fwd_frame import Atoms, ForwardFrame, Global, Shared
+from cute_kernels.fwd_walk import Walk
+from cute_kernels.pipeline import WrappingPipeline
+from cute_kernels.work import AnyTile, first_and_step
+
+
+class ForwardLoads(ForwardFrame):
+    """Of :class:`cute_kernels.fwd.ForwardKernel`."""
+
+    @cute.jit
+    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
+        """Warp 0 is the producer; the other warps only take part at the end of a pass."""
+        it, count, num_items = Int32(0), Int32(s.pipes.Q.first_count), self.num_items(g)
+        first, step = first_and_step(self.cluster)
+        field = self.read_item(g, first)
+        for recompute in cutlass.range(2, unroll=1):
+            if warp_idx == 0:
+                for n in cutlass.range(0, num_items, 1, unroll=1):
+                    if self.is_due(s.recompute, n, recompute):
+                        if recompute != 0:
+                            field = self.read_item(g, first + n * step)
+                        following = cutlass.min(first + (n + 1) * step, g.schedule.shape[0] - 1)
+                        it, field = self.load_item(atoms, g, s, field, following, it, count)
+                        count += 1
+            num_items = self.end_pass(s)
+
+    @cute.jit
+    def read_item(self, g: Global, item: Int32) -> Int32:
+        """An item, one field a lane: its tile's fields, then its head group. Two loads, one after the other."""
+        lane, field = cute.arch.lane_idx(), g.schedule[item, 1]
+        if lane < self.num_fields:
+            field = g.work[g.schedule[item, 0], lane]
+        return field
+
+    @cute.jit
+    def load_item(
+        self, atoms: Atoms, g: Global, s: Shared, field: Int32, following: Int32, it: Int32, count: Int32
+    ) -> tuple[Int32, Int32]:
+        """Q and key blocks of an item.
+
+        field: of the item, from `read_item`.
+        following: number of the item to read meanwhile.
+        it: use of K and V of the item's first block.
+        count: use of Q.
+
+        Returns the use of the next item's first block, and the field of `following`.
+        """
+        *fields, head_group = [cute.arch.shuffle_sync(field, j) for j in range(self.num_fields + 1)]
+        tile, kv_head = self.tile(g, fields), head_group // g.groups_per_kv
+        K = atoms.K, g.K[None, None, kv_head], s.K, s.pipes.K
+        V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
+        keys, previous = s.pipes.K, tile.key_row(Int32(0))
+        self.load_block(*K, previous, it)
+        for wg in cutlass.range_constexpr(self.warp_groups):
+            self.load_queries(atoms, g, s, tile, head_group, field, wg, count)
+        field = self.read_item(g, following)
+        for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K is a block ahead of V, as the MMA warps use them
+            row = tile.key_row(i)
+            self.load_block(*K, row, keys.next(it))
+            self.load_block(*V, previous, it)
+            previous = row
+            it = keys.next(it)
+        self.load_block(*V, previous, it)
+        return keys.next(it), field
+
+    @cute.jit
+    def load_queries(
+        self,
+        atoms: Atoms,
+        g: Global,
+        s: Shared,
+        tile: AnyTile,
+        head_group: Int32,
+        field: Int32,
+        wg: cutlass.Constexpr,
+        count: Int32,
+    ) -> None:
+        """A warp group's Q, and the item with the blocks that it walks."""
+        lane, item = cute.arch.lane_idx(), s.item
+        stage = s.pipes.Q.producer_acquire(count, wg)
+        box = self.box(g.Q, head_group, self.first_token(tile, wg))
+        tQs, tQg = self.partition(atoms.Q, s.Q[None, None, stage.index], box)
+        cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
+        if lane <= self.num_fields:
+            item[lane, stage.index] = field
+        if const_expr(self.walks):
+            with cute.arch.elect_one():
+                for j, value in enumerate(self.walk(g, tile, wg)):
+                    item[self.num_fields + 1 + j, stage.index] = value
+        cute.arch.sync_warp()
+        s.pipes.Q.producer_expect(stage, self.rows_wg * self.head_dim * 2)
+
+    @cute.jit
+    def walk(self, g: Global, tile: AnyTile, wg: Int32) -> Walk:
+        """The blocks of a tile that a warp group walks; a warp group without rows walks those of the last row."""
+        last = self.last_token(tile, wg)
+        first = cutlass.min(self.first_token(tile, wg), last)
+        first_begin, last_begin = tile.own_begin, tile.own_begin
+        if tile.straddles:
+            first_begin, last_begin = g.bounds[first], g.bounds[last]
+        return fwd_walk.walk(tile, first, last, first_begin, last_begin)
+
+    def load_block(
+        self,
+        atom: cute.CopyAtom,
+        x: cute.Tensor,  # (T, D)
+        shared: cute.Tensor,  # (N, D, stages)
+        pipeline: WrappingPipeline,
+        row: Int32,
+        it: Int32,
+    ) -> None:
+        """Rows [row, row + N) of K or V of one head."""
+        stage = pipeline.stage(it)
+        pipeline.producer_acquire(stage)
+        pipeline.producer_expect(stage, self.tile_n * self.head_dim * 2)
+        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, self.head_dim), (0, 0))
+        self.multicast(atom, block, shared, pipeline, stage)
