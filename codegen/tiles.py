@@ -123,7 +123,7 @@ class DqTile:
 
 @dataclass(frozen=True)
 class SlabTile:
-    """Tile of :class:`cute_kernels.bwd_sum.SlabSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
+    """Tile of :class:`cute_kernels.bwd_sum.PartialSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
 
     tile_n: int
     cluster: int

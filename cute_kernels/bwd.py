@@ -1,7 +1,7 @@
 """Attention backward on Hopper: the main kernel of each head dim, and its place among the launches.
 
 bwd_preprocess    dpsum and the statistics of each query block; dQ zeroed beyond head dim 128
-bwd               dK and dV (of split items: slabs of them), dQ added up in fp32
+bwd               dK and dV (of split items: partial sums of them), dQ added up in fp32
 bwd_sum           dK and dV of split items
 bwd_postprocess   dQ
 """
