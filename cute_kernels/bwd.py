@@ -6,8 +6,6 @@ bwd_sum           dK and dV of split items
 bwd_postprocess   dQ
 """
 
-from typing import Any
-
 import cutlass
 
 from cute_kernels.bwd_frame import BackwardFrame
@@ -15,7 +13,9 @@ from cute_kernels.bwd_narrow import NarrowBackward
 from cute_kernels.bwd_wide import WideBackward
 
 
-def backward_kernel(dtype: type[cutlass.Numeric], head_dim: int, **tile: Any) -> BackwardFrame:
+def backward_kernel(
+    dtype: type[cutlass.Numeric], head_dim: int, *, gradients: str = "qkv", **tile: int
+) -> BackwardFrame:
     """The main kernel of a native head dim; arguments and errors as of :class:`BackwardFrame`."""
-    frame = NarrowBackward if head_dim <= 128 else WideBackward
-    return frame(dtype, head_dim, **tile)
+    kernel = NarrowBackward if head_dim <= 128 else WideBackward
+    return kernel(dtype, head_dim, gradients=gradients, **tile)

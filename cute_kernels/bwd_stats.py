@@ -46,10 +46,10 @@ def by_block(stats: cute.Tensor, num_rows: Int32, tile_m: int) -> cute.Tensor:
     return cute.make_tensor(stats.iterator, cute.make_layout(shape, stride=strides))
 
 
-def stats_of(stats: cute.Tensor, h: Int32, mb: Int32) -> cute.Tensor:
-    """(H, nm, n) -> (n) of query block mb of head h, whose place takes 64 bits."""
+def stats_of(stats: cute.Tensor, h: Int32, m_block: Int32) -> cute.Tensor:
+    """(H, nm, n) -> (n) of query block m_block of head h, whose offset takes 64 bits."""
     size = stats.shape[2]
-    return cute.make_tensor((stats[h, None, None].iterator + Int64(mb) * size).align(16), cute.make_layout(size))
+    return cute.make_tensor((stats[h, None, None].iterator + Int64(m_block) * size).align(16), cute.make_layout(size))
 
 
 # ---------------------------------------------------------------- the preprocess
