@@ -74,7 +74,7 @@ class ScoreOperands(NamedTuple):
     mma: cute.TiledMma
     Q: cute.Tensor  # (MMA, 1, D/16, stages)
     dO: cute.Tensor  # (MMA, 1, D/16, stages)
-    stats: Statistics
+    stats: Statistics | None = None  # from `with_late_operands` on
 
 
 class Operands(NamedTuple):
@@ -297,8 +297,7 @@ class NarrowBackward(BackwardFrame):
         visible = first_key, cute.arch.warp_redux_sync(row_end, "max")
 
         mask = self.await_keys(s, p, mask)
-        if const_expr(self.want_dq):
-            x = x._replace(dQ_target=s.dQ.iterator + (warp_id * self.dq_warp_floats + lane * 4))
+        x = self.with_late_operands(s, x, warp_id)
         self.walk(s, p, x, mask, item, visible, scale * math.log2(math.e), heads_per_kv)
 
         if const_expr(self.want_dk):
@@ -351,7 +350,18 @@ class NarrowBackward(BackwardFrame):
             tiler = tuple(cute.make_layout(n) for n in (rows, self.head_dim, self.stages))
             sQ, sdO = (cute.composition(cute.domain_offset((16 * begin, 0, 0), x), tiler) for x in (sQ, sdO))
         Q, dO = (mma.make_fragment_B(thr.partition_B(x)) for x in (sQ, sdO))
-        return ScoreOperands(begin, end, mma, Q, dO, Statistics.of(s.stats, s.stat_keys, 16 * begin, rows))
+        return ScoreOperands(begin, end, mma, Q, dO)
+
+    def with_late_operands(self, s: Shared, x: Operands, warp_id: Int32) -> Operands:
+        """The operands that are set up after the wait for keys. Only their place in the machine code differs."""
+        dQ_target = None
+        if self.want_dq:
+            dQ_target = s.dQ.iterator + (warp_id * self.dq_warp_floats + cute.arch.lane_idx() * 4)
+        whole, first_rows, last_rows = (
+            rows._replace(stats=Statistics.of(s.stats, s.stat_keys, 16 * rows.begin, 16 * (rows.end - rows.begin)))
+            for rows in (x.whole, x.first_rows, x.last_rows)
+        )
+        return x._replace(dQ_target=dQ_target, whole=whole, first_rows=first_rows, last_rows=last_rows)
 
     @cute.jit
     def walk(
