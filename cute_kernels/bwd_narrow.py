@@ -85,6 +85,8 @@ class Operands(NamedTuple):
     whole: ScoreOperands
     first_rows: ScoreOperands
     last_rows: ScoreOperands
+    mma_dKV: cute.TiledMma
+    mma_dQ: cute.TiledMma
     Qt: cute.Tensor  # (MMA, 1, M/16, stages), of dK
     dOt: cute.Tensor  # (MMA, 1, M/16, stages), of dV
     Kt: cute.Tensor  # (MMA, 1, N/16), of dQ^T
@@ -303,13 +305,17 @@ class NarrowBackward(BackwardFrame):
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
                 x.acc_dK[e] = x.acc_dK[e] * scale
-        row = wg * 64 + warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         if const_expr(self.want_dq and self.want_dv):
-            self.mark_keys(x.acc_dV, s.V, row)
+            self.mark_keys(x.acc_dV, s.V, self.first_row(warp_id))
         end = self.destination(s)
         dK, dV = (x.acc_dK, g.dk, 0), (x.acc_dV, g.dv, 1)
         results = ((dK,) if self.want_dk else ()) + ((dV,) if self.want_dv else ())
-        self.store_keys(results, g.partials, end, row)
+        self.store_keys(results, g.partials, end, self.first_row(warp_id))
+
+    def first_row(self, warp_id: Int32) -> Int32:
+        """The first of a thread's two keys, among the CTA's."""
+        wg, _, lane = self.warp_group(warp_id)
+        return wg * 64 + warp_id % 4 * 16 + lane // 4
 
     def operands(self, s: Shared, warp_id: Int32) -> Operands:
         D, M, N, whole = self.head_dim, self.tile_m, self.tile_n, self.tile_m // 16
@@ -331,6 +337,8 @@ class NarrowBackward(BackwardFrame):
             whole=self.score_operands(s, 0, whole),
             first_rows=self.score_operands(s, 0, self.part),
             last_rows=self.score_operands(s, whole - self.part, whole),
+            mma_dKV=mma_dKV,
+            mma_dQ=mma_dQ,
             Qt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.Q))),
             dOt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.dO))),
             Kt=mma_dQ.make_fragment_A(thr_dQ.partition_A(sKt)),
@@ -425,7 +433,7 @@ class NarrowBackward(BackwardFrame):
         No product is in flight at either end, and few accumulators are at a time: else the compiler makes every product
         wait.
         """
-        stage, m0, mma, mma_dKV = p.Q.stage(it), m_block * self.tile_m, rows.mma, self.mma_dKV()
+        stage, m0, mma, mma_dKV = p.Q.stage(it), m_block * self.tile_m, rows.mma, x.mma_dKV
         lse, dpsum, count = rows.stats.lse(stage.index), rows.stats.dpsum(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
@@ -536,9 +544,8 @@ class NarrowBackward(BackwardFrame):
 
     def issue_dq(self, x: Operands, it: Int32) -> cute.Tensor:
         """Issue dQ^T of the step whose dS is in the buffer of step `it`: `it` itself, or `it` - 2."""
-        mma = self.mma_dQ()
-        acc_dQ = cute.make_rmem_tensor(mma.partition_shape_C((64, self.dq_rows)), Float32)
-        gemm(mma, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], True)
+        acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
+        gemm(x.mma_dQ, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], True)
         return acc_dQ
 
     @cute.jit
