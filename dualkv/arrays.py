@@ -1,4 +1,4 @@
-"""What callers give as integers, checked and as arrays or tensors; and rows of tokens, named by where they begin."""
+"""Checks of integers and token sequences from callers, and small helpers for rows of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def positive(name: str, value: int) -> int:
-    """An integer of 1 or more, or one sentence about what is wrong with it."""
+    """`value` as an integer of 1 or more; TypeError or ValueError for others."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -28,7 +28,7 @@ def positive(name: str, value: int) -> int:
 
 
 def int_array(name: str, values: Lengths) -> IntArray:
-    """`values` as a 1-D int64 array, or one sentence about what is wrong with it."""
+    """`values` as a 1-D int64 array; TypeError or ValueError for others."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
     try:
@@ -76,7 +76,7 @@ def length_arrays(name: str, values: Iterable[Lengths]) -> list[IntArray]:
 
 
 def cumulative_array(name: str, values: Lengths) -> IntArray:
-    """`values` as cumulative lengths, which start at 0 and do not decrease."""
+    """`values` as cumulative lengths: they start at 0 and do not decrease."""
     array = int_array(name, values)
     if array.size == 0 or array[0] != 0:
         raise ValueError(f"{name} must start with 0, got {array[:1].tolist()}")
@@ -87,7 +87,7 @@ def cumulative_array(name: str, values: Lengths) -> IntArray:
 
 
 def positions(counts: IntArray) -> IntArray:
-    """0, 1, ..., counts[i] - 1 for each i, one after another."""
+    """0, 1, ..., counts[i] - 1 for every i, end to end."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -97,7 +97,7 @@ def ranges(starts: IntArray, lens: IntArray, device: torch.device) -> torch.Tens
     shift = starts - (np.cumsum(lens) - lens)
     if device.type == "cpu":
         return torch.from_numpy(np.repeat(shift, lens) + np.arange(total))
-    # Only the K numbers travel: a long copy from pageable memory would wait for the device.
+    # Only the K numbers are copied: a long copy from pageable memory would wait for the device.
     repeats = torch.from_numpy(lens).to(device)
     rows = torch.repeat_interleave(torch.from_numpy(shift).to(device), repeats, output_size=total)
     return rows.add_(torch.arange(total, device=device))
@@ -105,7 +105,7 @@ def ranges(starts: IntArray, lens: IntArray, device: torch.device) -> torch.Tens
 
 # ---------------------------------------------------------------- token sequences
 def check_integers(name: str, ids: object) -> None:
-    """Refuses anything but a tensor of integers."""
+    """Raise TypeError for anything but a tensor of integers."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got a {type(ids).__name__}")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
@@ -131,7 +131,7 @@ def sequence_list(name: str, value: Any, of: str = "token sequences") -> Sequenc
 
 
 def token_tensor(name: str, value: TokenIds) -> torch.Tensor:
-    """One sequence as a 1-D int64 tensor, or one sentence about what is wrong with it."""
+    """One sequence as a 1-D int64 tensor; TypeError or ValueError for others."""
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name} is the text {reprlib.repr(value)}, expected token ids: tokenize texts first")
     if not isinstance(value, torch.Tensor):
@@ -144,7 +144,7 @@ def token_tensor(name: str, value: TokenIds) -> torch.Tensor:
 
 
 def check_one_device(tokens: list[torch.Tensor]) -> None:
-    """Refuses tokens on different devices."""
+    """Raise ValueError for tokens on different devices."""
     devices = {t.device for t in tokens}
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
@@ -152,7 +152,7 @@ def check_one_device(tokens: list[torch.Tensor]) -> None:
 
 
 def to_host(prompts: list[torch.Tensor]) -> list[npt.NDArray[Any]]:
-    """Views of CPU tensors; tensors on a GPU in one copy."""
+    """Prompts as arrays: views of CPU tensors, one copy for all tensors on a GPU."""
     if all(p.device.type == "cpu" for p in prompts):
         return [p.numpy() for p in prompts]
     check_one_device(prompts)

@@ -1,12 +1,12 @@
-"""Where the tokens of packed groups lie, and which of them see each other.
+"""Which packed rows belong to which prompt and response, and which tokens see each other.
 
 A *group* is one prompt and its responses. A packed group stores each token once, `[prompt | R_1 | ... | R_N]`, and a
-micro-batch is many packed groups one after another. A :class:`Layout` describes it as *segments* (a prompt, a response)
-in depth-first order: `offsets[s]` is the first packed row of segment `s`, `parent[s]` the segment it continues, -1 for
-a prompt. Nothing here assumes that a tree ends at depth two.
+micro-batch is many packed groups one after another. A :class:`Layout` describes a micro-batch as *segments* (a prompt
+or a response) in depth-first order: `offsets[s]` is the first packed row of segment `s`, and `parent[s]` is the segment
+that it continues, -1 for a prompt. Trees may be deeper than two levels.
 
-The one visibility rule: query row `q` sees key row `k` iff `k <= q < visible_end[k]`, where `visible_end[k]` is the end
-of the subtree of k's segment. (A prompt's subtree is its group, a response's is itself.)
+The visibility rule: query row `q` sees key row `k` iff `k <= q < visible_end[k]`, where `visible_end[k]` is the end of
+the subtree of k's segment. (The subtree of a prompt is its group; the subtree of a response is the response itself.)
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Value = TypeVar("Value")
 
 
 class Segments:
-    """The host side of a layout: checked numpy arrays, and what is derived from them, made once.
+    """The host side of a layout: checked numpy arrays, and values derived from them, each computed once.
 
-    `offsets` [S+1] and `parent` [S] are int64. Layouts that differ only in their device share one `Segments`; so do all
-    calls of the ops, which find it again by the storage of the layout's host tensors (see :func:`segments_of`).
+    `offsets` [S+1] and `parent` [S] are int64. Layouts that differ only in their device share one `Segments`. So do all
+    calls of the ops: they find the `Segments` by the storage of the layout's host tensors (see :func:`segments_of`).
     """
 
     def __init__(self, offsets: IntArray, parent: IntArray, prompts_ask: bool = True) -> None:
         self.offsets, self.parent, self.prompts_ask = offsets, parent, prompts_ask
         self.depth = self._checked_depth()
-        self._made: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     def _checked_depth(self) -> IntArray:
         offsets, parent, n = self.offsets, self.parent, len(self.parent)
@@ -51,7 +51,7 @@ class Segments:
         if (parent < -1).any() or (parent >= index).any():
             at = int(np.argmax((parent < -1) | (parent >= index)))
             raise ValueError(f"parent[{at}] is {parent[at]}, expected -1 or an earlier segment (0 to {at - 1})")
-        # Steps up to the 1st, 2nd, 4th, ... ancestor, until all are past the top.
+        # Doubling: steps to the 1st, 2nd, 4th, ... ancestor, until all segments are past their root.
         depth, up = (parent >= 0).astype(np.int64), parent
         while (above := up >= 0).any():
             depth += np.where(above, depth[up], 0)
@@ -95,12 +95,12 @@ class Segments:
         """[S] first packed row after the subtree of each segment."""
         end = self.offsets[1:].copy()
         for level in reversed(self.levels[1:]):
-            end[self.parent[level]] = end[level]  # numpy keeps the last one's for each parent
+            end[self.parent[level]] = end[level]  # numpy keeps the last child's value for each parent
         return end
 
     @cached_property
     def first_position(self) -> IntArray:
-        """[S] position id of each segment's first token: tokens on the path above it."""
+        """[S] position id of each segment's first token: the number of tokens on the path above."""
         start = np.zeros(len(self.parent), np.int64)
         for level in self.levels[1:]:
             up = self.parent[level]
@@ -109,8 +109,8 @@ class Segments:
 
     @cached_property
     def first_query(self) -> IntArray:
-        """[G] where the rows of each group begin that kernels compute: a prompt that does not ask is left out, but for
-        the last row of a group of nothing else. See Layout.without_prompt_queries."""
+        """[G] the first row of each group that kernels compute. Rows of a prompt without queries are skipped, except
+        the last row of a group that has no other rows. See Layout.without_prompt_queries."""
         roots = np.flatnonzero(self.parent == -1)
         begin, end = self.offsets[roots], self.subtree_end[roots]
         return begin if self.prompts_ask else np.clip(self.offsets[roots + 1], begin, np.maximum(end - 1, begin))
@@ -135,16 +135,16 @@ class Segments:
         """[T] of the visibility rule `k <= q < visible_end[k]`."""
         return self.subtree_end[self.segment_of_row]
 
-    def made(self, key: Any, make: Callable[[], Value]) -> Value:
-        """What `make()` returned the first time `key` was asked for (a plan, an index tensor)."""
-        found = self._made.get(key)
+    def cached(self, key: Any, make: Callable[[], Value]) -> Value:
+        """The result of `make()` at the first call with this `key` (a plan, an index tensor)."""
+        found = self._cache.get(key)
         if found is None:
-            found = self._made[key] = make()
+            found = self._cache[key] = make()
         return found
 
 
 class _Known(NamedTuple):
-    """An entry: the two storages, copies of the tensors as they were, and what was made of them."""
+    """An entry: the two storages, copies of the tensors at the time, and their `Segments`."""
 
     storages: tuple[StorageWeakRef, StorageWeakRef]
     offsets: torch.Tensor
@@ -152,9 +152,9 @@ class _Known(NamedTuple):
     segments: Segments
 
 
-# Host state by the storages of (offsets, parent). An entry lives as long as somebody holds the storages: the Layout, or
-# an autograd graph that saved the tensors after the Layout was dropped. A StorageWeakRef keeps the address from being
-# reused, so an entry never answers for another tensor.
+# Host state by the storages of (offsets, parent). An entry lives as long as the storages: they belong to the Layout, or
+# to an autograd graph that saved the tensors and outlives the Layout. A StorageWeakRef keeps the address from being
+# reused, so an entry is never found for another tensor.
 _KNOWN: dict[tuple[int, int], _Known] = {}
 
 
@@ -175,9 +175,9 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
-    """The host state that belongs to an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
+    """The host state of an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
     known = _KNOWN.get(_storages(offsets, parent))
-    # The storages may have been written to, or viewed in part: the contents decide.
+    # The storages may have been written to, or the tensors may be views of a part: so the contents are compared.
     if known is not None and _same(offsets, known.offsets) and _same(parent, known.parent):
         return known.segments
     found = Segments(cumulative_array("offsets", offsets), int_array("parent", parent))
@@ -186,17 +186,17 @@ def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
 
 
 class Layout:
-    """Packed groups: which rows belong to which prompt and response, and who sees whom.
+    """Packed groups: which rows belong to which prompt and response, and which rows see each other.
 
     Attributes:
         offsets: [S+1] int32, on the CPU: first packed row of each segment, then T.
-        parent: [S] int32, on the CPU: the segment each segment continues, -1 for a prompt.
-        device: where the per-token tensors are made.
+        parent: [S] int32, on the CPU: the segment that each segment continues, -1 for a prompt.
+        device: of the per-token tensors.
 
-    Both host tensors are what `torch.ops.dualkv.fwd` and `bwd` take; they are not to be written to.
+    `torch.ops.dualkv.fwd` and `bwd` take the two host tensors. Do not write to them.
     """
 
-    # Deliberately neither a dataclass nor a pytree: wrappers (FSDP, DDP, checkpointing) move and copy what they know.
+    # Neither a dataclass nor a pytree, because wrappers (FSDP, DDP, checkpointing) move and copy such objects.
     __slots__ = ("__weakref__", "_segments", "device", "offsets", "parent")
 
     def __init__(
@@ -218,12 +218,12 @@ class Layout:
 
         Args:
             offsets: [S+1] integers from 0 upwards: first packed row of each segment, then the total T.
-            parent: [S] integers: the earlier segment that each continues, -1 for a prompt.
-            device: where per-token tensors are made.
+            parent: [S] integers: the earlier segment that each segment continues, -1 for a prompt.
+            device: of the per-token tensors.
 
         Raises:
             ValueError: offsets that do not start at 0 or decrease, a parent that comes later or crosses groups.
-            TypeError: anything that is not an integer.
+            TypeError: values that are not integers.
         """
         return cls._from_arrays(cumulative_array("offsets", offsets), int_array("parent", parent), device)
 
@@ -231,16 +231,16 @@ class Layout:
     def from_lengths(
         cls, prompt_lens: Lengths, response_lens: Iterable[Lengths], device: torch.device | str = "cpu"
     ) -> Layout:
-        """One prompt length and one list of response lengths a group.
+        """One prompt length and one list of response lengths for each group.
 
         Args:
             prompt_lens: [G] tokens of each group's prompt, 0 or more (0: nothing is shared).
             response_lens: G lists of response lengths, each length 0 or more.
-            device: where per-token tensors are made.
+            device: of the per-token tensors.
 
         Raises:
-            ValueError: a negative length, or another number of lists than of prompts.
-            TypeError: a length that is not an integer, a number or text in the place of a list.
+            ValueError: a negative length, or not as many lists as prompts.
+            TypeError: a length that is not an integer, a number or text in place of a list.
         """
         prompts = length_array("prompt_lens", prompt_lens)
         responses = length_arrays("response_lens", response_lens)
@@ -261,17 +261,16 @@ class Layout:
         cu_responses: Lengths | None = None,
         device: torch.device | str = "cpu",
     ) -> Layout:
-        """Cumulative lengths, as FlashAttention's varlen functions and veRL's unpadded batches hold them.
+        """Cumulative lengths, as in FlashAttention's varlen functions and veRL's unpadded batches.
 
-        Reading tensors that live on a GPU waits for it; do it once a batch.
+        Reading tensors on a GPU waits for the GPU; do so once a batch.
 
         Args:
             cu_seqlens_prompts: [G+1] prompt g has tokens `cu_seqlens_prompts[g]` to `cu_seqlens_prompts[g+1]` of all
-                prompts laid end to end.
-            cu_seqlens_responses: [N+1] the same for all responses, those of group 0 first.
-            cu_responses: [G+1] group g owns responses `cu_responses[g]` to `cu_responses[g+1]`. May be left out for one
-                group.
-            device: where per-token tensors are made.
+                prompts end to end.
+            cu_seqlens_responses: [N+1] the same for all responses, group 0's first.
+            cu_responses: [G+1] group g has responses `cu_responses[g]` to `cu_responses[g+1]`. Optional for one group.
+            device: of the per-token tensors.
 
         Raises:
             ValueError: values that do not start at 0, decrease, or do not add up.
@@ -301,14 +300,14 @@ class Layout:
         min_shared: int = 1,
         device: torch.device | str = "cpu",
     ) -> Layout:
-        """The layout in which :func:`dualkv.pack_sequences` packs these sequences, every shared prefix once.
+        """The layout in which :func:`dualkv.pack_sequences` packs these sequences, with every shared prefix once.
 
         Args:
-            sequences, min_shared: as there.
-            device: where per-token tensors are made.
+            sequences, min_shared: as for :func:`dualkv.pack_sequences`.
+            device: of the per-token tensors.
 
         Raises:
-            ValueError, TypeError: as there.
+            ValueError, TypeError: as for :func:`dualkv.pack_sequences`.
         """
         _, shared, _ = read_sequences(sequences, min_shared)
         tree = shared.at_least(min_shared).tree()
@@ -333,10 +332,10 @@ class Layout:
         return Layout(self._segments, self.offsets, self.parent, device)
 
     def without_prompt_queries(self) -> Layout:
-        """The same layout for calls that need no results of the prompts' rows of q, and give zeros as their gradient.
+        """The same layout for calls that do not use the prompts' rows of out, and whose dout is zero there.
 
-        Kernels leave out the work that only those rows need: their out and dq are zero, their log-sum-exp is infinite.
-        So a backward that does not know of it (its `offsets` and `parent` are copies) makes the same gradients.
+        Kernels skip the work of these rows: their out and dq are zero, and their log-sum-exp is infinite. So a backward
+        that is called with copies of `offsets` and `parent`, and computes these rows, makes the same gradients.
         """
         segments = Segments(self._segments.offsets, self._segments.parent, prompts_ask=False)
         tensors = self.offsets.clone(), self.parent.clone()
@@ -356,7 +355,7 @@ class Layout:
 
     @property
     def num_segments(self) -> int:
-        """Prompts and responses, or turns of trees: S."""
+        """Prompts and responses, or segments of trees: S."""
         return len(self._segments.parent)
 
     @property
@@ -371,7 +370,7 @@ class Layout:
 
     @property
     def nominal_tokens(self) -> int:
-        """Tokens of the same sequences with their prompts replicated, sum of (P + R)."""
+        """Tokens of the same sequences with their prompts replicated: the sum of P + R."""
         return self._segments.nominal
 
     @property
@@ -386,20 +385,20 @@ class Layout:
 
     @property
     def response_lens(self) -> list[list[int]]:
-        """Tokens of each response, a list a group (every segment below a prompt, in packed order)."""
+        """Tokens of each response, one list for each group (every segment below a prompt, in packed order)."""
         s = self._segments
         starts = np.flatnonzero(s.parent == -1)
         return [part[1:].tolist() for part in np.split(s.lengths, starts[1:])] if len(starts) else []
 
     # ------------------------------------------------------------------ per-token tensors, made once
     def _tensor(self, name: str, array: Callable[[], IntArray], dtype: torch.dtype) -> torch.Tensor:
-        return self._segments.made(
+        return self._segments.cached(
             (name, self.device), lambda: torch.from_numpy(array()).to(device=self.device, dtype=dtype)
         )
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """[T] int64: positions restart at the prompt's length for every response."""
+        """[T] int64: the position of each row in its own sequence. Every response starts at the prompt's length."""
         s = self._segments
         return self._tensor(
             "position_ids",
@@ -420,7 +419,7 @@ class Layout:
         empty for prompt rows.
 
         Raises:
-            ValueError: for trees deeper than two, whose rows see more than two regions.
+            ValueError: for trees of more than two levels, whose rows see more than two regions.
         """
         if self.depth > 2:
             raise ValueError(f"region_bounds describes two regions a row, this layout is {self.depth} levels deep")
@@ -437,7 +436,7 @@ class Layout:
 
     # ------------------------------------------------------------------ as a value
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles carry the segments alone; device tensors and plans are made anew."""
+        """Copies and pickles hold the segments alone; device tensors and plans are made again."""
         return Layout._from_arrays, (self._segments.offsets, self._segments.parent, self.device)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Shared prefixes of token sequences, found at any token: the compressed trie behind trees of rollouts."""
+"""Shared prefixes of token sequences, found at any token: a compressed trie, which becomes a tree of segments."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PrefixTree:
     S segments, N sequences. Segment s holds tokens `[begin[s], begin[s] + length[s])` of sequence `source[s]`.
 
     Attributes:
-        parent: [S] the segment each continues, -1 where a tree begins.
+        parent: [S] the segment that each segment continues, -1 for the first one of a tree.
         length: [S] tokens.
-        source: [S] the first sequence that passes through.
+        source: [S] the first sequence that contains the segment.
         begin: [S] tokens on the path above.
-        last: [N] the segment in which each sequence ends, at the segment's end.
+        last: [N] the last segment of each sequence, which the sequence fills to its end.
     """
 
     parent: IntArray
@@ -44,7 +44,7 @@ class PrefixTree:
         return np.append(0, np.cumsum(self.length))
 
     def paths(self) -> tuple[IntArray, IntArray]:
-        """Segments that each sequence passes, in order: those of all sequences end to end, and [N] how many each."""
+        """The segments of each sequence in order, all sequences end to end, and [N] the number of each sequence."""
         paths: list[list[int]] = []
         for segment, up in enumerate(self.parent.tolist()):
             paths.append([*paths[up], segment] if up >= 0 else [segment])
@@ -55,13 +55,13 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """What N sequences have in common at their beginnings; any of them are a tree.
+    """The prefixes that N sequences share; any selection of the sequences makes a tree.
 
     Attributes:
         lengths: [N] tokens of each sequence.
-        order: [N] the sequences, those that share more next to each other.
-        common: [N] tokens that sequence `order[i]` shares with `order[i - 1]`, 0 for the first. Two sequences share the
-            least of what lies between them.
+        order: [N] the sequences, sorted so that neighbours share the most.
+        common: [N] tokens that sequence `order[i]` shares with `order[i - 1]`, 0 for the first. Two sequences further
+            apart share the minimum of the entries between them.
     """
 
     lengths: IntArray
@@ -72,22 +72,23 @@ class SharedPrefixes:
         return len(self.lengths)
 
     def tree(self) -> PrefixTree:
-        """Every shared part as a segment. Trees, and the branches of a segment, come in the order in which their first
-        sequences do."""
+        """Every shared part as a segment. Trees, and the branches of a segment, have the order of their first
+        sequences."""
         parent, end, last, _ = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
         return _in_order(parent, end, last)
 
     @property
     def tokens(self) -> int:
-        """Packed tokens: each shared one counts once."""
+        """Packed tokens: each shared token counts once."""
         return int(self._ends[-1])
 
     def at_least(self, min_shared: int) -> SharedPrefixes:
-        """The same sequences without shared parts of fewer than `min_shared` tokens beyond the shared part above."""
+        """The same sequences, where parts of fewer than `min_shared` tokens beyond the shared part above are not
+        shared."""
         if min_shared <= 1:
             return self
         parent, end, _, branch = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
-        kept = [0] * (len(end) + 1)  # tokens that the sequences of each node still share; the last entry is no node's
+        kept = [0] * (len(end) + 1)  # tokens that the sequences of each node still share; the last entry is for -1
         for node in sorted(range(len(end)), key=end.__getitem__):  # parents first
             above = kept[parent[node]]
             kept[node] = end[node] if end[node] - above >= min_shared else above
@@ -106,12 +107,12 @@ class SharedPrefixes:
 
     # ------------------------------------------------------------------ micro-batches: runs of neighbours
     def runs(self, budget: int, min_count: int = 1, most: int | None = None) -> list[IntArray]:
-        """The sequences cut into runs of neighbours that repeat as few tokens as the budget allows; of such cuts one
-        into few runs, the largest of them small.
+        """The sequences in runs of neighbours. The cuts repeat as few tokens as the budget allows. Of such cuts, the
+        result makes few runs and keeps the largest run small.
 
         Args:
-            budget: packed tokens that a run may hold; what runs share is held by each of them.
-            min_count: runs to make at least, by further cuts, again where they repeat the least.
+            budget: packed tokens that a run may hold. Every run holds its own copy of shared tokens.
+            min_count: at least so many runs are made, by further cuts where these repeat the fewest tokens.
             most: sequences that a run may hold; None for any number.
 
         Raises:
@@ -126,7 +127,7 @@ class SharedPrefixes:
             raise ValueError(f"{min_count} micro-batches need {min_count} rollouts at least, got {len(self)}")
         most = len(self) if most is None else most
         cost, begins = self._cuts(budget, most)
-        low, high = longest, budget  # of the largest run
+        low, high = longest, budget  # bounds of the largest run's tokens
         while low < high:
             middle = (low + high) // 2
             other, other_begins = self._cuts(middle, most)
@@ -140,15 +141,16 @@ class SharedPrefixes:
 
     @cached_property
     def _ends(self) -> IntArray:
-        """[N + 1] packed tokens of the first sequences of `order`."""
+        """[N + 1] packed tokens of the first i sequences of `order`."""
         return np.append(0, np.cumsum(self.lengths[self.order] - self.common))
 
     def _cuts(self, budget: int, most: int) -> tuple[tuple[int, int], list[int]]:
-        """((tokens repeated, runs), where runs begin): the least of the former among all cuts within the budget."""
+        """((tokens repeated, runs), first sequence of each run) of the cuts within the budget that repeat the fewest
+        tokens and, among these, make the fewest runs."""
         ends, common = self._ends.tolist(), self.common.tolist()
-        cost = [(0, 0)]  # of the first sequences
-        begin = []  # where the last run of these begins
-        # Where the last run may begin, ascending, the best one first, each with its cost.
+        cost = [(0, 0)]  # entry i: of the first i sequences
+        begin = []  # entry i: the first sequence of the run that ends with sequence i
+        # Candidates for the beginning of the current run, ascending, with their costs, which ascend too.
         window: deque[tuple[int, tuple[int, int]]] = deque()
         for last in range(len(self)):
             repeated, count = cost[last]
@@ -168,10 +170,11 @@ class SharedPrefixes:
         return cost[-1], begins[::-1]
 
     def _with_another_cut(self, begins: list[int]) -> list[int]:
-        """One more run: a cut that repeats the fewest tokens, of these the one that best halves the largest run."""
+        """One more run: the cut that repeats the fewest tokens, and among these the one that best halves the largest
+        run."""
         bounds = np.array([*begins, len(self)])
         run = np.searchsorted(bounds, np.arange(len(self)), side="right") - 1
-        # The larger part of its run, after a cut before each sequence.
+        # For a cut before each sequence, the larger of the two parts of the run.
         above, below = self._ends[:-1] - self._ends[bounds[run]], self._ends[bounds[run + 1]] - self._ends[:-1]
         larger = np.maximum(above + self.common[bounds[run]], below + self.common)
         size = np.diff(self._ends[bounds])[run]
@@ -182,7 +185,7 @@ class SharedPrefixes:
 
 
 def shared_prefixes(sequences: list[npt.NDArray[Any]]) -> SharedPrefixes:
-    """What sequences share, in time linear in their tokens but for sorting the sequences.
+    """The prefixes that sequences share. Takes time linear in the tokens, and sorts the sequences.
 
     Args:
         sequences: N non-empty 1-D arrays of tokens from 0 to 2^32 - 1.
@@ -203,17 +206,17 @@ def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 def _trie(lengths: list[int], order: list[int], common: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The nodes of :class:`SharedPrefixes`, in one pass with the open path; parents may come behind their children.
+    """The nodes of the trie of :class:`SharedPrefixes`, made in one pass; a parent may come behind its children.
 
     Returns:
-        parent [K], -1 for none; end [K], tokens from the beginning to each node's end; the node in which each sequence
-        ends [N]; the node in which sequence `order[i]` leaves the one before it [N], -1 for none.
+        parent [K], -1 for none; end [K], tokens from the beginning to each node's end; [N] the node in which each
+        sequence ends; [N] the node in which sequence `order[i]` branches off from the one before, -1 for none.
     """
     parent: list[int] = []
     end: list[int] = []
     last = [0] * len(lengths)
     branch = []
-    path: list[int] = []  # nodes from the tree's beginning to the last sequence's
+    path: list[int] = []  # nodes from the root to the end of the last sequence
     for sequence, shared in zip(order, common, strict=True):
         closed = -1
         while path and end[path[-1]] > shared:
@@ -233,7 +236,7 @@ def _trie(lengths: list[int], order: list[int], common: list[int]) -> tuple[list
 
 
 def _in_order(parent: list[int], end: list[int], last: list[int]) -> PrefixTree:
-    """Depth-first, branches by the first sequence that takes them."""
+    """The nodes in depth-first order, branches in the order of their first sequences."""
     source = [len(last)] * len(parent)
     for sequence, node in enumerate(last):
         source[node] = min(source[node], sequence)
@@ -261,7 +264,7 @@ def _in_order(parent: list[int], end: list[int], last: list[int]) -> PrefixTree:
 def read_sequences(
     sequences: Sequence[TokenIds] | torch.Tensor, min_shared: int
 ) -> tuple[list[npt.NDArray[Any]], SharedPrefixes, torch.device]:
-    """The sequences on the host, all that they share, and the device they came from; see `dualkv.pack_sequences`."""
+    """The sequences on the host, their shared prefixes, and the device they come from; see `dualkv.pack_sequences`."""
     rows = [token_tensor(f"sequences[{i}]", x) for i, x in enumerate(sequence_list("sequences", sequences))]
     positive("min_shared", min_shared)
     host = to_host(rows)

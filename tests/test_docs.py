@@ -37,7 +37,7 @@ MADE = {
     "fuzz": "--cases 2 --device cpu --seed 0",
 }
 NOT_MADE = {
-    "bench-cpu": "overwrites a record, in minutes: python -m tools.bench_update below",
+    "bench-cpu": "overwrites a record, in minutes: python -m tools.bench.update below",
     "check-kernels": "compiles every kernel: tests/codegen/test_manifest.py compares a part",
     "clean": "removes environments",
     "constraints": "overwrites constraints.txt with what is installed",
@@ -58,30 +58,31 @@ NOT_RUN = {
     "python examples/one_gpu.py": "tests/test_examples.py runs it in small",
     "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
     "python -m tests.protocol": "takes an hour: tests/protocol/test_protocol.py runs fewer schedules",
-    "python -m tools.before": "needs a Hopper GPU: tests/tools/test_before.py has what does not",
-    "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
-    "python -m tools.bench_step": "needs a Hopper GPU",
-    "python -m tools.cold_start": "needs a Hopper GPU",
-    "python -m tools.host_time": "needs a Hopper GPU",
+    "python -m tools.bench.before": "needs a Hopper GPU: tests/tools/test_before.py has what does not",
+    "python -m tools.bench.update": "has the record's sizes: minutes, or a Hopper GPU",
+    "python -m tools.bench.step": "needs a Hopper GPU",
+    "python -m tools.bench.cold_start": "needs a Hopper GPU",
+    "python -m tools.bench.host_time": "needs a Hopper GPU",
     "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/tools/test_ncu.py reads filed profiles",
-    "python -m tools.record": "needs a Hopper GPU",
-    "python -m tools.tune": "needs a Hopper GPU: tests/tools/test_tune.py has what does not",
+    "python -m tools.bench.attention": "needs a Hopper GPU",
+    "python -m tools.bench.tune": "needs a Hopper GPU: tests/tools/test_tune.py has what does not",
     "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",
-    "python -m tools.soak": "needs a Hopper GPU: tests/tools/test_soak.py judges what it records",
+    "python -m tools.bench.soak": "needs a Hopper GPU: tests/tools/test_soak.py judges what it records",
 }
-# What writes documents and takes no options, and the test that compares what it would write.
+# What writes files and takes no options, and the test that compares what it would write.
 WRITES = {
     "python -m tools.api": "tests/tools/test_api.py",
     "python -m tools.drawings": "tests/test_docs.py",
+    "python -m tools.stamp": "tests/tools/test_stamp.py",
     "python -m tools.tables": "tests/tools/test_tables.py",
 }
 # What needs an environment of its own: the tests there that run or parse it.
 ELSEWHERE = {
     "bash examples/verl_dapo.sh": "tests/integrations/verl/test_examples.py",
     "bash examples/verl_grpo.sh": "tests/integrations/verl/test_examples.py",
-    "python -m tools.bench_trl": "tests/integrations/trl/test_docs.py",
-    "python -m tools.bench_verl": "tests/integrations/verl/test_docs.py",
-    "python -m tools.train_verl": "tests/integrations/verl/test_docs.py",
+    "python -m tools.bench.trl": "tests/integrations/trl/test_docs.py",
+    "python -m tools.bench.verl": "tests/integrations/verl/test_docs.py",
+    "python -m tools.bench.train_verl": "tests/integrations/verl/test_docs.py",
     "python -m verl.trainer.main_ppo": "tests/integrations/verl/test_docs.py",
 }
 CONSTRAINTS = ROOT / "constraints.txt"

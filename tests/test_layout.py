@@ -119,7 +119,7 @@ def test_copies_and_pickles_are_layouts_of_their_own():
     for twin in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert twin == layout
         assert twin.offsets is not layout.offsets
-        assert twin._segments._made == {}
+        assert twin._segments._cache == {}
         assert segments_of(twin.offsets, twin.parent) is twin._segments
 
 

@@ -1,1 +1,1 @@
-"""Rollouts, packed groups and trees, micro-batches."""
+"""Rollouts, packed groups, trees and micro-batches."""

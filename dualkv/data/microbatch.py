@@ -1,8 +1,8 @@
 """Micro-batches of whole groups under a budget of packed tokens.
 
-A group costs its prompt once and its responses, so groups stay whole: splitting one repeats its prompt. That happens
-only to a group that exceeds the budget alone, and where data-parallel ranks must run equally many micro-batches and
-there are too few groups for it.
+A group costs its prompt once plus its responses. Splitting a group repeats its prompt, so groups stay whole. A group is
+split only if it exceeds the budget by itself, or if data-parallel ranks must run equally many micro-batches and there
+are too few groups.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dualkv.data.packing import LabelStyle, check_label_style, label_copies
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward takes.
+    """The groups of one forward and backward.
 
     Attributes:
-        parts: (group, its responses) pairs, both by their index in the input, ascending.
-        tokens: packed tokens, prompts of split groups counted in every part.
-        rank: the data-parallel rank that runs it.
+        parts: (group, its responses) pairs, both as indices in the input, ascending.
+        tokens: packed tokens. The prompt of a split group counts in every part.
+        rank: the data-parallel rank that runs the micro-batch.
     """
 
     parts: tuple[tuple[int, tuple[int, ...]], ...]
@@ -50,14 +50,14 @@ def plan_micro_batches(
     min_count: int = 1,
     labels: LabelStyle = "gather",
 ) -> list[MicroBatch]:
-    """Few micro-batches that hold every response once, none above `budget` packed tokens; the same plan every time.
+    """Few micro-batches of at most `budget` packed tokens that hold every response once. The plan is deterministic.
 
-    Groups that exceed the budget are split into as few parts as first-fit decreasing finds; groups and parts are then
-    put into as few micro-batches as first-fit decreasing finds, spread evenly over them where that keeps the budget.
+    Groups that exceed the budget are split by first-fit decreasing. First-fit decreasing then gives the number of
+    micro-batches for groups and parts; these are spread evenly over the micro-batches where that keeps the budget.
 
-    With `num_ranks` above 1 every rank gets the same number of micro-batches, ranks are balanced by packed tokens, and
-    the largest come first, so that what runs at the same time is about equally large. Ranks that plan their own groups
-    agree on the largest count (an all-reduce), then plan again with that `min_count`.
+    With `num_ranks` above 1 every rank gets the same number of micro-batches, and ranks are balanced by packed tokens.
+    Each rank's largest micro-batches come first, so that ranks run about equally large ones at the same time. Ranks
+    that plan their own groups agree on the largest count (an all-reduce), then plan again with that `min_count`.
 
         for m in plan_micro_batches(prompt_lens, response_lens, budget):
             batch = pack([prompts[g] for g, _ in m.parts], [[responses[g][i] for i in r] for g, r in m.parts])
@@ -65,19 +65,19 @@ def plan_micro_batches(
     Args:
         prompt_lens: [G] tokens of each group's prompt, 1 or more.
         response_lens: G lists of response lengths, each list with at least one, each length 0 or more.
-        budget: packed tokens a micro-batch may hold.
+        budget: packed tokens that a micro-batch may hold.
         num_ranks: data-parallel ranks to plan for.
-        min_count: micro-batches that every rank runs at least.
-        labels: the style the groups will be packed in, which decides what they cost: P + sum(R), or P - 1 + sum(1 + R)
-            for "roll".
+        min_count: every rank runs at least so many micro-batches.
+        labels: the label style in which the groups will be packed. A group has P + sum(R) packed tokens for "gather",
+            and P - 1 + sum(1 + R) for "roll".
 
     Returns:
         Rank by rank, each rank's largest first.
 
     Raises:
         ValueError: a budget below one prompt plus one response, an empty prompt, a group without responses, fewer
-            responses than micro-batches to fill, numbers that do not match.
-        TypeError: numbers that are not integers.
+            responses than micro-batches, not one list of response lengths for each prompt.
+        TypeError: lengths, `budget`, `num_ranks` or `min_count` that are not integers.
     """
     check_label_style(labels)
     budget, num_ranks, min_count = (
@@ -95,7 +95,7 @@ def plan_micro_batches(
         for g, costs in enumerate(private)
         for responses in _first_fit(costs, budget - int(shared[g]))
     ]
-    # As few as the packing finds, rounded up to the same number on every rank.
+    # The number that first-fit decreasing finds, rounded up to the same number on every rank.
     bins = _first_fit(np.array([p.tokens for p in pieces]), budget)
     count = -(-max(len(bins), num_ranks * min_count) // num_ranks) * num_ranks
     total = sum(map(len, private))
@@ -107,12 +107,12 @@ def plan_micro_batches(
     while len(pieces) < count:
         _split_cheapest(pieces, shared, private)
 
-    # Spread evenly where that keeps the budget (as it does where pieces were split just now, one a micro-batch).
+    # Spread evenly where that keeps the budget. It does if pieces were split above: then a micro-batch is one piece.
     costs = np.array([p.tokens for p in pieces])
     even = _spread(costs, count)
     if max(costs[b].sum() for b in even) <= budget:
         bins = even
-    while len(bins) < count:  # only where some hold more than one piece: there are at least `count` pieces
+    while len(bins) < count:  # some bin then holds more than one piece, as there are at least `count` pieces
         at = max((i for i, b in enumerate(bins) if len(b) > 1), key=lambda i: (costs[bins[i]].sum(), -i))
         taken = bins.pop(at)
         bins += [[taken[i] for i in half] for half in _spread(costs[taken], 2)]
@@ -140,7 +140,8 @@ def _check_groups(shared: IntArray, private: list[IntArray], budget: int, copies
 
 
 def _first_fit(costs: IntArray, capacity: int) -> list[list[int]]:
-    """costs [K], none above `capacity` -> bins of indices: each in turn, largest first, into the first with room."""
+    """costs [K], none above `capacity` -> bins of indices. Each index, largest cost first, goes into the first bin with
+    room."""
     loads = np.zeros(len(costs), np.int64)
     bins: list[list[int]] = []
     for i in np.argsort(-costs, kind="stable").tolist():
@@ -153,7 +154,8 @@ def _first_fit(costs: IntArray, capacity: int) -> list[list[int]]:
 
 
 def _spread(costs: IntArray, count: int) -> list[list[int]]:
-    """costs [K] -> `count` <= K bins of indices, none empty: each in turn, largest first, into the least full."""
+    """costs [K] -> `count` <= K bins of indices, none empty. Each index, largest cost first, goes into the least full
+    bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     least = [(0, 0, b) for b in range(count)]  # cost, entries (empty responses may cost nothing), bin
     for i in np.argsort(-costs, kind="stable").tolist():
@@ -164,7 +166,7 @@ def _spread(costs: IntArray, count: int) -> list[list[int]]:
 
 
 def _split_cheapest(pieces: list[_Piece], shared: IntArray, private: list[IntArray]) -> None:
-    """Replace the piece with the shortest prompt to repeat (of those the largest) by two halves."""
+    """Replace one piece by two halves: the piece whose prompt is the shortest to repeat, and of these the largest."""
     at = min(
         (i for i, p in enumerate(pieces) if len(p.responses) > 1),
         key=lambda i: (shared[pieces[i].group], -pieces[i].tokens, i),
@@ -177,7 +179,7 @@ def _split_cheapest(pieces: list[_Piece], shared: IntArray, private: list[IntArr
 
 
 def _on_ranks(bins: Sequence[list[_Piece]], num_ranks: int) -> list[MicroBatch]:
-    """As many micro-batches on every rank, each in turn, largest first, to the rank with the fewest tokens."""
+    """Equally many micro-batches for every rank. Each one, largest first, goes to the rank with the fewest tokens."""
     sized = []
     for pieces in bins:
         parts = tuple(sorted((p.group, tuple(p.responses)) for p in pieces))

@@ -1,11 +1,11 @@
 """From rollouts to packed groups, and back.
 
-`pack` and `pack_padded` lay every prompt down once, followed by its responses. Two label styles say how the prompt's
-last row comes to predict the first token of every response:
+`pack` and `pack_padded` store every prompt once, followed by its responses. The prompt's last token predicts the first
+token of every response. There are two label styles for that:
 
-- `"gather"`: the whole prompt is shared; `predict_rows` names its last row once for each response.
-- `"roll"`: P-1 prompt tokens are shared and each response starts with its own copy of the last one, so that every row
-  predicts the token of the next row and `labels` fits heads and losses written by others.
+- `"gather"`: the whole prompt is shared, and `predict_rows` names its last row once for each response.
+- `"roll"`: P-1 prompt tokens are shared, and each response starts with its own copy of the last prompt token. Then
+  every row predicts the token of the next row, and `labels` work with heads and losses that expect one label a row.
 
 Values of response tokens are always [M, ...]: the responses in packed order, each from its first token to its last.
 """
@@ -37,21 +37,21 @@ from dualkv.layout import Layout
 GroupIds = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
 LabelStyle = Literal["gather", "roll"]
 
-IGNORED = -100  # the label of rows that predict nothing, as cross_entropy's ignore_index has it
+IGNORED = -100  # the label of rows that predict nothing: the default ignore_index of cross_entropy
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """Packed groups as a model takes them, and the way back to one row per rollout.
+    """Packed groups as input of a model, and the way back to one row per rollout.
 
     Made by :func:`pack` and :func:`pack_padded`. T packed tokens, N rollouts, M response tokens.
 
     Attributes:
         input_ids: [1, T] int64.
         layout: which rows belong to which prompt and response.
-        label_style: "gather", where `predict_rows` say which row predicts a token, or "roll", where each response has
-            its own copy of its prompt's last token and `labels` fit a plain roll.
-        order: [N] int64, on the host: the place in the input of each packed response.
+        label_style: "gather": `predict_rows` says which row predicts a token. "roll": each response has its own copy of
+            its prompt's last token, and each row predicts the token of the next row.
+        order: [N] int64, on the host: the index in the input of each packed response.
         padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
     """
 
@@ -63,7 +63,7 @@ class PackedBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where input_ids, and what is made from them, are."""
+        """The device of `input_ids` and of all tensors derived from them."""
         return self.input_ids.device
 
     @property
@@ -81,7 +81,7 @@ class PackedBatch:
         """Tokens of each rollout's response, in the order of the input."""
         return self._packed_lens[self._inverse].tolist()
 
-    # ------------------------------------------------------------------ per-token tensors, made when first asked for
+    # ------------------------------------------------------------------ per-token tensors, made at the first access
     @property
     def position_ids(self) -> torch.Tensor:
         """[1, T] int64: the position of each token in its own unpacked sequence."""
@@ -93,7 +93,7 @@ class PackedBatch:
         rows = self._target_rows - 1
         if self.label_style == "gather":
             some = self._packed_lens > 0
-            # In place of the row before the response, which is another response's for all but the first one.
+            # The row before a response belongs to another response, except for the first one: take the prompt's last.
             first = torch.from_numpy(self._packed_starts[some]).to(self.device)
             rows[first] = torch.from_numpy(self._segments(self._parent)[1][some] - 1).to(self.device)
         return rows
@@ -124,13 +124,13 @@ class PackedBatch:
         """Values of response tokens as one row per rollout, in the order of the input; differentiable.
 
         Args:
-            values: [M, ...] what belongs to each response token, such as log-probabilities.
-            form: "list" for N tensors [R_i, ...]; "padded" for one tensor [N, padded_width, ...], responses from column
-                0; "nested" for a jagged nested tensor of N rows.
-            padding_value: what "padded" holds behind each response.
+            values: [M, ...] one value for each response token, such as log-probabilities.
+            form: "list" for N tensors [R_i, ...]; "padded" for one tensor [N, padded_width, ...] with responses from
+                column 0 on; "nested" for a jagged nested tensor of N rows.
+            padding_value: fills "padded" behind each response.
 
         Raises:
-            ValueError: another number of values than response tokens, or an unknown form.
+            ValueError: not one value for each response token, or an unknown form.
         """
         lens = self._packed_lens[self._inverse]
         check_unpacked(values, self.num_response_tokens, "response token", form)
@@ -142,13 +142,13 @@ class PackedBatch:
         """Values of packed rows as full sequences, prompt and response, in the order of the input; differentiable.
 
         Args:
-            values: [T, ...] or [1, T, ...] what belongs to each packed row, such as `input_ids` or hidden states.
+            values: [T, ...] or [1, T, ...] one value for each packed row, such as `input_ids` or hidden states.
 
         Returns:
             N tensors [P_i + R_i, ...].
 
         Raises:
-            ValueError: another number of values than packed rows.
+            ValueError: not one value for each packed row.
         """
         total = self.layout.num_tokens
         if values.dim() > 1 and values.shape[:2] == (1, total):
@@ -158,7 +158,7 @@ class PackedBatch:
                 f"values has shape {tuple(values.shape)}, expected [{total}, ...] or [1, {total}, ...]: one value for "
                 "each packed row"
             )
-        # In both styles a sequence is the rows of its prompt's segment, then those of its own.
+        # In both styles a sequence is the rows of its prompt's segment, then the rows of its own segment.
         pieces = np.stack([self._parent, self._leaf], 1)[self._inverse].reshape(-1)
         begin, end = self._segments(pieces)
         rows = values.index_select(0, ranges(begin, end - begin, values.device))
@@ -180,7 +180,7 @@ class PackedBatch:
 
     # ------------------------------------------------------------------ host side, [N] in packed order
     def _segments(self, index: IntArray) -> tuple[IntArray, IntArray]:
-        """First row of the segments `index`, and the row after their last."""
+        """The first row of each segment in `index`, and the row after its last one."""
         offsets = self.layout.offsets.numpy().astype(np.int64)
         return offsets[index], offsets[index + 1]
 
@@ -196,7 +196,7 @@ class PackedBatch:
 
     @cached_property
     def _packed_lens(self) -> IntArray:
-        """Tokens of each response, without a copied prompt token."""
+        """Tokens of each response, without its copy of a prompt token."""
         begin, end = self._segments(self._leaf)
         return end - begin - label_copies(self.label_style)
 
@@ -207,20 +207,21 @@ class PackedBatch:
 
     @cached_property
     def _tokens_of_row(self) -> IntArray:
-        """[U] how many response tokens each row predicts, of the rows that predict any, in their order."""
+        """[U] the number of response tokens that each row predicts, for rows that predict any, in their order."""
         group = np.unique(self._parent, return_inverse=True)[1]
         tokens = np.bincount(group, self._packed_lens).astype(np.int64)
-        more = np.maximum(np.bincount(group, self._packed_lens > 0).astype(np.int64) - 1, 0)  # beyond one a row
+        # A prompt's last row predicts one token for each response that is not empty, every other row one token.
+        extra = np.maximum(np.bincount(group, self._packed_lens > 0).astype(np.int64) - 1, 0)
         if self.label_style == "roll":
-            more[:] = 0
-        count = np.ones(int((tokens - more).sum()), np.int64)
-        first = np.cumsum(tokens - more) - (tokens - more)  # of a group: its prompt's last row
-        count[first[more > 0]] += more[more > 0]
+            extra[:] = 0
+        count = np.ones(int((tokens - extra).sum()), np.int64)
+        first = np.cumsum(tokens - extra) - (tokens - extra)  # each group's last prompt row
+        count[first[extra > 0]] += extra[extra > 0]
         return count
 
     @cached_property
     def _inverse(self) -> IntArray:
-        """The packed place of each rollout of the input."""
+        """The packed index of each rollout of the input."""
         return np.argsort(self.order)
 
     @cached_property
@@ -238,11 +239,11 @@ def pack(
     group_ids: GroupIds | None = None,
     device: torch.device | str | None = None,
 ) -> PackedBatch:
-    """Pack unpadded token sequences. Two forms, told apart by what `responses` holds:
+    """Pack unpadded token sequences. The type of `responses` selects one of two forms:
 
-    - grouped: G prompts, and for each a list of its responses;
-    - one prompt for each rollout: N prompts and N responses. Rollouts are grouped by `group_ids`, or without it by
-      equal prompts. Groups keep the order in which they first appear.
+    - grouped: G prompts, and a list of responses for each prompt;
+    - one prompt for each rollout: N prompts and N responses. Rollouts are grouped by `group_ids`, or by equal prompts
+      without `group_ids`. Groups keep the order in which they first appear.
 
     Tokens on a GPU stay there. Only the second form copies its prompts to the host, once, to group or compare them.
 
@@ -251,11 +252,11 @@ def pack(
         responses: the same, or a list of such lists. Responses may be empty, prompts may not.
         labels: "gather" or "roll", see `PackedBatch.label_style`.
         group_ids: [N] hashable values (such as veRL's `uid`) or an integer tensor; only with one prompt per rollout.
-        device: where the batch goes; where its tokens are by default.
+        device: of the batch; by default the device of the tokens.
 
     Raises:
-        ValueError: an empty prompt, a group without responses, prompts in one declared group that differ, tokens below
-            0 (looked for on the CPU only), numbers that do not match, tensors on different devices.
+        ValueError: an empty prompt, a group without responses, different prompts in one group of `group_ids`, negative
+            tokens (checked on the CPU only), numbers of entries that do not match, tensors on different devices.
         TypeError: tokens that are not integers, group ids that cannot be hashed.
     """
     prompt_list, response_list = sequence_list("prompts", prompts), sequence_list("responses", responses)
@@ -299,22 +300,22 @@ def pack_padded(
     group_ids: GroupIds | None = None,
     device: torch.device | str | None = None,
 ) -> PackedBatch:
-    """Pack a padded batch, as veRL and TRL hold it.
+    """Pack a padded batch, such as those of veRL and TRL.
 
     Prompts are padded on the left and responses on the right, or in any other way that leaves the tokens of a row
-    together. `unpack(form="padded")` gives rows of Rmax columns back.
+    together. `unpack(form="padded")` returns rows of Rmax columns.
 
     Args:
         prompt_ids: [N, Pmax] integers.
         prompt_mask: [N, Pmax] integers or booleans, nonzero for the prompt's tokens.
         response_ids: [N, Rmax] integers.
-        response_mask: [N, Rmax] nonzero for the response's tokens: the attention mask, not a mask of those in the loss.
+        response_mask: [N, Rmax] nonzero for the response's tokens: the attention mask, not the loss mask.
         labels: as for :func:`pack`.
-        group_ids: [N] as for :func:`pack`; by equal prompts without it.
+        group_ids: [N] as for :func:`pack`; without it rollouts are grouped by equal prompts.
         device: as for :func:`pack`.
 
     Raises:
-        ValueError: shapes that do not match, a mask with holes, and what :func:`pack` refuses.
+        ValueError: shapes that do not match, a mask with holes, and all errors of :func:`pack`.
         TypeError: tokens that are not integers, group ids that cannot be hashed.
     """
     runs = []
@@ -355,7 +356,7 @@ def pack_padded(
 
 
 def _mask_runs(mask: torch.Tensor) -> torch.Tensor:
-    """mask [N, L] -> int64 [3, N]: first column set, last column set, columns set; on the mask's device."""
+    """mask [N, L] -> int64 [3, N] on its device: the first column that is set, the last one, and their number."""
     width = mask.shape[1]
     if width == 0:
         return torch.zeros(3, len(mask), dtype=torch.int64, device=mask.device)
@@ -374,7 +375,7 @@ def check_label_style(style: object) -> None:
 
 
 def _is_grouped(responses: Sequence[Any], has_group_ids: bool) -> bool:
-    """Whether the entries are lists of responses; the first entry that tells decides."""
+    """Whether the entries are lists of responses. The first entry that is not an empty list decides."""
     for entry in responses:
         if isinstance(entry, (torch.Tensor, np.ndarray)) or not isinstance(entry, Sequence):
             return False
@@ -390,7 +391,7 @@ def _pack_rollouts(
     group_ids: GroupIds | None,
     device: torch.device | str | None,
 ) -> PackedBatch:
-    """One prompt for each rollout: group them, then pack in the order of the groups."""
+    """Pack rollouts with one prompt each: group them, then pack in the order of the groups."""
     _check_prompts(prompts)
     host = to_host(prompts)
     keys: list[Hashable] = [p.tobytes() for p in host] if group_ids is None else _group_keys(group_ids, len(prompts))
@@ -438,7 +439,7 @@ def _assemble(
     device: torch.device | str | None,
     order: IntArray | None = None,
 ) -> PackedBatch:
-    """prompts [G], responses [N] of all groups in packed order, counts [G] responses a group."""
+    """Pack prompts [G] and responses [N], both in packed order; counts [G] are the responses of each group."""
     check_label_style(labels)
     check_one_device(prompts + responses)
     copies = label_copies(labels)
@@ -460,7 +461,7 @@ def _assemble(
         input_ids.device if device is None else device,
     )
     if input_ids.device.type == "cpu" and (lowest := int(input_ids.min())) < 0:
-        # A prompt's tokens are those of its first response's sequence.
+        # A negative token of a prompt is reported for the prompt's first response.
         leaf = layout.parent.numpy() >= 0
         segment = np.searchsorted(layout.offsets.numpy(), int(input_ids.argmin()), side="right") - 1
         at = order[np.count_nonzero(leaf[:segment])]

@@ -1,4 +1,4 @@
-"""Rollouts: prompts, the responses sampled for each, and their rewards; from a file or for live sampling."""
+"""Rollouts (prompts, sampled responses, rewards) from a file, and prompts and a reward for live sampling."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Rollouts:
         prompts: G tensors [P_g] int64.
         responses: G lists of tensors [R_i] int64; a response may be empty, a list may not.
         rewards: G lists of floats, one a response.
-        masks: G lists of tensors [R_i] bool: the response tokens that count, of responses that an environment wrote
-            parts of; None: all do.
+        masks: G lists of tensors [R_i] bool: the response tokens that count, where an environment wrote parts of the
+            responses; None: all tokens count.
     """
 
     prompts: list[torch.Tensor]
@@ -36,7 +36,7 @@ class Rollouts:
 
     @property
     def flat_responses(self) -> list[torch.Tensor]:
-        """Every response, those of group 0 first."""
+        """All responses, group 0's first."""
         return [response for group in self.responses for response in group]
 
     @property
@@ -53,12 +53,12 @@ class Rollouts:
 
     @property
     def response_lens(self) -> list[int]:
-        """Tokens of every response, those of group 0 first."""
+        """Tokens of all responses, group 0's first."""
         return [len(response) for response in self.flat_responses]
 
     @property
     def trained_lens(self) -> list[int]:
-        """Tokens that count of every response, those of group 0 first."""
+        """The number of tokens that count, of all responses, group 0's first."""
         return [int(mask.sum()) for mask in self.flat_masks]
 
     @property
@@ -68,7 +68,7 @@ class Rollouts:
 
 
 class Tokenizer(Protocol):
-    """What this module needs of a tokenizer. `vocab_size` bounds the ids that it can decode."""
+    """The interface of a tokenizer in this module. `decode` takes ids below `vocab_size`."""
 
     vocab_size: int
     eos_id: int | None
@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Token ids 0 to 255 are the bytes of UTF-8, 256 ends a text. Needs no files."""
+    """Token ids 0 to 255 are the bytes of UTF-8, and 256 ends a text. Needs no files."""
 
     vocab_size = 257
     eos_id: int | None = 256
@@ -88,12 +88,12 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="surrogatepass"))  # JSON can carry half of a surrogate pair
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are no UTF-8 come back as U+FFFD, the end of text as nothing."""
+        """The text of some ids. Invalid UTF-8 becomes U+FFFD; the end of text is skipped."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class LocalTokenizer:
-    """A Hugging Face tokenizer from a local folder; no special tokens are added to what it encodes."""
+    """A Hugging Face tokenizer from a local folder. Encoding adds no special tokens."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not Path(path).exists():
@@ -116,7 +116,7 @@ class LocalTokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:
-    """The byte-level tokenizer, or the Hugging Face one of a local folder."""
+    """The Hugging Face tokenizer of a local folder, or the byte-level one for None."""
     return ByteTokenizer() if path is None else LocalTokenizer(path)
 
 
@@ -124,12 +124,14 @@ def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:
 def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size: int) -> Rollouts:
     """Rollouts from a JSON-lines file, one group a line.
 
-    A line is `{"prompt": ..., "responses": [...], "rewards": [...]}`: the prompt and each response as text (encoded
-    with `tokenizer`, nothing added) or as a list of token ids, one finite number a response in `rewards`. Or, for
-    rollouts of several turns, `{"sequences": [...], "loss_masks": [...], "rewards": [...]}`: each sequence all token
-    ids of a rollout from its prompt on, each mask as many 0 and 1, 1 for tokens that the policy wrote. What all
-    sequences of a line begin with, up to the first token that counts, is their prompt. Other keys and blank lines are
-    passed over.
+    A line is `{"prompt": ..., "responses": [...], "rewards": [...]}`. The prompt and each response are text (encoded
+    with `tokenizer`, without special tokens) or a list of token ids; `rewards` has one finite number for each response.
+
+    For rollouts of several turns a line is `{"sequences": [...], "loss_masks": [...], "rewards": [...]}`. Each sequence
+    has all token ids of a rollout, prompt included. Its mask has a 0 or 1 for each token, 1 for tokens that the policy
+    wrote. The prompt is the prefix that all sequences of the line share, up to the first token that counts.
+
+    Other keys and blank lines are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -137,7 +139,7 @@ def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size
         vocab_size: token ids must be below it (the model's vocabulary).
 
     Raises:
-        ValueError: the first thing wrong, as `file:line: what`.
+        ValueError: the first error, as `file:line: message`.
         OSError: a file that cannot be read.
     """
     groups: list[_Group] = []
@@ -192,7 +194,7 @@ def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
 
 
 def _rewards(data: dict[str, Any], of: str) -> list[float]:
-    """One finite number for each entry of `data[of]`, a list with something in it."""
+    """One finite number for each entry of `data[of]`, which is a list and not empty."""
     for key in (of, "rewards"):
         if not isinstance(data[key], list):
             raise ValueError(f"{key!r} must be a list, got {_kind(data[key])}")
@@ -208,7 +210,7 @@ def _rewards(data: dict[str, Any], of: str) -> list[float]:
 
 
 def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size: int) -> _Group:
-    """The group of some whole sequences: cut behind the prompt that they share."""
+    """The group of some whole sequences, divided into the prompt that they share and their responses."""
     if not isinstance(loss_masks, list) or len(loss_masks) != len(listed):
         found = f"{len(loss_masks)} masks" if isinstance(loss_masks, list) else _kind(loss_masks)
         raise ValueError(f"'loss_masks' must be a list of {len(listed)} masks, one a sequence, got {found}")
@@ -259,19 +261,19 @@ def _kind(value: Any) -> str:
 
 # ---------------------------------------------------------------------- for live sampling
 def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) -> list[torch.Tensor]:
-    """Prompts cut from the reference text of Python's own `help()`, which every installation carries.
+    """Prompts from the reference text of Python's `help()`, which is part of Python.
 
     Args:
         tokenizer: turns the text into tokens.
         prompt_len: tokens of each prompt.
-        count: prompts; each is a window at a random place.
-        seed: of the places.
+        count: number of prompts. Each is a window of the text at a random position.
+        seed: of the positions.
 
     Returns:
         `count` tensors [prompt_len] int64.
 
     Raises:
-        ValueError: a Python without the text, or a longer prompt than the text has tokens.
+        ValueError: a Python without the text, or a prompt longer than the text.
     """
     try:
         from pydoc_data.topics import topics
@@ -285,9 +287,9 @@ def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) 
 
 
 def plain_text_reward(text: str) -> float:
-    """The share of characters that are lower-case ASCII letters or spaces, 0 to 1; 0 for no text.
+    """The fraction of characters that are lower-case ASCII letters or spaces, 0 to 1; 0 for an empty text.
 
-    Verifiable from the text alone, different from one response of an untrained model to the next, and learnable within
-    a few updates: what a demonstration needs of a reward.
+    The reward suits a demonstration: it is computed from the text alone, differs between responses of an untrained
+    model, and is learnable within a few updates.
     """
     return sum(c == " " or "a" <= c <= "z" for c in text) / len(text) if text else 0.0

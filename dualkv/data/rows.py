@@ -1,4 +1,4 @@
-"""Values of tokens, end to end, as one row per rollout."""
+"""From values of tokens, end to end, to one row per rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Form = Literal["list", "padded", "nested"]
 
 
 def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form) -> None:
-    """Refuses another number of values than `count`, and an unknown form."""
+    """Raise ValueError if there are not `count` values, and for an unknown form."""
     if values.dim() == 0 or values.shape[0] != count:
         raise ValueError(f"values has shape {tuple(values.shape)}, expected [{count}, ...]: one value for each {of}")
     if form not in get_args(Form):

@@ -1,8 +1,8 @@
-"""Rollouts that share more than a prompt: turns that branch, searches, samples of samples.
+"""Rollouts that share more than a prompt: branching turns, tree search, several samples from one partial response.
 
-`pack_sequences` finds what whole sequences have in common, at any token, and packs each shared part once. A token that
-several rollouts train on is one row: its log-probability is computed once, `unpack` hands it to each of them, and the
-gradients that come back through `unpack` add up.
+`pack_sequences` finds the prefixes that whole sequences share, at any token, and packs each shared part once. A token
+that several rollouts train on is one row. Its log-probability is computed once, `unpack` copies it into the row of each
+rollout, and the gradients of these copies add up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
 class PackedSequences:
     """Sequences packed as trees, and the way back to one row per rollout. Made by :func:`pack_sequences`.
 
-    T packed tokens, N rollouts, M trained tokens: rows that at least one rollout's mask names, each once.
+    T packed tokens, N rollouts, M trained tokens: packed rows whose token counts in at least one rollout's mask.
 
     Attributes:
         input_ids: [1, T] int64.
@@ -47,11 +47,12 @@ class PackedSequences:
 
     @classmethod
     def from_batch(cls, batch: PackedBatch, loss_masks: Sequence[Mask] | torch.Tensor | None = None) -> PackedSequences:
-        """The same packed rows, prompts shared alone, with a mask of the tokens that count in each rollout.
+        """The packed rows of a batch, in which only prompts are shared, with a mask of the tokens that count in each
+        rollout.
 
         Args:
-            batch: what :func:`dualkv.pack` or `pack_padded` returned.
-            loss_masks: N masks of the lengths of the responses, in the order of the input; all tokens by default.
+            batch: the result of :func:`dualkv.pack` or `pack_padded`.
+            loss_masks: N masks, each as long as its response, in the order of the input; all tokens by default.
 
         Raises:
             ValueError: masks of other lengths, or without any token.
@@ -65,7 +66,7 @@ class PackedSequences:
 
     @property
     def device(self) -> torch.device:
-        """Where input_ids, and what is made from them, are."""
+        """The device of `input_ids` and of all tensors derived from them."""
         return self.input_ids.device
 
     @property
@@ -75,7 +76,7 @@ class PackedSequences:
 
     @property
     def trained_lens(self) -> list[int]:
-        """Tokens that count of each rollout."""
+        """The number of tokens of each rollout that count."""
         return self._trained_lens.tolist()
 
     @property
@@ -98,18 +99,19 @@ class PackedSequences:
     ) -> Any:
         """Values of trained tokens as one row per rollout, in the order of the input; differentiable.
 
-        A row that several rollouts train on goes to each of them, and the gradients that come back add up.
+        The value of a token that several rollouts train on is copied to each of them, and the gradients of the copies
+        add up.
 
         Args:
-            values: [M, ...] what belongs to each trained token, such as log-probabilities.
+            values: [M, ...] one value for each trained token, such as log-probabilities.
             form: "list" for N tensors [trained_lens[i], ...]; "padded" for one tensor [N, max(trained_lens), ...];
                 "nested" for a jagged nested tensor of N rows.
-            padding_value: what "padded" holds behind each row, and `whole` at tokens that do not count.
-            whole: rows of whole sequences, values where their tokens are: they go with the masks, advantages and old
-                log-probs of rollouts that are held that way.
+            padding_value: fills "padded" behind each row, and `whole` at tokens that do not count.
+            whole: rows are whole sequences, with each value at the place of its token, like masks, advantages and old
+                log-probs of whole sequences.
 
         Raises:
-            ValueError: another number of values than trained tokens, or an unknown form.
+            ValueError: not one value for each trained token, or an unknown form.
         """
         check_unpacked(values, len(self._trained), "trained token", form)
         place = torch.from_numpy((np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]).to(values.device)
@@ -124,13 +126,13 @@ class PackedSequences:
         """Values of packed rows as full sequences, in the order of the input; differentiable.
 
         Args:
-            values: [T, ...] or [1, T, ...] what belongs to each packed row, such as `input_ids` or hidden states.
+            values: [T, ...] or [1, T, ...] one value for each packed row, such as `input_ids` or hidden states.
 
         Returns:
             N tensors [length_i, ...].
 
         Raises:
-            ValueError: another number of values than packed rows.
+            ValueError: not one value for each packed row.
         """
         total = self.layout.num_tokens
         if values.dim() > 1 and values.shape[:2] == (1, total):
@@ -178,7 +180,7 @@ class PackedSequences:
 
     @cached_property
     def _tokens_of_row(self) -> IntArray:
-        """[U] how many trained tokens each row predicts, of the rows that predict any, in their order."""
+        """[U] the number of trained tokens that each row predicts, for rows that predict any, in their order."""
         predicted = np.bincount(self._before[self._trained])
         return predicted[predicted > 0]
 
@@ -192,20 +194,20 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack whole sequences (prompt, turns and responses of a rollout, end to end), each shared prefix once.
 
-    Sequences may branch at any token, end inside others, or be equal. Tokens on a GPU are copied to the host once, to
-    be compared.
+    Sequences may branch at any token, end inside others, or be equal. Tokens on a GPU are copied to the host once for
+    the comparison.
 
     Args:
         sequences: N 1-D integer tensors, arrays or lists, or a jagged nested tensor.
-        loss_masks: N masks of the lengths of the sequences: which tokens count (are trained on) in each rollout. The
-            first token of a sequence cannot, nothing predicts it. By default every other token counts.
-        min_shared: a part is shared only if it has at least this many tokens; shorter ones are repeated, which keeps
-            segments long where texts happen to agree in a few tokens.
-        device: where the batch goes; where its tokens are by default.
+        loss_masks: N masks, each as long as its sequence: the tokens that count (are trained on) in each rollout. The
+            first token of a sequence cannot count, because no row predicts it. By default all other tokens count.
+        min_shared: a part is shared only if it has at least this many tokens. Shorter parts are repeated, which keeps
+            segments long where texts agree in a few tokens by chance.
+        device: of the batch; by default the device of the tokens.
 
     Raises:
-        ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or of first tokens, masks
-            without any token, min_shared below 1.
+        ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths, masks that count a first token
+            or no token at all, min_shared below 1.
         TypeError: tokens that are not integers.
     """
     host, shared, origin = read_sequences(sequences, min_shared)
@@ -219,25 +221,26 @@ def pack_sequences(
 def plan_sequences(
     sequences: Sequence[TokenIds] | torch.Tensor, budget: int, *, min_shared: int = 1, min_count: int = 1
 ) -> list[list[int]]:
-    """Few micro-batches that hold every sequence once, none above `budget` packed tokens; the same plan every time.
+    """Few micro-batches of at most `budget` packed tokens that hold every sequence once. The plan is deterministic.
 
-    Sequences that share much stay together: a micro-batch is a run of neighbours in the tree of all of them, and what
-    two micro-batches have in common is computed in both.
+    Sequences that share much stay together: a micro-batch is a run of neighbours in the tree of all sequences. Tokens
+    that two micro-batches share are computed in both.
 
         for chosen in plan_sequences(sequences, budget):
             batch = pack_sequences([sequences[i] for i in chosen], [loss_masks[i] for i in chosen])
 
     Args:
         sequences, min_shared: as for :func:`pack_sequences`.
-        budget: packed tokens a micro-batch may hold.
-        min_count: micro-batches to make at least. Data-parallel ranks agree on the largest count, then plan again.
+        budget: packed tokens that a micro-batch may hold.
+        min_count: at least so many micro-batches are made. Data-parallel ranks agree on the largest count, then plan
+            again with that count.
 
     Returns:
-        The sequences of each micro-batch.
+        The indices of the sequences of each micro-batch.
 
     Raises:
-        ValueError: a sequence beyond the budget, fewer sequences than micro-batches, and what :func:`pack_sequences`
-            refuses.
+        ValueError: a sequence longer than the budget, fewer sequences than micro-batches, and sequences that
+            :func:`pack_sequences` does not accept.
         TypeError: tokens that are not integers.
     """
     budget, min_count = positive("budget", budget), positive("min_count", min_count)
@@ -246,7 +249,7 @@ def plan_sequences(
     runs: list[list[int]] = []
     while open_runs:
         run = open_runs.pop(0)
-        # Alone, other parts of it may be too short to share than among all sequences.
+        # Which parts reach `min_shared` depends on the other sequences, so a run by itself may take more tokens.
         if len(run) > 1 and shared.select(run).at_least(min_shared).tokens > budget:
             open_runs[:0] = np.array_split(run, 2)
         else:
@@ -267,8 +270,8 @@ def tree_rows(tree: PrefixTree) -> IntArray:
 
 
 def _repeated(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """values [K, ...] at rows [n], which repeat: their gradients are always summed in the same order."""
-    return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]  # the other one uses atomics
+    """values [K, ...] at rows [n], which repeat. Gradients of repeated rows are summed in a fixed order."""
+    return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]  # index_select uses atomics
 
 
 def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> npt.NDArray[np.bool_]:

@@ -4,12 +4,12 @@
     bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False, gradients="qkv") -> (dq, dk, dv)
 
 q, dout, out [T, H, D]; k, v [T, Hk, D]; lse [H, T] fp32, natural log (fp64 for fp64 inputs). `gradients` names the
-inputs whose gradients are asked, in the order of "qkv"; those of the others come back empty, of shape [0].
+inputs whose gradients are computed, in the order of "qkv"; the other gradients are empty, of shape [0].
 
-`offsets` [S+1] and `parent` [S] are the host tensors of a :class:`dualkv.Layout`, wherever q, k, v live: nothing is
-read back from a GPU, and inductor, which never puts an op with CPU inputs into a CUDA graph of its own, cannot replay
-one layout's work for another. What a layout needs on the device is made at its first call and kept as long as those two
-tensors.
+`offsets` [S+1] and `parent` [S] are the host tensors of a :class:`dualkv.Layout`, on the CPU for any device of q, k, v.
+So nothing is read back from a GPU. And inductor never puts an op with CPU inputs into a CUDA graph of its own, so it
+cannot replay one layout's work for another. A layout's plan is made on the device at the layout's first call, and is
+kept as long as these two tensors.
 """
 
 from dualkv.ops.dispatch import check_scale

@@ -1,4 +1,4 @@
-"""`dualkv.attention`: exact attention over packed groups, each prompt attended to where it lies."""
+"""`dualkv.attention`: exact attention over packed groups. A prompt is stored once, and its responses attend to it."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ def attention(
     *,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * softmax_scale) v, each response token over its prompt and its own response up to itself.
+    """softmax(q k^T * softmax_scale) v. Each response token attends to its prompt and to its own response up to itself.
 
-    CPU tensors run a chunked reference, CUDA tensors a kernel where there is one for the device, else a composition
-    of PyTorch's own attention (said once). Under autocast q, k and v are first cast to its dtype, as PyTorch's own
-    attention does.
+    CPU tensors run a chunked reference. CUDA tensors run a kernel where the device has one, otherwise a composition of
+    PyTorch's attention calls, with one warning. Under autocast q, k and v are first cast to its dtype, as by PyTorch's
+    own attention.
 
     Args:
         q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 256.
         k: [T, Hk, D] packed keys, H a multiple of Hk (grouped-query attention), dtype and device of q.
         v: [T, Hk, D] packed values.
-        layout: where prompts and responses lie in the T rows.
+        layout: which of the T rows belong to which prompt and response.
         softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
-        deterministic: bitwise equal gradients from run to run. Without it the kernels still give such gradients of k
-            and v; that of q is a sum of fp32 parts in any order.
+        deterministic: bitwise equal gradients from run to run. Without it the kernels' gradients of k and v are bitwise
+            equal too, and the gradient of q is an fp32 sum whose order differs from run to run.
         return_lse: also return the log-sum-exp of each row's scaled scores. It carries no gradient.
 
     Returns:
         out [T, H, D] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: shapes, strides, devices or a layout that do not fit; a scale out of range.
-        TypeError: dtypes that differ or are not supported; a layout that is no Layout.
+        ValueError: shapes, strides, devices or a layout that do not match; a scale out of range.
+        TypeError: dtypes that differ or are not supported; a layout that is not a Layout.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
@@ -90,21 +90,21 @@ def attention(
 
 
 def check_local(name: str, x: object) -> None:
-    """Raises TypeError for what is no tensor, and for a DTensor."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # not imported: then x is none
+    """Raise TypeError for an x that is not a tensor, and for a DTensor."""
+    distributed = sys.modules.get("torch.distributed.tensor")  # if it is not imported, x is no DTensor
     if not isinstance(x, torch.Tensor) or (distributed is not None and isinstance(x, distributed.DTensor)):
         raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor (of a DTensor its .to_local())")
 
 
 def casts(device: torch.device) -> bool:
     """Whether autocast is on for tensors of this device."""
-    # Dynamo of torch 2.11 does not trace torch.amp.is_autocast_available; of our devices only meta has no autocast.
+    # Dynamo of torch 2.11 cannot trace torch.amp.is_autocast_available. Of the devices in use only meta lacks autocast.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 class _Transformed(torch.autograd.Function):
-    """The op for torch.func, whose transforms ask for `setup_context`. Forward mode raises: the op alone would take it
-    for a tangent of zero."""
+    """The op for torch.func, whose transforms need `setup_context`. Forward mode raises an error here; the op itself
+    would return a tangent of zero."""
 
     generate_vmap_rule = True
     setup_context = staticmethod(dispatch._fwd_setup)

@@ -1,8 +1,9 @@
 """`flash_attn_dualkv_varlen_func`: the call of the DualKV paper's kernels, served by this package's attention.
 
 A causal call becomes one packed group, `[context | decoded 0 | decoded 1 | ...]`, in which every query has its row.
-Rows that nobody asks for hold zeros and cost their share of the work. Queries that reach back into the context from any
-but the first sequence need rows of their own there: then each sequence carries its own copy of the context's end.
+Rows without a query hold zeros and cost as much as others. Where queries of a sequence other than the first are
+positions of the context, these positions need a row for each sequence: then every sequence gets its own copy of the
+context's end.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from dualkv.ops.dispatch import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, check_scale
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-LAYOUTS_KEPT = 16  # of the last calls with other lengths: as many micro-batches may take turns without new plans
+LAYOUTS_KEPT = 16  # of the last calls with different lengths: so many micro-batches may alternate without new plans
 
 
 def _eager(function: Function) -> Function:
-    """`function` as it is, which torch.compile leaves out of its graphs."""
+    """Keep a function out of torch.compile's graphs, without changing its type."""
     return cast(Function, torch.compiler.disable(function))
 
 
@@ -50,15 +51,16 @@ def flash_attn_dualkv_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Attention of N sequences that share one context of P tokens and each go on for R_i tokens of their own.
+    """Attention of N sequences that share one context of P tokens and continue it with R_i tokens of their own each.
 
-    Sequence i's queries are the last `len_q[i]` of its P + R_i positions, 0 <= len_q[i] <= P + R_i. With `causal` each
-    sees its sequence up to its own position, else the whole context and all of its own R_i tokens. Fastest where
-    `len_q` is P + R_0 for the first sequence and R_i for the others: nothing but the answer is computed.
+    Sequence i's queries are the last `len_q[i]` of its P + R_i positions, 0 <= len_q[i] <= P + R_i. With `causal` a
+    query sees its sequence up to its own position; without, it sees the whole context and all R_i tokens of its own
+    sequence. The call is fastest where `len_q` is P + R_0 for the first sequence and R_i for the others: then no
+    row is computed in vain.
 
-    Reads both `cu_seqlens` on the host, once for each tensor as long as it lives and is not written to: every layer of
-    a model should be given the same tensors. (A CUDA graph can be captured after one such call; `torch.compile` breaks
-    its graph here. `dualkv.attention` has neither limit.)
+    Both `cu_seqlens` are read on the host, once for each tensor as long as the tensor lives and is not written to. So
+    every layer of a model should pass the same tensors. A CUDA graph can be captured after one such call, and
+    `torch.compile` breaks its graph here; `dualkv.attention` has neither limit.
 
     Args:
         q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 256.
@@ -76,8 +78,8 @@ def flash_attn_dualkv_varlen_func(
         [sum(len_q), H, D] in q's dtype, differentiable in all five tensors.
 
     Raises:
-        ValueError: shapes, devices or lengths that do not fit; a scale out of range.
-        TypeError: dtypes that differ or are not supported; lengths that are no integers.
+        ValueError: shapes, devices or lengths that do not match; a scale out of range.
+        TypeError: dtypes that differ or are not supported; lengths that are not integers.
     """
     tensors = {
         "q": q, "k_context": k_context, "v_context": v_context, "k_decoded": k_decoded, "v_decoded": v_decoded
@@ -109,8 +111,8 @@ class Placement:
 
     Attributes:
         layout: the group.
-        query_rows: [sum(len_q)] int64, the packed row of each query; None: the last ones, in order.
-        key_rows: [T] int64, which row of `[context | decoded]` each packed row's key is; None: just these.
+        query_rows: [sum(len_q)] int64, the packed row of each query; None: queries are the last rows, in order.
+        key_rows: [T] int64, the row of `[context | decoded]` that is each packed row's key; None: the same row.
     """
 
     layout: Layout
@@ -122,12 +124,12 @@ class Placement:
 def _placement(context: int, q_lens_bytes: bytes, k_lens_bytes: bytes, device: torch.device) -> Placement:
     q_lens, k_lens = np.frombuffer(q_lens_bytes, np.int64), np.frombuffer(k_lens_bytes, np.int64)
     reach = np.maximum(q_lens - k_lens, 0)  # queries of each sequence that are positions of the context
-    copied = int(reach[1:].max(initial=0))  # context positions, its last ones, that every sequence has for itself
+    copied = int(reach[1:].max(initial=0))  # the last context positions, of which every sequence gets a copy
     shared, own = context - copied, k_lens + copied
     layout = Layout.from_lengths([shared], [own], device)
     if reach[:1].sum() <= copied:  # no row of the shared part is a query
         layout = layout.without_prompt_queries()
-    # A sequence's position p lies in row p where it is shared, else p - shared rows after its own begin.
+    # A sequence's position p is packed row p if it is shared, else the row p - shared behind the sequence's first one.
     own_begin = shared + np.cumsum(own) - own
     sequence = np.repeat(np.arange(len(q_lens)), q_lens)
     position = (context + k_lens - q_lens)[sequence] + positions(q_lens)
@@ -143,7 +145,7 @@ def _placement(context: int, q_lens_bytes: bytes, k_lens_bytes: bytes, device: t
 
 
 def _gathered(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """x[rows], whose backward adds the gradients of a row's copies in fp32."""
+    """x[rows]. Its backward adds the gradients of a row's copies in fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))[rows].to(x.dtype)
 
 
@@ -153,7 +155,8 @@ def _unmasked(
 ) -> torch.Tensor:  # fmt: skip
     """Every query against its whole sequence: PyTorch's own attention, one sequence at a time.
 
-    Not cuDNN's, which fails on tensors that do not begin at a multiple of 16 bytes; for the others such are copied.
+    cuDNN's backend is not used: it fails on tensors whose address is no multiple of 16 bytes. The other backends get a
+    copy of such tensors.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     contexts = [x.to(wide) for x in (k_context, v_context)]  # gradients of all sequences add up in fp32
@@ -179,7 +182,7 @@ def _aligned(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 # ---------------------------------------------------------------- lengths on the host
-_READ = WeakTensorKeyDictionary()  # of tensors on a device: (their version, the lengths that were read)
+_READ = WeakTensorKeyDictionary()  # tensors on a device -> (their version when they were read, the lengths)
 
 
 def _lengths(name: str, cu_seqlens: Lengths) -> IntArray:
@@ -198,7 +201,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
         check_local(name, x)
     q, k_context = tensors["q"], tensors["k_context"]
-    autocast = casts(q.device)  # all are cast to one dtype then
+    autocast = casts(q.device)  # then all tensors are cast to one dtype
     for name, x in tensors.items():
         if x.dim() != 3:
             rows = {"q": "sum(len_q), H", "k_context": "P, Hk", "v_context": "P, Hk"}.get(name, "sum(R), Hk")

@@ -1,9 +1,9 @@
-"""Attention over packed groups composed of PyTorch's own FlashAttention calls, for CUDA devices without a kernel.
+"""Attention over packed groups as a composition of PyTorch's FlashAttention calls, for CUDA devices without a kernel.
 
 One call lets every segment attend to itself (causal, one sequence a segment). Then one call for each level of the tree
-lets the rows below a segment attend to all of it (no mask, one sequence a segment). Results merge by their log-sum-exp.
-The backward runs the same calls with the merged out and lse, whose P = exp(S - lse) is each part's share of the whole
-softmax, and adds up.
+lets the rows below each segment attend to the whole segment (no mask, one sequence a segment). Results are merged by
+their log-sum-exp. The backward runs the same calls with the merged out and lse, so that P = exp(S - lse) is each call's
+share of the whole softmax, and adds the gradients of all calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def unsupported(q: torch.Tensor) -> str | None:
-    """Why PyTorch's FlashAttention does not take q [T, H, D], or None."""
+    """Why PyTorch's FlashAttention cannot take q [T, H, D], or None if it can."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
     major, minor = torch.cuda.get_device_capability(q.device)
@@ -51,7 +51,7 @@ def _rows(begin: IntArray, length: IntArray) -> IntArray:
 
 
 def parts(segments: Segments, device: torch.device) -> list[Part]:
-    """The calls for a layout, made once: first every segment with itself, then each level with the rows below it."""
+    """The calls for a layout: first every segment with itself, then each level with the rows below it. Made once."""
 
     def tensor(array: IntArray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array).to(device=device, dtype=dtype)
@@ -82,7 +82,7 @@ def parts(segments: Segments, device: torch.device) -> list[Part]:
             )
         return found
 
-    return segments.made(("composition", device), make)
+    return segments.cached(("composition", device), make)
 
 
 def _take(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -93,7 +93,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, D] in q's dtype, lse [H, T] fp32."""
-    q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, and do not check
+    q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, without a check
 
     def call(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
@@ -120,7 +120,7 @@ def forward(
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """PyTorch's FlashAttention backward orders its sums only under the global switch."""
+    """Set PyTorch's global switch: without it the FlashAttention backward adds in any order."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -148,7 +148,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v; parts are added in fp32."""
     dout, q, k, v, out = (tma_ready(x) for x in (dout, q, k, v, out))
-    no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state and offset of its random numbers
+    no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # state and offset of dropout's random numbers
     sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
     with _deterministic(deterministic):
         for part in parts(segments, q.device):

@@ -14,7 +14,7 @@ from dualkv.ops import composition, hopper, reference
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
 GRADIENTS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # within them the kernels' fp32 holds the scale, its inverse and lse / scale
+SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
 
 _lib = torch.library.Library("dualkv", "DEF")
 _lib.define(
@@ -65,13 +65,13 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_scale(softmax_scale: float) -> None:
-    """Hold a call to scales that the kernels can take.
+    """Check that the kernels can take a scale.
 
     Args:
         softmax_scale: from 2^-100 to 2^100.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a scale outside that range.
     """
     if not SCALE_MIN <= softmax_scale <= SCALE_MAX:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
@@ -91,9 +91,9 @@ def _checked(
             raise ValueError(f"q has {q.shape[0]} tokens, the layout {segments.total}")
         return True
 
-    # Layer after layer brings tensors of one form, which is found again sooner than checked.
+    # Every layer passes tensors of the same form: looking up that a form has been checked is faster than checking.
     form = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
-    segments.made((form, q.device, k.device, v.device), check)
+    segments.cached((form, q.device, k.device, v.device), check)
     return segments
 
 
@@ -117,22 +117,23 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 # ---------------------------------------------------------------- implementations by device
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, stacklevel=3)
 
 
-def _composed(q: torch.Tensor, no_kernel: str) -> bool:
-    """Whether PyTorch's FlashAttention serves this CUDA call, else the reference does. Says once which, and why."""
+def _is_composed(q: torch.Tensor, no_kernel: str) -> bool:
+    """Whether the composition runs this CUDA call; otherwise the reference does. Warns once which, and why no kernel
+    does."""
     reason = composition.unsupported(q)
     if reason:
-        _say_once(f"dualkv: no kernel for {no_kernel}; running the chunked PyTorch reference, which is slow")
+        _warn_once(f"dualkv: no kernel for {no_kernel}; running the chunked PyTorch reference, which is slow")
     else:
-        _say_once(f"dualkv: no kernel for {no_kernel}; running a composition of PyTorch's FlashAttention calls")
+        _warn_once(f"dualkv: no kernel for {no_kernel}; running a composition of PyTorch's FlashAttention calls")
     return reason is None
 
 
@@ -143,10 +144,10 @@ def _fwd_cpu(
     return reference.forward(q, k, v, _checked(q, k, v, offsets, parent, softmax_scale), softmax_scale)
 
 
-def _asked(
+def _requested(
     gradients: str, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) with what is not asked left out, where all three are made in any case."""
+    """(dq, dk, dv) with the gradients that are not requested replaced by empty tensors."""
     dq, dk, dv = (x if name in gradients else x.new_empty(0) for name, x in zip("qkv", grads, strict=True))
     return dq, dk, dv
 
@@ -158,7 +159,7 @@ def _bwd_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     segments = _checked(q, k, v, offsets, parent, softmax_scale)
     _check_backward(dout, q, out, lse, gradients)
-    return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
+    return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
 
 
 def _fwd_cuda(
@@ -172,7 +173,7 @@ def _fwd_cuda(
     if no_kernel is None:
         with torch.cuda.device_of(q):
             return hopper.forward(q, k, v, segments, softmax_scale)
-    composed = _composed(q, no_kernel)
+    composed = _is_composed(q, no_kernel)
     return (composition if composed else reference).forward(q, k, v, segments, softmax_scale)
 
 
@@ -184,17 +185,17 @@ def _bwd_cuda(
     segments = _checked(q, k, v, offsets, parent, softmax_scale)
     _check_backward(dout, q, out, lse, gradients)
     if segments.total == 0:
-        return _asked(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
+        return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
             return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients)
-    if _composed(q, no_kernel):
+    if _is_composed(q, no_kernel):
         grads = composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
     else:
         grads = reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
-    return _asked(gradients, grads)
+    return _requested(gradients, grads)
 
 
 _lib.impl("fwd", _fwd_cpu, "CPU")
@@ -221,7 +222,7 @@ def _bwd_fake(
     gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_backward(dout, q, out, lse, gradients)
-    return _asked(gradients, (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
+    return _requested(gradients, (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -234,7 +235,7 @@ def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, to
 def _fwd_backward(
     ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor, backward: Callable[..., Any] = torch.ops.dualkv.bwd
 ) -> tuple[torch.Tensor | None, ...]:
-    dout = dout if dout.stride(2) == 1 else dout.contiguous()  # out.sum() sends an expanded gradient
+    dout = dout if dout.stride(2) == 1 else dout.contiguous()  # the gradient of out.sum() is an expanded tensor
     needed = ctx.needs_input_grad[:3]
     gradients = "".join(name for name, need in zip("qkv", needed, strict=True) if need)
     grads = backward(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic, gradients)

@@ -1,4 +1,4 @@
-"""The Hopper kernels behind the ops: which calls they serve, their plan on the device, and the launch."""
+"""The Hopper kernels behind the ops: which calls they serve, their plans on the device, and their launches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dualkv.ops.plan import schedule
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
-ALIGNMENT = 16  # bytes: what the copy engine asks of base addresses and strides
-MAX_STRIDE = 2**40  # bytes: likewise
+ALIGNMENT = 16  # bytes: TMA's requirement for base addresses and strides
+MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 
 # ---------------------------------------------------------------- which calls
@@ -47,16 +47,16 @@ def device_unsupported(device: torch.device) -> str | None:
 
 # ---------------------------------------------------------------- plans on a device
 class Plan:
-    """Tensors that kernels read of a layout on one device."""
+    """The tensors of a layout's plan on one device."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors
         self._used_on: set[int] = set()
 
     def use(self, device: torch.device) -> None:
-        """Keep the tensors' memory until the device's current stream has finished with them, should the layout be
-        dropped before that."""
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # what the launches use; a Stream object takes 2 us
+        """Keep the tensors' memory until the device's current stream has finished with it, even if the layout is
+        dropped earlier."""
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # as for launches; making a Stream object takes 2 us
         if stream not in self._used_on:
             for tensor in self._tensors:
                 tensor.record_stream(torch.cuda.current_stream(device))
@@ -64,18 +64,18 @@ class Plan:
 
 
 class ForwardPlan(Plan):
-    """What the forward reads, for one kernel and numbers of heads.
+    """The forward's plan, for one kernel and one number of heads and KV heads.
 
     Attributes:
-        tables: int32, as the kernel takes them: work items, schedule and segment_begin [T], or of trees work items,
-            schedule, regions and visible_end [T + tile_n].
+        tables: int32, in the order of the kernel's arguments: work items, schedule and segment_begin [T]; for trees
+            work items, schedule, regions and visible_end [T + tile_n].
     """
 
     def __init__(
         self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
     ) -> None:
         key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
-        tiles = segments.made(key, lambda: ForwardTiles(segments, device, spec))
+        tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec))
         clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 4 * spec.head_dim * segments.total
         head_groups = heads // spec.packed_heads
         items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
@@ -84,13 +84,13 @@ class ForwardPlan(Plan):
 
 
 class ForwardTiles:
-    """The part of a plan that numbers of heads share, for one operation, tokens a tile and keys a block.
+    """The part of a plan that does not depend on numbers of heads, for one operation, tokens a tile and keys a block.
 
     Attributes:
         work: work items.
-        tables: what the kernel takes after the schedule.
-        cost: [n] numpy, time that each item takes, of one head group.
-        longest_first: items come so.
+        tables: the kernel's arguments behind the schedule.
+        cost: [n] numpy, time that each item takes for one head group.
+        longest_first: whether the items have that order.
     """
 
     def __init__(self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> None:
@@ -98,7 +98,7 @@ class ForwardTiles:
         if spec.trees:
             made = plan_paths.path_work(segments, tokens, tile_n)
             work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
-            visible_end = segments.made(
+            visible_end = segments.cached(
                 ("visible_end", device, tile_n),
                 lambda: _upload(np.append(segments.visible_end, np.zeros(tile_n)).astype(np.int32), device),
             )
@@ -107,26 +107,28 @@ class ForwardTiles:
             work = plan_forward.forward_work(segments, tokens, tile_n)
             self.cost, near_rows = plan_forward.tile_cost(work, tile_n), plan_forward.L2_ROWS
             self.tables = [
-                segments.made(("segment_begin", device), lambda: _upload(plan_forward.segment_begin(segments), device))
+                segments.cached(
+                    ("segment_begin", device), lambda: _upload(plan_forward.segment_begin(segments), device)
+                )
             ]
         self.work, self.longest_first = _upload(work, device), segments.total <= near_rows
 
 
 class BackwardPlan(Plan):
-    """What the backward reads, for one tile configuration and numbers of heads.
+    """The backward's plan, for one tile configuration and one number of heads and KV heads.
 
     Attributes:
         work: [n, BackwardFields.NUM_FIELDS] int32.
-        sums: [m, BackwardFields.NUM_SUM_FIELDS] int32, no rows where no item is split.
-        num_slabs: partial sums that the items write.
+        sums: [m, BackwardFields.NUM_SUM_FIELDS] int32; m is 0 where no item is split.
+        num_partials: partial sums that the items write.
         visible_end: [T] int32.
     """
 
     def __init__(self, segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int) -> None:
         made = plan_backward.backward_work(segments, tile, heads, kv_heads, _num_sms(device), tile.deterministic)
-        self.num_slabs = made.num_slabs
+        self.num_partials = made.num_partials
         self.work, self.sums = _upload(made.items, device), _upload(made.sums, device)
-        self.visible_end = segments.made(
+        self.visible_end = segments.cached(
             ("visible_end", device), lambda: _upload(segments.visible_end.astype(np.int32), device)
         )
         super().__init__(self.work, self.sums, self.visible_end)
@@ -136,7 +138,7 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[[], AnyPlan]) -> AnyPlan:
-    """The plan, made at a layout's first call and kept with it; ready for the current stream.
+    """A layout's plan for the current stream, made at the layout's first call and kept with the layout.
 
     Raises:
         RuntimeError: the first call is inside a CUDA graph capture.
@@ -146,7 +148,7 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
         _refuse_capture(device, "this layout has no work plan")
         return make()
 
-    found = segments.made((key, device), first)
+    found = segments.cached((key, device), first)
     found.use(device)
     return found
 
@@ -169,12 +171,12 @@ def backward_plan(
 
 @cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: the allocator keeps memory apart by stream, so plans can use what dropped ones leave."""
+    """One stream for each device: the allocator reuses memory within a stream, so new plans reuse that of old ones."""
     return torch.cuda.Stream(device)
 
 
 def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device, complete on return. Waits for a stream of its own alone: no other work is held up."""
+    """A copy on the device, complete on return. Uses a stream of its own, so that no other work is waited for."""
     stream = _upload_stream(device)
     with torch.cuda.stream(stream):
         tensor = torch.from_numpy(array).to(device)
@@ -197,7 +199,7 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 def _kernel(
     dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False
 ) -> tuple[KernelSpec[ForwardTile], Kernel]:
-    """The specialization that serves these; nothing of a batch's lengths is in it."""
+    """The specification and the loaded kernel for these; independent of a batch's lengths."""
     _refuse_capture(device, "the kernel is not loaded")
     spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees)
     return spec, store.load(spec)
@@ -207,7 +209,7 @@ def _kernel(
 def _backward_kernels(
     dtype: torch.dtype, head_dim: int, deterministic: bool, gradients: str, device: torch.device
 ) -> tuple[BackwardSpecs, dict[str, Kernel]]:
-    """The specializations that serve these, whatever the batch and the GQA ratio; kernels by operation."""
+    """The specifications and the loaded kernels, by operation; independent of the batch and the GQA ratio."""
     _refuse_capture(device, "the backward's kernels are not loaded")
     specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients)
     operations = [spec.operation for spec in specs.present]
@@ -220,7 +222,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] itself if the copy engine can read it as it lies (a slice of a wider tensor too), else a copy."""
+    """x [T, heads, D] itself if TMA can read it in place (a slice of a wider tensor too), else a contiguous copy."""
     size = x.element_size()
     (st, sh, sd), unit, limit = x.stride(), ALIGNMENT // size, MAX_STRIDE // size
     aligned = x.data_ptr() % ALIGNMENT == 0 and st % unit == 0 and sh % unit == 0
@@ -234,8 +236,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, D] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
 
-    A specialization's first call loads its kernel (and compiles it if no store has it), a layout's first call makes its
-    plan. Later calls wait for nothing.
+    The first call with a dtype, head dim and GQA ratio loads the kernel, and compiles it if no store has it. The first
+    call with a layout makes its plan. Later calls wait for nothing.
 
     Args:
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
@@ -244,7 +246,7 @@ def forward(
         softmax_scale: from 2^-100 to 2^100.
 
     Raises:
-        RuntimeError: the kernel cannot be compiled or loaded, or a CUDA graph is captured at one of those first calls.
+        RuntimeError: the kernel cannot be compiled or loaded, or a first call is inside a CUDA graph capture.
     """
     device, (rows, heads, head_dim) = q.device, q.shape
     spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, segments.max_depth > 2)
@@ -252,7 +254,7 @@ def forward(
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((heads, rows), dtype=torch.float32)
-    if not segments.prompts_ask:  # rows that no tile has
+    if not segments.prompts_ask:  # no tile has the prompts' rows
         out.zero_()
         lse.fill_(math.inf)
     kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device))
@@ -265,21 +267,22 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, in two to four launches on the current stream.
 
-    Serves what :func:`forward` serves, and first calls are like its own. dk and dv are bitwise equal from run to run;
-    dq, which key blocks add to in fp32, is if deterministic, else up to the order of these sums. Workspace: dq in fp32,
-    and at most a quarter of that for the sums of split key blocks.
+    Takes the calls that :func:`forward` takes; first calls load kernels and make plans likewise. dk and dv are bitwise
+    equal from run to run. dq is a sum over key blocks in fp32; the order of the sum is fixed if `deterministic`, and
+    differs from run to run otherwise. Workspace: dq in fp32, and at most a quarter of that for partial sums of dk and
+    dv where items are split.
 
     Args:
         dout, out: [T, H, D], dtype of q.
-        q, k, v, segments, softmax_scale: what the forward was given.
+        q, k, v, segments, softmax_scale: as given to the forward.
         lse: [H, T] fp32, natural log, from the forward.
         deterministic: bitwise equal dq from run to run.
-        gradients: which of them are made, letters of "qkv" in that order; the others come empty, [0], and work that
-            only they need is left out.
+        gradients: the ones to compute, letters of "qkv" in that order. The others are empty, [0], and work for them
+            alone is skipped.
 
     Raises:
         RuntimeError: as :func:`forward`.
-        ValueError: no such gradients.
+        ValueError: an unknown value of `gradients`.
     """
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
     specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device)
@@ -300,13 +303,13 @@ def backward(
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
-    slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
+    partials = workspace(planned.num_partials * tile.slab_floats(native) if specs.slab_sum else 0)
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
     kernels["bwd"](
-        q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale
+        q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, planned.work, planned.visible_end, softmax_scale
     )
-    if specs.slab_sum and planned.num_slabs:
-        kernels["bwd_sum"](slabs, planned.sums, dk, dv)
+    if specs.slab_sum and planned.num_partials:
+        kernels["bwd_sum"](partials, planned.sums, dk, dv)
     if specs.postprocess:
         kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)
     return dq, dk, dv

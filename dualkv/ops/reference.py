@@ -1,8 +1,8 @@
-"""Attention over packed groups in plain PyTorch, a chunk of query rows at a time: right everywhere, fast nowhere.
+"""Attention over packed groups in plain PyTorch, a chunk of query rows at a time: correct everywhere and slow.
 
-Serves CPU tensors, and dtypes and devices that nothing else serves. Memory is O(T x chunk), never O(T x T). Sums are
-kept in fp32 (fp64 for fp64 inputs). Works for trees of any depth: it knows nothing but the visibility rule
-`k <= q < visible_end[k]`.
+Runs CPU tensors, and dtypes and devices that no other implementation takes. Memory is O(T x chunk), never O(T x T).
+Sums are in fp32 (fp64 for fp64 inputs). Trees may have any depth: the code uses the visibility rule
+`k <= q < visible_end[k]` alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CHUNK = 128  # query rows; a chunk's scores are [H, CHUNK, visible keys]
 class Chunk:
     """Query rows [begin, end) of one group and the rows of every key that any of them sees.
 
-    The keys that all rows see come first; `hidden` [end - begin, len(keys) - full] marks, for the others, who does not.
+    The first `full` keys are seen by all rows. For the others `hidden` [end - begin, len(keys) - full] marks the rows
+    that do not see them.
     """
 
     begin: int
@@ -36,12 +37,19 @@ class Chunk:
     hidden: torch.Tensor
 
 
-def chunks(segments: Segments, device: torch.device, apart: bool = False, size: int = CHUNK) -> Iterator[Chunk]:
-    """The chunks of all groups, which together hold every visible (query, key) pair once; `apart`: one segment each."""
+def chunks(segments: Segments, device: torch.device, by_segment: bool = False, size: int = CHUNK) -> Iterator[Chunk]:
+    """The chunks of all groups, which together hold every visible (query, key) pair once.
+
+    Args:
+        segments: the layout.
+        device: of the chunks' tensors.
+        by_segment: no chunk has rows of two segments.
+        size: query rows a chunk, at most.
+    """
     roots = np.flatnonzero(segments.parent == -1)
     group_begin = segments.offsets[roots]
     run_begin, run_end = group_begin, segments.subtree_end[roots]
-    if apart:
+    if by_segment:
         run_begin, run_end = segments.offsets[:-1], segments.offsets[1:]
         group_begin = group_begin[np.cumsum(segments.parent == -1) - 1]
     for first, run, last in zip(group_begin.tolist(), run_begin.tolist(), run_end.tolist(), strict=True):
@@ -65,7 +73,7 @@ def chunks(segments: Segments, device: torch.device, apart: bool = False, size: 
 
 
 def _without_autocast(function: Function) -> Function:
-    """Autocast stays on inside an op's implementation and would round the fp32 products here."""
+    """Turn autocast off: it stays on inside an op's implementation, and would round the fp32 products here."""
 
     @wraps(function)
     def run(first: torch.Tensor, *args: Any) -> Any:
@@ -75,9 +83,11 @@ def _without_autocast(function: Function) -> Function:
     return cast(Function, run)
 
 
-def _contained(function: Function) -> Function:
-    """Hidden pairs of a chunk are multiplied by zero, and 0 * NaN is NaN: where something is not finite in the results,
-    they are made once more, each segment apart from others. (On a CPU: to ask that, a GPU would have to be waited for.)
+def _without_nan_from_others(function: Function) -> Function:
+    """Keep a NaN in one response out of the others.
+
+    Hidden pairs of a chunk are multiplied by zero, and 0 * NaN is NaN. So where a result is not finite, the results are
+    computed again in chunks of one segment each. On the CPU only: the check would wait for a GPU.
     """
 
     @wraps(function)
@@ -85,7 +95,7 @@ def _contained(function: Function) -> Function:
         results = function(*args)
         if results[0].device.type != "cpu" or all(x.isfinite().all() for x in results):
             return results
-        return function(*args, apart=True)
+        return function(*args, by_segment=True)
 
     return cast(Function, run)
 
@@ -101,7 +111,7 @@ def _heads_first(x: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Te
 
 
 def _rows_first(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[Hk, G * C, D] -> [C, H, D], the way back."""
+    """[Hk, G * C, D] -> [C, H, D], the inverse of `_heads_first`."""
     return x.reshape(heads, -1, x.shape[-1]).transpose(0, 1)
 
 
@@ -114,16 +124,16 @@ def _scores(query: torch.Tensor, key: torch.Tensor, chunk: Chunk, scale: float) 
 
 
 @_without_autocast
-@_contained
+@_without_nan_from_others
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, apart: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, by_segment: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, D] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs."""
     total, heads, _ = q.shape
     kv_heads, acc = k.shape[1], _accumulate_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
-    for chunk in chunks(segments, q.device, apart):
+    for chunk in chunks(segments, q.device, by_segment):
         rows = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         scores = _scores(_heads_first(q[rows], kv_heads, acc), key, chunk, scale)
@@ -135,7 +145,7 @@ def forward(
 
 
 @_without_autocast
-@_contained
+@_without_nan_from_others
 def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -145,7 +155,7 @@ def backward(
     lse: torch.Tensor,
     segments: Segments,
     scale: float,
-    apart: bool = False,
+    by_segment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v; the order of all sums is fixed.
 
@@ -155,7 +165,7 @@ def backward(
     heads, kv_heads, acc = q.shape[1], k.shape[1], _accumulate_dtype(q.dtype)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
-    for chunk in chunks(segments, q.device, apart):
+    for chunk in chunks(segments, q.device, by_segment):
         rows = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         query, grad, result = (_heads_first(x[rows], kv_heads, acc) for x in (q, dout, out))

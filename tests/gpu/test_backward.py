@@ -149,7 +149,7 @@ def test_head_dims(head_dim):
 def test_split_key_blocks(head_dim, deterministic):
     q, k, v, dout = inputs(SPLIT, 8, 1, head_dim)
     tile = backward_specs("bf16", head_dim, deterministic).main.tile
-    assert hopper.backward_plan(SPLIT._segments, q.device, tile, 8, 1).num_slabs
+    assert hopper.backward_plan(SPLIT._segments, q.device, tile, 8, 1).num_partials
     check(q, k, v, dout, SPLIT, deterministic)
 
 

@@ -107,7 +107,7 @@ def test_the_reference_serves_wide_dtypes(dtype):
 
 
 def test_it_says_once_what_runs():
-    dispatch._said.clear()
+    dispatch._warned.clear()
     layout = LAYOUTS["ragged"]
     q, k, v, _ = inputs(layout, 4, 2, 32, torch.float32)
     with pytest.warns(UserWarning, match="chunked PyTorch reference"):

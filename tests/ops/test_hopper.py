@@ -115,7 +115,7 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         dq, dk, dv = hopper.backward(*inputs, segments(layout), 0.125, deterministic, gradients)
         plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, tile.deterministic)
         assert [spec for spec, _ in launches] == [
-            spec for spec in specs.present if spec.operation != "bwd_sum" or plan.num_slabs
+            spec for spec in specs.present if spec.operation != "bwd_sum" or plan.num_partials
         ]
         called = {spec.operation: arguments for spec, arguments in launches}
         dout, q, k, v, out, lse = inputs
@@ -131,13 +131,13 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         assert locks.numel() == (heads * blocks * LOCKS + 1 if locked else 0)
         slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
         assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
-        assert slabs.numel() == (plan.num_slabs * tile.slab_floats(native) if gradients != "q" else 0)
+        assert slabs.numel() == (plan.num_partials * tile.slab_floats(native) if gradients != "q" else 0)
         assert slabs.numel() <= tokens * heads * native / 4
         assert np.array_equal(work.numpy(), plan.items)
         assert visible_end.dtype == torch.int32
         assert visible_end.tolist() == segments(layout).visible_end.tolist()
-        assert plan.num_slabs or lens != SPLIT or heads != 34
-        if plan.num_slabs and gradients != "q":
+        assert plan.num_partials or lens != SPLIT or heads != 34
+        if plan.num_partials and gradients != "q":
             assert np.array_equal(called["bwd_sum"][1].numpy(), plan.sums)
             assert_same(called["bwd_sum"][::2], (slabs, dk))
             assert called["bwd_sum"][3] is dv

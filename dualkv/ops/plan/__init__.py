@@ -1,1 +1,2 @@
-"""What kernels are told to do, planned on the host: work items of forward, paths and backward, and their schedule."""
+"""Work plans, made on the host: the work items of the forward, of the forward over trees (`paths`) and of the backward,
+and the schedule by which the forward's clusters take them."""

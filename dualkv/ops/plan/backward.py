@@ -1,76 +1,89 @@
 """The backward's work plan: which keys a cluster owns and which query blocks it walks. On the host, numpy only.
 
-`cute_kernels.abi.BackwardFields` says what the fields of a work item mean. Layouts of any depth can be planned.
+`cute_kernels.abi.BackwardFields` says what the fields of a work item mean. Layouts of any depth can be planned. A plan
+is made in three steps: keys are divided into items (`_key_items`), long items are cut along their queries (`_cut`), and
+the pieces are put into the order in which they start (`dualkv.ops.plan.backward_order`).
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from codegen.tiles import BackwardTile
 from cute_kernels.abi import BackwardFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
-from dualkv.ops.plan.forward import visible_end_over
+from dualkv.ops.plan.backward_order import (
+    PIECE_OVERHEAD,
+    WAVE,
+    WAVE_OF_TREES,
+    Bools,
+    Pieces,
+    by_queries,
+    delayed_responses,
+    in_key_order,
+    in_tree_order,
+    in_waves,
+    lengths_in,
+    longest_first,
+)
+from dualkv.ops.plan.shared import Table, visible_end_over
 
-Table = npt.NDArray[np.int32]
-Order = Literal["waves", "reads", "longest first"]
-
-SHARES = 3  # no item longer than a cluster's share of all work divided by this ...
-SHORTEST_PIECE = 16  # ... nor shorter pieces than this: steps (a query block of one head)
-WAVE, WAVE_OF_TREES = 22, 16  # neighbouring items of a KV head that start together: all add to the same dQ
-TAIL = 0.04  # of all steps of a tree: the last ones to start
+MAX_SHARE = 3  # no piece is longer than a cluster's share of all work divided by this ...
+SHORTEST_PIECE = 16  # ... and no piece is cut shorter than this: steps (a query block of one head)
 FEW = 16  # items a cluster: fewer may start longest first, whichever queries they read ...
 GAIN = 1.02  # ... if by their lengths they are done earlier by this factor: reading the same queries is worth as much
-FINER = 3  # of so few, pieces of a third of that length are tried too
-MANY = 64  # items a cluster: so many are done at about the same time, however they are sorted
-PIECE = 1  # query blocks that beginning and ending an item take, about
-SLAB_FRACTION = 4  # slabs take at most a quarter of the fp32 dQ
+FINER = 3  # of so few items, pieces of a third of the usual length are tried too
+MANY = 64  # items a cluster: with so many, all clusters finish at about the same time in any order
+WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ
 
 
 @dataclass(frozen=True)
 class BackwardWork:
     """
     Attributes:
-        items: [n, items.NUM_FIELDS] int32, in the order in which they should start: those that read the same queries
-            together, long ones first.
-        sums: [m, items.NUM_SUM_FIELDS] int32: which slabs make the dK and dV of split items.
-        num_slabs: partial sums that the items write.
+        items: [n, items.NUM_FIELDS] int32, in the order in which they start.
+        sums: [m, items.NUM_SUM_FIELDS] int32: which partial sums make the dK and dV of split items.
+        num_partials: partial sums that the items write.
     """
 
     items: Table
     sums: Table
-    num_slabs: int
+    num_partials: int
 
 
 @dataclass(frozen=True)
-class Uncut:
-    """Items before long ones are cut along their queries, in the order of their keys.
+class KeyItems:
+    """The items of one KV head before long ones are cut along their queries, in the order of their keys.
 
     Attributes:
-        key, key_end: packed rows.
-        group: of the keys.
-        run: the segment of the first key, among those that are not empty.
-        block_begin, block_end: query blocks.
-        previous: see `_in_turns`.
-        clean_end: see BackwardFields.CLEAN_END, of each CTA.
+        key, key_end: [n] packed rows.
+        group: [n] of the keys.
+        run: [n] the segment of the first key, counted among segments with rows. Items of a run read the same queries.
+        is_response: [n] that segment is not a prompt.
+        block_begin, block_end: [n] query blocks.
+        previous: [n] see `_fixed_order`.
+        clean_end: [n] of each CTA; see BackwardFields.CLEAN_END.
     """
 
     key: IntArray
     key_end: IntArray
     group: IntArray
     run: IntArray
+    is_response: Bools
     block_begin: IntArray
     block_end: IntArray
     previous: IntArray
     clean_end: list[IntArray]
+
+    @property
+    def blocks(self) -> IntArray:
+        """[n] query blocks of each item."""
+        return self.block_end - self.block_begin
 
 
 def backward_work(
@@ -78,9 +91,9 @@ def backward_work(
 ) -> BackwardWork:
     """Work items of all KV heads.
 
-    A group's keys are cut from its first row on, so short responses share an item; a response of an item's length or
-    more begins with one of its own, as its keys are seen by few rows besides its own. Deeper trees: `_tree_cuts`. An
-    item whose loop is too long a part of the whole is split along its queries; the pieces write slabs.
+    With many items a cluster, pieces of one length do, and pieces that read the same queries run at the same time where
+    that leaves no cluster idle at the end. With few items, several lengths are compared by when the last cluster is
+    done (`_span`), and pieces start longest first where that is clearly earlier.
 
     Args:
         segments: the layout.
@@ -88,26 +101,72 @@ def backward_work(
         heads, kv_heads: H, a multiple of Hk.
         num_sms: multiprocessors of the device.
         deterministic: items add to dQ in the order of their keys, and start in an order in which none waits for a later
-            one: that of their keys, but for responses (see `_late`).
+            one.
     """
-    step, per_kv = tile.cluster * tile.tile_n, heads // kv_heads
+    keys = _key_items(segments, tile, deterministic)
+    clusters = max(num_sms // tile.cluster, 1)
+    trees = segments.max_depth > 2
+    wave = (WAVE_OF_TREES if trees and not deterministic else WAVE) if tile.heads_inside else None
 
-    # Keys are cut into items from the first row of each group on, and anew from that of each response that fills one.
+    per_kv = heads // kv_heads
+    limit = int((keys.blocks * per_kv).sum()) * kv_heads // (MAX_SHARE * clusters)
+    budget = segments.total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
+    few = len(keys.key) * kv_heads < FEW * clusters
+    lengths = _piece_lengths(keys, per_kv, limit, budget)
+    if few:  # choose by the span of the pieces, longest first
+        finer = _piece_lengths(keys, per_kv, limit // FINER, budget)
+        by_span = [(_span(_sorted_pieces(keys.blocks, x, kv_heads), clusters), x) for x in (*lengths, *finer)]
+        first = by_span[0][1]
+        span, best = min(by_span, key=lambda found: found[0])
+    else:
+        first = best = next(lengths)
+
+    if deterministic:
+        pieces, priority = _cut_in_key_order(keys, best, tile, segments.max_depth, clusters // kv_heads, budget)
+        return _work(keys, pieces, in_key_order(pieces, priority, kv_heads, wave), kv_heads)
+
+    ordered = in_tree_order if trees else in_waves
+    pieces = _cut(keys, first)
+    if few:
+        order = ordered(pieces, kv_heads, wave)
+        if _span(lengths_in(order, pieces), clusters) >= GAIN * span:
+            pieces = _cut(keys, best)
+            order = longest_first(ordered(pieces, kv_heads, wave), pieces)
+        return _work(keys, pieces, order, kv_heads)
+
+    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
+    if tile.heads_inside and not trees and prompt_items.max() <= clusters:
+        order = by_queries(pieces, kv_heads, clusters)
+        blocks = lengths_in(order, pieces)
+        shortest_span = (blocks + PIECE_OVERHEAD).sum() / clusters
+        if len(order) >= MANY * clusters or _span(blocks, clusters) < GAIN * shortest_span:
+            return _work(keys, pieces, order, kv_heads)
+    return _work(keys, pieces, ordered(pieces, kv_heads, wave), kv_heads)
+
+
+def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> KeyItems:
+    """The keys of one KV head in items of a cluster's keys each.
+
+    A group's keys are divided from its first row on, so short responses share an item. A response that fills an item
+    begins a new one: few rows besides its own see its keys. Deeper trees: `_tree_cuts`.
+    """
+    step, present = tile.cluster * tile.tile_n, segments.lengths > 0
     cut_begin = segments.offsets[:-1][(segments.parent == -1) | (segments.lengths >= step)]
     if segments.max_depth > 2:
         cut_begin = _tree_cuts(segments, step, 2 * tile.tile_m)
     cut_end = np.append(cut_begin, segments.total)[1:]
     count = -(-(cut_end - cut_begin) // step)  # items of each cut
-    within = positions(count)
-    key = np.repeat(cut_begin, count) + within * step
+    key = np.repeat(cut_begin, count) + positions(count) * step
     key_end = np.minimum(key + step, np.repeat(cut_end, count))
     group = np.searchsorted(segments.offsets[:-1][segments.parent == -1], key, side="right") - 1
+    run = np.searchsorted(segments.offsets[:-1][present], key, side="right") - 1
+    is_response = (segments.parent[present] != -1)[run]
+
     block_begin = np.maximum(key, segments.first_query[group]) // tile.tile_m
     block_end = -(-visible_end_over(np.maximum, segments, key, key_end) // tile.tile_m)
     previous = np.full(len(key), -1)
     if deterministic:
-        block_end, previous = _in_turns(block_begin, block_end)
-    blocks = block_end - block_begin
+        block_end, previous = _fixed_order(block_begin, block_end)
     clean_end = [np.zeros_like(key)] * 2
     for rank in range(tile.cluster):
         n0 = key + rank * tile.tile_n
@@ -116,135 +175,80 @@ def backward_work(
         clean_end[rank] = np.where(
             full, visible_end_over(np.minimum, segments, safe, safe + full * (tile.tile_n - 1) + 1), 0
         )
-
-    # Items whose first keys lie in one segment read the same queries.
-    run = np.searchsorted(segments.offsets[:-1][segments.lengths > 0], key, side="right") - 1
-    uncut = Uncut(key, key_end, group, run, block_begin, block_end, previous, clean_end)
-    slab_budget = segments.total * heads // (2 * SLAB_FRACTION * step * kv_heads)
-    clusters = max(num_sms // tile.cluster, 1)
-
-    def cut(length: IntArray, order: Order = "waves") -> BackwardWork:
-        return _cut(uncut, length, segments, tile, kv_heads, clusters, slab_budget, deterministic, order)
-
-    limit = int((blocks * per_kv).sum()) * kv_heads // (SHARES * clusters)
-    lengths = _piece_length(blocks, run, per_kv, limit, slab_budget)
-    if len(blocks) * kv_heads >= FEW * clusters:
-        length = next(lengths)
-        of_prompt = segments.parent[segments.lengths > 0][run] == -1
-        at_once = np.bincount(group[of_prompt], minlength=1).max() <= clusters
-        if at_once and tile.heads_inside and not deterministic and segments.max_depth <= 2:
-            work = cut(length, "reads")
-            taken = work.items[:, items.BLOCK_END] - work.items[:, items.BLOCK_BEGIN]
-            if len(taken) >= MANY * clusters or _span(taken, clusters) < GAIN * (taken + PIECE).sum() / clusters:
-                return work
-        return cut(length)
-    lengths = itertools.chain(lengths, _piece_length(blocks, run, per_kv, limit // FINER, slab_budget))
-    first, *others = ((_span(_longest_first(blocks, x, kv_heads), clusters), x) for x in lengths)
-    span, length = min(first, *others, key=lambda spanned: spanned[0])
-    in_waves = cut(length if deterministic else first[1])
-    taken = in_waves.items[:, items.BLOCK_END] - in_waves.items[:, items.BLOCK_BEGIN]
-    if deterministic or _span(taken, clusters) < GAIN * span:
-        return in_waves
-    return cut(length, "longest first")
+    return KeyItems(key, key_end, group, run, is_response, block_begin, block_end, previous, clean_end)
 
 
-def _cut(
-    uncut: Uncut, length: IntArray, segments: Segments, tile: BackwardTile, kv_heads: int, clusters: int,
-    slab_budget: int, deterministic: bool, order_by: Order,
-) -> BackwardWork:  # fmt: skip
-    """Items cut into pieces of so many query blocks each, in their order: longest first, neighbours in waves, or with
-    those that read the same (`_by_reads`)."""
-    key, group, run, block_begin, block_end = uncut.key, uncut.group, uncut.run, uncut.block_begin, uncut.block_end
-    blocks = block_end - block_begin
-    turn, apart = np.zeros_like(group), np.zeros(len(group), bool)
-    if deterministic and segments.max_depth == 2 and (length >= blocks).all():
-        response = segments.parent[segments.lengths > 0][run] != -1
-        late = _late(group, response, clusters // kv_heads)
-        # A group's first block of queries may hold rows of the group before, whose late items add to it first: what the
-        # group's first item does there starts behind them, as a piece of its own.
-        shares = np.append(False, group[1:] != group[:-1]) & (block_begin * tile.tile_m < key)
-        apart = shares & np.append(False, late[:-1])
-        if 2 * (apart & (blocks > 1)).sum() <= slab_budget:
-            length = np.where(apart & (blocks > 1), blocks - 1, length)
-            turn = 4 * group + np.where(response, np.where(late, 5, 3), 0)
-        else:
-            apart[:] = False
-    pieces = -(-blocks // length)
-    item, piece = np.repeat(np.arange(len(key)), pieces), positions(pieces)
-    piece_end = block_end[item] - piece * length[item]
-    piece_begin = np.maximum(piece_end - length[item], block_begin[item])
-    split = pieces > 1
-    first_slab = np.cumsum(np.where(split, pieces, 0)) - pieces
-    num_slabs = int(pieces[split].sum())
+def _cut(keys: KeyItems, length: IntArray) -> Pieces:
+    """Items cut into pieces of `length` [n] query blocks each, from their last block on; their first piece may be
+    shorter."""
+    count = -(-keys.blocks // length)
+    item, number = np.repeat(np.arange(len(count)), count), positions(count)
+    end = keys.block_end[item] - number * length[item]
+    begin = np.maximum(end - length[item], keys.block_begin[item])
+    return Pieces(item, number, count[item], begin, end, keys.group[item], keys.run[item])
 
-    base = np.empty((len(item), items.NUM_FIELDS), np.int32)
-    base[:, items.KEY], base[:, items.KEY_END] = key[item], uncut.key_end[item]
-    base[:, items.BLOCK_BEGIN], base[:, items.BLOCK_END] = piece_begin, piece_end
-    base[:, items.CLEAN_END], base[:, items.CLEAN_END + 1] = (x[item] for x in uncut.clean_end)
-    base[:, items.SLAB] = np.where(split[item], first_slab[item] + piece, -1)
-    base[:, items.ORDER], base[:, items.PREVIOUS] = item, uncut.previous[item]
-    base[:, items.PREVIOUS_END] = np.append(0, block_end)[item]
-    part, wave = run[item], WAVE
-    if deterministic:
-        order = np.lexsort((piece, item, turn[item] + 2 * (apart[item] & (piece == pieces[item] - 1))))
-    elif segments.max_depth > 2:
-        ends, then = _tree_order(block_end[item], piece_begin, piece_end)
-        order = np.lexsort((item, then, ends))
-        part, wave = ends * (segments.total + 1) - then, WAVE_OF_TREES
-    elif order_by == "reads":
-        order, part = np.argsort(piece, kind="stable"), np.zeros_like(item)
-    else:
-        longest = np.zeros(run.max(initial=-1) + 1, np.int64)
-        np.maximum.at(longest, run[item], piece_end - piece_begin)
-        order = np.lexsort((item, piece, run[item], -longest[run[item]]))
-    starts = np.append(True, np.diff(part[order]) != 0)[: len(order)]  # of parts, and of the waves in them
-    if tile.heads_inside and order_by != "reads":
-        within = positions(np.diff(np.append(np.flatnonzero(starts), len(order))))
-        starts |= (within % wave == 0) & ~split[item[order]]
-    work = _by_kv_head(base[order], np.flatnonzero(starts), kv_heads, num_slabs)
-    if order_by == "reads":
-        work = work[_by_reads(group[item[order]], piece_begin[order], piece_end[order], kv_heads, clusters)]
-    if order_by == "longest first":
-        work = work[np.argsort(work[:, items.BLOCK_BEGIN] - work[:, items.BLOCK_END], kind="stable")]
 
-    sums = np.empty((kv_heads, int(split.sum()), items.NUM_SUM_FIELDS), np.int32)
+def _cut_in_key_order(
+    keys: KeyItems, length: IntArray, tile: BackwardTile, max_depth: int, at_once: int, budget: int
+) -> tuple[Pieces, IntArray]:  # fmt: skip
+    """Pieces and their priorities, for sums of dQ in the order of the keys.
+
+    Responses are delayed (see `delayed_responses`) where no item is split otherwise, as far as `budget` partial sums
+    pay for the pieces that this takes.
+    """
+    if max_depth == 2 and (length >= keys.blocks).all():
+        starts_group = np.append(False, keys.group[1:] != keys.group[:-1])
+        shares_block = starts_group & (keys.block_begin * tile.tile_m < keys.key)
+        priority, separate = delayed_responses(keys.group, keys.is_response, shares_block, at_once)
+        split = separate & (keys.blocks > 1)
+        if 2 * split.sum() <= budget:
+            pieces = _cut(keys, np.where(split, keys.blocks - 1, length))
+            has_first_block = pieces.number == pieces.count - 1
+            return pieces, priority[pieces.item] + 2 * (separate[pieces.item] & has_first_block)
+    pieces = _cut(keys, length)
+    return pieces, np.zeros_like(pieces.item)
+
+
+def _work(keys: KeyItems, pieces: Pieces, order: IntArray, kv_heads: int) -> BackwardWork:
+    """The tables of a plan: pieces of all KV heads in the order of `backward_order`, and the sums of split items."""
+    first, split = pieces.number == 0, pieces.count > 1
+    num_partials = int(split.sum())  # of one KV head
+    partial = np.cumsum(split) - 1
+
+    n = len(pieces.item)
+    of_head = np.empty((n, items.NUM_FIELDS), np.int32)
+    of_head[:, items.KEY], of_head[:, items.KEY_END] = keys.key[pieces.item], keys.key_end[pieces.item]
+    of_head[:, items.BLOCK_BEGIN], of_head[:, items.BLOCK_END] = pieces.begin, pieces.end
+    for rank, clean_end in enumerate(keys.clean_end):
+        of_head[:, items.CLEAN_END + rank] = clean_end[pieces.item]
+    of_head[:, items.SLAB] = np.where(split, partial, -1)
+    of_head[:, items.ORDER], of_head[:, items.PREVIOUS] = pieces.item, keys.previous[pieces.item]
+    of_head[:, items.PREVIOUS_END] = np.append(0, keys.block_end)[pieces.item]
+    kv_head = order // max(n, 1)
+    work = of_head.take(order - kv_head * n, axis=0)
+    work[:, items.KV_HEAD] = kv_head
+    if num_partials:
+        work[:, items.SLAB] += np.where(work[:, items.SLAB] < 0, 0, kv_head * num_partials)
+
+    at = np.flatnonzero(first & split)  # the first piece of each split item
+    sums = np.empty((kv_heads, len(at), items.NUM_SUM_FIELDS), np.int32)
     sums[:, :, items.SUM_KV_HEAD] = np.arange(kv_heads)[:, None]
-    sums[:, :, items.SUM_KEY], sums[:, :, items.SUM_KEY_END] = key[split], uncut.key_end[split]
-    sums[:, :, items.SUM_FIRST] = first_slab[split] + np.arange(kv_heads)[:, None] * num_slabs
-    sums[:, :, items.SUM_COUNT] = pieces[split]
-    return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_slabs * kv_heads)
+    sums[:, :, items.SUM_KEY], sums[:, :, items.SUM_KEY_END] = keys.key[pieces.item[at]], keys.key_end[pieces.item[at]]
+    sums[:, :, items.SUM_FIRST] = partial[at] + np.arange(kv_heads)[:, None] * num_partials
+    sums[:, :, items.SUM_COUNT] = pieces.count[at]
+    return BackwardWork(work, sums.reshape(-1, items.NUM_SUM_FIELDS), num_partials * kv_heads)
 
 
-def _by_reads(group: IntArray, begin: IntArray, end: IntArray, kv_heads: int, clusters: int) -> IntArray:
-    """Places of items, KV head by KV head, so that those that read the same queries and add to the same sums of dQ do
-    so at the same time.
+def _tree_cuts(segments: Segments, step: int, overhead: int) -> IntArray:
+    """Where items of `step` keys each begin in a tree: the first row of each group, and of some segments.
 
-    Those are the items of a group and KV head, and they walk from the last block on: the prompt's start together, any
-    other one when the prompt's have come to where it ends. Groups and KV heads follow as the ones before are done, the
-    longest group first, but none so late that its prompt would end behind all others.
+    An item's loop takes the rows that see its first key. What continues a segment may fill the segment's last item up
+    at no cost. Where a branch ends, the next branch may fill the last item up too, or begin an item of its own. The
+    choice is the one with fewer query rows, of that item and of what remains of the next branch (a segment and its
+    first children).
 
     Args:
-        group, begin, end: of the items of a KV head; they take query blocks [begin, end).
-    """
-    last, longest = np.zeros((2, group.max() + 1), np.int64)
-    np.maximum.at(last, group, end)
-    np.maximum.at(longest, group, end - begin)  # of pieces, where the prompt's items are split: these start together
-    load = np.bincount(group, end - begin + PIECE) / clusters  # of a KV head, in blocks
-    order = np.argsort(-longest, kind="stable")
-    first = np.empty_like(load)
-    first[order] = (np.cumsum(load[order]) - load[order]) * kv_heads
-    latest = np.maximum(load.sum() * kv_heads - longest, 0)
-    start = np.minimum(first + load * np.arange(kv_heads)[:, None], latest)  # [Hk, groups]
-    return np.argsort((start[:, group] + (last[group] - end) % np.maximum(longest, 1)[group]).ravel(), kind="stable")
-
-
-def _tree_cuts(segments: Segments, step: int, more: int) -> IntArray:
-    """Where keys are cut into items of `step` keys from there on: the first row of each group, and of some segments.
-
-    The rows that an item's first key sees are those that its loop takes. What continues a segment fills its last item
-    up at no cost. Where a branch ends, the next one may fill the last item up too, or begin one of its own: whatever
-    takes fewer query rows, of that item and of those that are left of the next branch (a segment and its first
-    children). `more`: what an item takes besides its rows, in rows.
+        overhead: what an item costs besides its rows, in rows.
     """
     present = segments.lengths > 0
     begin, visible_end = segments.offsets[:-1][present].tolist(), segments.subtree_end[present].tolist()
@@ -255,7 +259,7 @@ def _tree_cuts(segments: Segments, step: int, more: int) -> IntArray:
         total = 0
         while True:
             count = max(-(-(end[s] - key) // step), 0)
-            total += count * (visible_end[s] + more - key) - step * (count * (count - 1) // 2)
+            total += count * (visible_end[s] + overhead - key) - step * (count * (count - 1) // 2)
             key += count * step
             if end[s] == visible_end[s]:
                 return total
@@ -279,36 +283,14 @@ def _tree_cuts(segments: Segments, step: int, more: int) -> IntArray:
     return np.array(cuts, np.int64)
 
 
-def _tree_order(end: IntArray, piece_begin: IntArray, piece_end: IntArray) -> tuple[IntArray, IntArray]:
-    """What the pieces of items that end at these blocks are sorted by, first and then, for trees.
+def _fixed_order(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, IntArray]:
+    """What items need to add to each query block in the order of their keys: their block ends, and the item that has
+    added before to those blocks that the item in front does not reach (-1: none).
 
-    Those that start at the same block read the same queries for as long as both last: they start together, so that
-    queries and sums stay in L2 (the agent tree of the bench: 5 % faster), from the last block on. The last of all start
-    longest first, to end together.
-    """
-    by_end = np.argsort(end, kind="stable")
-    steps = np.cumsum((piece_end - piece_begin)[by_end])
-    tail = np.append(end[by_end], 0)[np.searchsorted(steps, steps[-1:] * TAIL)]
-    return -np.maximum(end, tail), np.where(end <= tail, piece_begin - piece_end, -piece_end)
-
-
-def _late(group: IntArray, response: npt.NDArray[np.bool_], room: int) -> npt.NDArray[np.bool_]:
-    """Items of groups whose responses start behind the next group's prompt, where that fits (`room`: items at once).
-
-    Right behind its own group's prompt, a response's item would wait until the prompt's items, which began at the
-    group's last rows, have come to its own: 1.19 times the time of sums in any order on 64 groups of 8, 1.06 like this.
-    """
-    prompts = np.bincount(group[~response], minlength=group.max(initial=-1) + 2)[1:]
-    return ((prompts > 0) & (prompts <= room))[group]
-
-
-def _in_turns(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, IntArray]:
-    """Block ends and the item that has added before to blocks which the item in front does not reach (-1: nobody).
-
-    To a block adds every item that ends behind it, in order. Those that an item follows are, from its first block on,
-    the one in front; where that ends, an ancestor; and where the item begins new subtrees further up, ancestors of
-    that. A work item names the first two. So the one in front gets blocks in which it sees nothing, up to the last
-    ancestor: no more than there are in an item's own rows.
+    Every item that ends behind a block adds to the block, in order. The item before an item there is, from the item's
+    first block on, the one in front; where that one ends, an ancestor; and where the item begins new subtrees further
+    up, ancestors of these. A work item has fields for two. So the one in front gets blocks in which it sees nothing, up
+    to the last ancestor: no more than an item's own rows have.
     """
     begin, end = block_begin.tolist(), block_end.tolist()
     longer: list[int] = []  # for each item the last one before it that ends later
@@ -330,13 +312,14 @@ def _in_turns(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, Int
     return np.array(end, np.int64), np.array(previous, np.int64)
 
 
-def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budget: int) -> Iterator[IntArray]:
-    """Query blocks of each item's pieces, cut from its end: at most `limit` steps, as far as `budget` slabs allow; then
-    longer ones, up to whole items.
+def _piece_lengths(keys: KeyItems, per_kv: int, limit: int, budget: int) -> Iterator[IntArray]:
+    """Lengths [n], in query blocks, of the pieces into which items may be cut. The first has at most `limit` steps a
+    piece, as far as `budget` partial sums allow; later ones are longer, and the last one is whole items.
 
-    One length for the items of a run, whose ends coincide: pieces that start together read the same queries. Those of
-    its longest item are equal; where the budget does not pay for that, its first one is shorter.
+    Items of a run have one length, as their ends coincide: pieces that start together read the same queries. The pieces
+    of a run's longest item are equal; where the budget does not pay for that, its first piece is shorter.
     """
+    blocks, run = keys.blocks, keys.run
     longest = np.zeros(run.max(initial=-1) + 1, np.int64)
     np.maximum.at(longest, run, blocks)
     limit = max(limit, SHORTEST_PIECE)
@@ -352,29 +335,16 @@ def _piece_length(blocks: IntArray, run: IntArray, per_kv: int, limit: int, budg
         limit += limit // 4
 
 
-def _longest_first(blocks: IntArray, length: IntArray, kv_heads: int) -> IntArray:
-    """Query blocks of all pieces in that order."""
+def _sorted_pieces(blocks: IntArray, length: IntArray, kv_heads: int) -> IntArray:
+    """Query blocks of the pieces of all KV heads, longest first, if items of `blocks` are cut to `length`."""
     pieces = -(-blocks // length)
     first = blocks - (pieces - 1) * length
     return np.sort(np.concatenate([first, np.repeat(length, pieces - 1)]).repeat(kv_heads))[::-1]
 
 
-def _span(taken: IntArray, clusters: int) -> int:
-    """Query blocks of the cluster that takes most, when each in turn takes the next piece, of so many."""
+def _span(blocks: IntArray, clusters: int) -> int:
+    """When the last cluster is done, in query blocks, if each takes the next piece whenever it is free."""
     loads = [0] * clusters
-    for piece in (taken + PIECE).tolist():
+    for piece in (blocks + PIECE_OVERHEAD).tolist():
         heapq.heapreplace(loads, loads[0] + piece)
     return max(loads)
-
-
-def _by_kv_head(base: Table, starts: IntArray, kv_heads: int, num_slabs: int) -> Table:
-    """`base` for every KV head, part by part (from each of `starts` on) and within a part KV head by KV head."""
-    counts = np.diff(np.append(starts, len(base)))
-    place = np.repeat(kv_heads * starts, counts) + positions(counts)
-    work = np.empty((kv_heads * len(base), items.NUM_FIELDS), np.int32)
-    for kv_head in range(kv_heads):
-        base[:, items.KV_HEAD] = kv_head
-        work[place] = base
-        place += np.repeat(counts, counts)
-        base[:, items.SLAB] += np.where(base[:, items.SLAB] < 0, 0, num_slabs)
-    return work

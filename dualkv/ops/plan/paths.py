@@ -1,6 +1,7 @@
-"""The forward's work plan for trees of any depth: numpy on the host, once a batch.
+"""The forward's work plan for trees of any depth. Made on the host with numpy, once a batch.
 
-`cute_kernels.abi.PathFields` says what the tables hold. Plans of two levels have two regions a tile: `dualkv.plan`.
+`cute_kernels.abi.PathFields` says what the tables hold. Prompts with responses need two regions a tile only, and have a
+plan of their own: `dualkv.ops.plan.forward`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import numpy.typing as npt
 from cute_kernels.abi import PathFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
-from dualkv.ops.plan.forward import MASKED, longest_first, segment_at, visible_end_over
+from dualkv.ops.plan.shared import MASKED_COST, Table, longest_first, segment_at, visible_end_over
 
-NEAR_ROWS = 2**14  # as plan.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**13 and 2**15 are slower
-
-Table = npt.NDArray[np.int32]
+NEAR_ROWS = 2**14  # like forward.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**13 and 2**15 are slower
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class PathWork:
 
 
 def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
-    """The work items of a layout: every packed row that is asked for lies in exactly one tile, tiles end where their
-    group ends.
+    """The work items of a layout: every packed row whose result is needed lies in exactly one tile, and no tile reaches
+    into the next group.
 
     Args:
         segments: the layout, of any depth.
@@ -47,15 +46,17 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     row = np.repeat(segments.first_query, count) + positions(count) * tokens
     row_end = np.minimum(row + tokens, np.repeat(subtree_end[roots], count))
 
-    # The deepest segment on all rows' paths: the first row's, or the parent of the highest that begins in the tile.
+    # The deepest segment that is on the path of every row: the first row's segment, or the parent of the highest one
+    # that begins within the tile.
     first, last = segment_at(offsets, row), segment_at(offsets, row_end - 1)
     by_depth = np.append(depth * len(depth) + np.arange(len(depth)), 0)
     highest = np.minimum.reduceat(by_depth, np.stack([first + 1, last + 1], 1).reshape(-1))[::2] % max(len(depth), 1)
     inside = (first == last) | (depth[highest] > depth[first])
     shared = np.where(inside, first, parent[highest])
-    whole_end = np.minimum(row, offsets[shared + 1])  # keys of the path before it are seen by all rows
+    whole_end = np.minimum(row, offsets[shared + 1])  # every row sees the keys of the path before this one
 
-    # The keys of each tile as intervals, from the root on: those of its first row's path, the last as far as its rows.
+    # The keys of each tile as intervals, from the root on: the path of its first row, with the last interval extended
+    # to the end of the tile.
     begin_of, above, number_of = _intervals(segments)
     number = number_of[first]
     start = np.cumsum(number) - number
@@ -64,29 +65,30 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     segment = first.copy()
     for step in range(int(number.max(initial=0))):
         at = np.flatnonzero(number > step)
-        place, of = start[at] + number[at] - 1 - step, segment[at]
-        begin[place], end[place], segment[at] = begin_of[of], offsets[of + 1], above[of]
+        i, s = start[at] + number[at] - 1 - step, segment[at]
+        begin[i], end[i], segment[at] = begin_of[s], offsets[s + 1], above[s]
     end[start + number - 1] = row_end
 
-    # Blocks from each interval's first key that the blocks before have not reached.
+    # An interval's blocks begin at its first key that the blocks of the intervals before do not cover.
     from_key, covered = begin.copy(), np.zeros(len(row), np.int64)
     for step in range(int(number.max(initial=0))):
         at = np.flatnonzero(number > step)
-        place = start[at] + step
-        from_key[place] = np.maximum(begin[place], covered[at])
-        covered[at] = from_key[place] + _blocks(from_key[place], end[place], tile_n) * tile_n
+        i = start[at] + step
+        from_key[i] = np.maximum(begin[i], covered[at])
+        covered[at] = from_key[i] + _blocks(from_key[i], end[i], tile_n) * tile_n
     blocks = _blocks(from_key, end, tile_n)
     whole = np.clip((np.minimum(whole_end[tile], end) - from_key) // tile_n, 0, blocks)
 
-    # Masked blocks, the last one first. The first of these is in the work item: it waits for no table.
+    # Masked blocks, the last one first. The first of them is in the work item, so that the tile begins without waiting
+    # for the table of regions.
     masked = blocks - whole
     which = np.repeat(np.arange(len(tile)), masked)
     key = (from_key[which] + (whole[which] + positions(masked)) * tile_n)[::-1]
     which = which[::-1]
     owner, key_end = tile[which], np.minimum(key + tile_n, end[which])
     next_begin = np.append(begin, 0)[which + 1]
-    alone = (np.append(tile, -1)[which + 1] != owner) | (key + tile_n <= next_begin)  # in one interval
-    to_all = alone & (visible_end_over(np.minimum, segments, key, key_end) >= row_end[owner])
+    one_interval = (np.append(tile, -1)[which + 1] != owner) | (key + tile_n <= next_begin)
+    to_all = one_interval & (visible_end_over(np.minimum, segments, key, key_end) >= row_end[owner])
     limit = np.where(to_all, key_end, -row_end[owner])
 
     work = np.empty((len(row), items.NUM_FIELDS), np.int32)
@@ -96,7 +98,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     key, limit, owner = key[~first_of], limit[~first_of], owner[~first_of]
 
     runs = np.flatnonzero(whole)
-    owner = np.concatenate([owner, tile[runs], [len(row)]])  # a row that nobody reads: kernels take no empty table
+    owner = np.concatenate([owner, tile[runs], [len(row)]])  # and an unused row, as kernels take no empty table
     regions = np.stack([np.concatenate([key, from_key[runs], [0]]), np.concatenate([limit, whole[runs], [0]])], 1)
     regions = regions[np.argsort(owner, kind="stable")].astype(np.int32)
 
@@ -104,29 +106,30 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     work[:, items.REGION] = np.cumsum(rows_of) - rows_of
     work[:, items.MASKED] = np.bincount(tile, masked, len(row))
     work[:, items.BLOCKS] = np.bincount(tile, blocks, len(row))
-    # Longest first, so that all clusters end together; but tiles far apart, whose paths have little in common, come one
-    # after another: keys and values of those that run together stay in L2 (the agent tree of the bench: 4 % faster).
+    # Longest first, so that all clusters finish together. But tiles far apart, whose paths have little in common, come
+    # one after another, so that keys and values of the tiles that run together stay in L2 (the benchmark's agent tree:
+    # 4 % faster).
     order = longest_first(work[:, items.BLOCKS])
     order = order[np.argsort(row[order] // NEAR_ROWS, kind="stable")]
     return PathWork(work.take(order, axis=0), regions)
 
 
 def tile_cost(work: Table) -> npt.NDArray[np.float64]:
-    """[n] time that the tiles take, in whole blocks."""
-    return work[:, items.BLOCKS] + MASKED * work[:, items.MASKED]
+    """[n] time that each tile takes, in unmasked blocks."""
+    return work[:, items.BLOCKS] + MASKED_COST * work[:, items.MASKED]
 
 
 def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:
-    """Each segment's path as intervals of packed rows, segments that follow one another as one.
+    """Each segment's path as intervals of packed rows; segments whose rows follow one another are one interval.
 
     Returns:
-        [S] each: the first row of the interval that ends with the segment; the segment with which the interval above
-        ends, -1 for none; the number of intervals up to the root. Of segments with rows.
+        Three arrays [S]: the first row of the interval that ends with the segment; the segment with which the interval
+        above ends, -1 for none; the number of intervals up to the root. Meaningful for segments with rows.
     """
     offsets, parents = segments.offsets.tolist(), segments.parent.tolist()
     begin, above, number, present = ([0] * len(parents) for _ in range(4))
     for s, parent in enumerate(parents):
-        up = present[parent] if parent >= 0 else -1  # the nearest with rows
+        up = present[parent] if parent >= 0 else -1  # the nearest ancestor with rows
         present[s] = s if offsets[s] < offsets[s + 1] else up
         if up < 0:
             begin[s], above[s], number[s] = offsets[s], -1, 1
@@ -138,5 +141,5 @@ def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _blocks(begin: IntArray, end: IntArray, tile_n: int) -> IntArray:
-    """Blocks that reach from `begin` to `end`, none if there is nothing between."""
+    """Blocks that cover [begin, end); 0 if that is empty."""
     return np.maximum(-(-(end - begin) // tile_n), 0)

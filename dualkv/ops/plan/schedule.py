@@ -1,37 +1,33 @@
-"""In which order the forward's clusters take tiles and head groups. On the host, numpy only.
+"""The order in which the forward's clusters take tiles and head groups. On the host, numpy only.
 
-Of n clusters, c takes the items c, c + n, c + 2 n, ... of a schedule: a round of items is one of each. Head groups come
-one after another, tiles in the order of their plan, so that K and V of a head group stay in L2. Of few rounds, some
-clusters would begin with a long tile of the last head group where others are through. So in few rounds head groups come
-side by side, the longest tiles of all of them first. Within a round, who has had least to do so far gets the longest
-(`deal`).
+Of n clusters, cluster c takes the items c, c + n, c + 2 n, ... of a schedule; a round is one item for each cluster.
+Head groups come one after another, and tiles in the order of their plan, so that K and V of a head group stay in L2.
+With few rounds, some clusters would begin a long tile of the last head group when others have finished. So with few
+rounds head groups come side by side, the longest tiles of all of them first. Within a round, the cluster with the least
+work so far gets the longest tile (`deal`).
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from dualkv.arrays import IntArray
-from dualkv.ops.plan.forward import Rows
+from dualkv.ops.plan.shared import Rows, Table
 
-FEW_ROUNDS = 24  # fewer are few; of 39 rounds head groups side by side were 2 % slower, though more even
-L2_BYTES = 48 * 2**20  # K and V of head groups side by side, of an H200's 50 MB
-DEALT_ROUNDS = 64  # as even as all of them, in 82 to 464 rounds; 32 were less so
-
-Schedule = npt.NDArray[np.int32]
+FEW_ROUNDS = 24  # fewer are few; with 39 rounds head groups side by side were 2 % slower, though more even
+L2_BYTES = 48 * 2**20  # for K and V of head groups side by side, of an H200's 50 MB
+DEALT_ROUNDS = 64  # the last rounds are dealt; as even as dealing all of 82 to 464 rounds, 32 were less even
 
 
-def schedule(
-    cost: Rows, head_groups: int, kv_heads: int, clusters: int, kv_bytes: int, longest_first: bool
-) -> Schedule:
-    """
+def schedule(cost: Rows, head_groups: int, kv_heads: int, clusters: int, kv_bytes: int, longest_first: bool) -> Table:
+    """Which tile and head group is each item of the launch.
+
     Args:
         cost: [n] time that each tile takes, in any unit, in the order of the plan.
         head_groups, kv_heads: of the call; a tile has the query heads of a head group.
-        clusters: that the device has room for at a time, at least 1; no more than there are items are launched.
-        kv_bytes: K and V of a KV head.
-        longest_first: the plan's tiles come so.
+        clusters: how many the device runs at a time, at least 1; no more clusters are launched than there are items.
+        kv_bytes: size of K and V of one KV head.
+        longest_first: whether the plan has its tiles in that order.
 
     Returns:
         [n * head_groups, 2] int32: (tile, head group), each pair once.
@@ -46,18 +42,19 @@ def schedule(
 
 
 def side_by_side(head_groups: int, kv_heads: int, kv_bytes: int) -> int:
-    """How many head groups come side by side: all of them or half, if their K and V stay in L2 together; else 1."""
-    near = L2_BYTES // kv_bytes * (head_groups // kv_heads)
-    # In more parts than two there are too few rounds in each to even out.
-    side = head_groups // 2 if head_groups > near and head_groups % 2 == 0 else head_groups
-    return side if side <= near else 1
+    """How many head groups come side by side: all of them or half, if their K and V fit into L2 together; else 1."""
+    fit = L2_BYTES // kv_bytes * (head_groups // kv_heads)
+    # With more than two parts, each would have too few rounds to even out.
+    side = head_groups // 2 if head_groups > fit and head_groups % 2 == 0 else head_groups
+    return side if side <= fit else 1
 
 
 def deal(cost: Rows, clusters: int) -> IntArray:
-    """[n] the item at each place.
+    """Item numbers in the order of the schedule, [n].
 
-    Of a round, the longest goes to the cluster that has had least so far, the next to the next. Only the last rounds
-    are dealt so, which evens out those before: of these, every other one begins with the last cluster.
+    In each round the longest item goes to the cluster with the least work so far, the next item to the next cluster.
+    Only the last DEALT_ROUNDS rounds are dealt this way, which evens out the earlier ones too. Of those, every other
+    one is reversed.
     """
     clusters = max(min(clusters, len(cost)), 1)
     rounds = -(-len(cost) // clusters)
@@ -73,6 +70,6 @@ def deal(cost: Rows, clusters: int) -> IntArray:
         row[:] = -1
         row[least] = items
         load[least] += cost[items]
-    # Clusters are alike: those that have an item of the last round become the first ones.
+    # Clusters are interchangeable: those with an item in the last round become the first ones.
     without = places[-1:].min(axis=0, initial=0) < 0
     return places[:, np.argsort(without, kind="stable")].reshape(-1)[: len(cost)]

@@ -57,7 +57,7 @@ def walk(seg, tile, plan, kv_heads):
     total, M, N = seg.total, tile.tile_m, tile.tile_n
     pairs = np.zeros((kv_heads, total + M, total + 2 * N), int)
     stores = np.zeros((kv_heads, total), int)
-    slabs = {}
+    partials = {}
     visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
     for item in plan.items.astype(int):
         kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
@@ -66,8 +66,8 @@ def walk(seg, tile, plan, kv_heads):
         if item[items.SLAB] < 0:
             stores[kv_head, item[items.KEY] : key_end] += 1
         else:
-            assert item[items.SLAB] not in slabs
-            slabs[item[items.SLAB]] = kv_head, item[items.KEY], key_end
+            assert item[items.SLAB] not in partials
+            partials[item[items.SLAB]] = kv_head, item[items.KEY], key_end
         for rank in range(tile.cluster):
             n0 = item[items.KEY] + rank * N
             n = np.arange(n0, n0 + N)
@@ -81,17 +81,17 @@ def walk(seg, tile, plan, kv_heads):
         parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
         where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
         assert len(parts) > 1
-        assert all(slabs.pop(slab) == where for slab in parts)
+        assert all(partials.pop(partial) == where for partial in parts)
         stores[where[0], where[1] : where[2]] += 1
-    assert not slabs, "slabs that nothing adds up"
+    assert not partials, "partial sums that nothing adds up"
     return pairs, stores
 
 
 def check(seg, tile, plan, heads, kv_heads):
     assert plan.items.dtype == plan.sums.dtype == np.int32
-    assert plan.num_slabs == plan.sums[:, items.SUM_COUNT].sum()
-    slab_floats = 2 * tile.cluster * tile.tile_n
-    assert plan.num_slabs * slab_floats <= seg.total * heads / 4, "slabs take at most a quarter of dQ"
+    assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
+    floats = 2 * tile.cluster * tile.tile_n
+    assert plan.num_partials * floats <= seg.total * heads / 4, "partial sums take at most a quarter of dQ"
     pairs, stores = walk(seg, tile, plan, kv_heads)
     q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
     rule = (k <= q) & (q < seg.visible_end[k])
@@ -212,7 +212,7 @@ def test_responses_start_behind_the_next_prompt():
         last_prompt = order[(key >= begin + 5000) & (key < begin + 6000)]
         first_response = order[(key >= begin + 1000) & (key < begin + 5000)].min()
         assert np.sort(last_prompt)[-9] < first_response, "the last of each KV head shares a block with the responses"
-    assert plan.num_slabs == 16 * 8 * 2, "of every second group: 10000 rows are whole blocks"
+    assert plan.num_partials == 16 * 8 * 2, "of every second group: 10000 rows are whole blocks"
 
 
 @settings(max_examples=150, deadline=None)
@@ -280,12 +280,12 @@ def test_an_unmasked_block_with_an_invisible_key_is_noticed():
 def test_a_long_context_is_split_where_it_would_dominate():
     tile = backward_tile(128)
     seg = segments([8192], [[2048] * 32])
-    assert backward_work(seg, tile, 32, 8, 132).num_slabs == 0
+    assert backward_work(seg, tile, 32, 8, 132).num_partials == 0
     for kv_heads in (1, 2):
         plan = backward_work(seg, tile, 4 * kv_heads, kv_heads, 132)
         steps = 4 * (plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN])
-        assert plan.num_slabs * 2 * 256 <= seg.total * kv_heads
-        assert plan.num_slabs or kv_heads == 2, "576 items end together as they are"
+        assert plan.num_partials * 2 * 256 <= seg.total * kv_heads
+        assert plan.num_partials or kv_heads == 2, "576 items end together as they are"
         load = np.zeros(132 // 2)
         for length in steps + 4:  # in order, each to the first free cluster
             load[load.argmin()] += length
@@ -294,7 +294,7 @@ def test_a_long_context_is_split_where_it_would_dominate():
 
 def test_short_responses_share_key_blocks():
     plan = backward_work(segments([256], [[8] * 64]), backward_tile(128), 4, 1, 132)
-    assert plan.num_slabs == 0
+    assert plan.num_partials == 0
     assert len(plan.items) == 3, "768 keys in pairs of 128"
 
 
@@ -410,7 +410,7 @@ def test_long_prompts_go_in_waves_of_key_blocks():
     seg = segments([16384], [[2048] * 8])
     tile = backward_tile(128)
     plan = backward_work(seg, tile, 8, 2, 8)  # 64 of them, for 4 clusters
-    assert plan.num_slabs == 0
+    assert plan.num_partials == 0
     for wave in range(4):
         first = plan.items[22 * wave : 22 * wave + 22]
         assert (first[:, items.KV_HEAD] == wave % 2).all()
