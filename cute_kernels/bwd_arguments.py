@@ -93,11 +93,11 @@ class Item:
         """The part of CTA `rank` of a cluster in item `index` of `work` (fields: abi.BackwardFields)."""
         field = [work[index, f] for f in range(items.NUM_FIELDS)]
         key = field[items.KEY] + rank * tile_n
-        unmasked_end = cutlass.select_(rank == 0, field[items.CLEAN_END], field[items.CLEAN_END + 1])
+        unmasked_end = cutlass.select_(rank == 0, field[items.UNMASKED_END], field[items.UNMASKED_END + 1])
         blocks = field[items.BLOCK_BEGIN], field[items.BLOCK_END]
         order = field[items.ORDER], field[items.PREVIOUS_END], field[items.PREVIOUS]
         unmasked = key + tile_n - 1, unmasked_end
-        return cls(field[items.KV_HEAD], key, field[items.KEY_END], *blocks, *unmasked, field[items.SLAB], *order)
+        return cls(field[items.KV_HEAD], key, field[items.KEY_END], *blocks, *unmasked, field[items.PARTIAL], *order)
 
     def predecessors(self, m_block: Int32) -> Int32:
         """How many items add to dQ of a query block before this one."""

@@ -42,7 +42,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import fakes
-from cute_kernels.abi import LOCKS, STAT_COLUMNS, slab_floats
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, partial_floats
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
 from cute_kernels.bwd_contain import BackwardContainment
@@ -233,7 +233,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
 
     def partial_floats(self) -> int:
         """Floats of the partial sums of an item, dK and dV: [cluster, 2, tile_n * head_dim]."""
-        return slab_floats(self.head_dim, self.tile_n, self.cluster)
+        return partial_floats(self.head_dim, self.tile_n, self.cluster)
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
