@@ -50,7 +50,7 @@ from cute_kernels.bwd_load import Producer
 from cute_kernels.bwd_results import Results, as_pairs
 from cute_kernels.bwd_stats import KEYS_BYTES, by_block, fake_stats, fill_keys
 from cute_kernels.cluster import check_smem
-from cute_kernels.pipeline import MbarrierAllocator, init_mbarriers
+from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, init_mbarriers
 from cute_kernels.ptx import load_of_cta, store_volatile
 
 ITEM_WORDS = len(SavedItem._fields)
@@ -184,6 +184,17 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     def pipelines(self, barriers: MbarrierAllocator) -> BackwardPipelines:
         """Declare the kernel's pipelines: on the host to count their mbarriers, on the device to use them."""
         raise NotImplementedError
+
+    def key_signals(self, barriers: MbarrierAllocator) -> tuple[Signal, Signal]:
+        """K and V, which the producer loads once."""
+        return Signal.make(barriers, 1, producers=1), Signal.make(barriers, 1, producers=1)
+
+    def row_pipelines(self, barriers: MbarrierAllocator) -> tuple[Pipeline, Pipeline]:
+        """Q (with the rows' statistics) and dO, from the producer to all MMA warps of the cluster."""
+        warps, cluster = 4 * self.warp_groups, self.cluster
+        Q = Pipeline.make(barriers, self.stages, producers=1, consumers=warps, cluster=cluster)
+        dO = Pipeline.make(barriers, self.do_stages, producers=1, consumers=warps, cluster=cluster)
+        return Q, dO
 
     def mma_S(self) -> cute.TiledMma:
         """S^T and dP^T of one warp group."""

@@ -129,15 +129,11 @@ class NarrowBackward(BackwardFrame):
 
     def pipelines(self, barriers: MbarrierAllocator) -> NarrowPipelines:
         warps, with_dq = 4 * self.warp_groups, int(self.want_dq)
-        of_rows = {"producers": 1, "consumers": warps, "cluster": self.cluster}
-        return NarrowPipelines(
-            K=Signal.make(barriers, 1, producers=1),
-            V=Signal.make(barriers, 1, producers=1),
-            dS=Signal.make(barriers, with_dq, producers=warps),
-            dQ=StagedDq.make(barriers, self.warp_groups * with_dq, producers=4, consumers=1),
-            Q=Pipeline.make(barriers, self.stages, **of_rows),
-            dO=Pipeline.make(barriers, self.do_stages, **of_rows),
-        )
+        K, V = self.key_signals(barriers)
+        dS = Signal.make(barriers, with_dq, producers=warps)
+        dQ = StagedDq.make(barriers, self.warp_groups * with_dq, producers=4, consumers=1)
+        Q, dO = self.row_pipelines(barriers)
+        return NarrowPipelines(K, V, Q, dO, dS, dQ)
 
     # ---------------------------------------------------------------- the shape of products
     @property

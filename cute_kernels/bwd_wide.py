@@ -24,7 +24,7 @@ from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
 from cute_kernels.bwd_frame import BackwardFrame
 from cute_kernels.bwd_stats import Statistics
-from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal
+from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
 
 
@@ -140,18 +140,13 @@ class WideBackward(BackwardFrame):
         return "K", "V", "Q", "dO", "dS", "small", "peer_K"
 
     def pipelines(self, barriers: MbarrierAllocator) -> WidePipelines:
-        warps = 4 * self.warp_groups
-        of_rows = {"producers": 1, "consumers": warps, "cluster": self.cluster}
-        return WidePipelines(
-            K=Signal.make(barriers, 1, producers=1),
-            V=Signal.make(barriers, 1, producers=1),
-            P=Signal.make(barriers, 1, producers=4),
-            dS=Signal.make(barriers, 2, producers=4),
-            dq_order=DqOrder.make(barriers, warps=warps),
-            peer_dS=Signal.make(barriers, 3, producers=1),
-            Q=Pipeline.make(barriers, self.stages, **of_rows),
-            dO=Pipeline.make(barriers, self.do_stages, **of_rows),
-        )
+        K, V = self.key_signals(barriers)
+        P = Signal.make(barriers, 1, producers=4)
+        dS = Signal.make(barriers, 2, producers=4)
+        dq_order = DqOrder.make(barriers, warps=4 * self.warp_groups)
+        peer_dS = Signal.make(barriers, 3, producers=1)
+        Q, dO = self.row_pipelines(barriers)
+        return WidePipelines(K, V, Q, dO, P, dS, dq_order, peer_dS)
 
     # ---------------------------------------------------------------- the shape of products
     def mma_S(self) -> cute.TiledMma:

@@ -26,7 +26,7 @@ RELEASE_V = "V.consumer_release(V.stage(it), sync_warp=False)\n"
 SINGLE_DS = Planted(  # an earlier version: the GPU hung
     "dS of the wide backward on one barrier",
     WIDE,
-    (("bwd_wide.py", "dS=Signal.make(barriers, 2, producers=4)", "dS=Signal.make(barriers, 1, producers=4)"),),
+    (("bwd_wide.py", "dS = Signal.make(barriers, 2, producers=4)", "dS = Signal.make(barriers, 1, producers=4)"),),
 )
 
 
@@ -75,9 +75,9 @@ PLANTED = [
     one(
         "one arrival too few expected",
         WIDE,
-        "bwd_wide.py",
-        '"consumers": warps,',
-        '"consumers": warps - 1,',
+        "bwd_frame.py",
+        "Pipeline.make(barriers, self.stages, producers=1, consumers=warps,",
+        "Pipeline.make(barriers, self.stages, producers=1, consumers=warps - 1,",
     ),
     one(
         "a CTA leaves early",
@@ -167,8 +167,8 @@ PLANTED = [
         "one barrier for dS of the other CTA",
         WIDE,
         "bwd_wide.py",
-        "peer_dS=Signal.make(barriers, 3, producers=1)",
-        "peer_dS=Signal.make(barriers, 1, producers=1)",
+        "peer_dS = Signal.make(barriers, 3, producers=1)",
+        "peer_dS = Signal.make(barriers, 1, producers=1)",
     ),
     one(
         "one buffer for dS",
@@ -258,8 +258,8 @@ PLANTED = [
         "dS counts seven warps",
         NARROW,
         "bwd_narrow.py",
-        "dS=Signal.make(barriers, with_dq, producers=warps)",
-        "dS=Signal.make(barriers, with_dq, producers=warps - 1)",
+        "dS = Signal.make(barriers, with_dq, producers=warps)",
+        "dS = Signal.make(barriers, with_dq, producers=warps - 1)",
     ),
     one(
         "dQ is overwritten before the copy engine has read it",
