@@ -88,6 +88,8 @@ class DqOperands(NamedTuple):
 class Operands(NamedTuple):
     """Operands in shared memory, and a warp group's accumulators."""
 
+    mma_S: cute.TiledMma
+    mma_dKV: cute.TiledMma
     K: cute.Tensor  # (MMA, 1, D/16), of S^T
     V: cute.Tensor  # (MMA, 1, D/16), of dP^T
     Q: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
@@ -232,7 +234,7 @@ class WideBackward(BackwardFrame):
         x = self.operands(s, tid)
         mask = self.mask_of(g, item, item.key, warp_id)
         mask = self.await_keys(s, p, mask)
-        acc = cute.make_rmem_tensor(self.mma_dKV().partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
+        acc = cute.make_rmem_tensor(x.mma_dKV.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
         acc.fill(0.0)
         scale_log2 = scale * math.log2(math.e)
         steps = (item.block_end - item.block_begin) * heads_per_kv
@@ -261,6 +263,8 @@ class WideBackward(BackwardFrame):
         mma_S, mma_dKV = self.mma_S(), self.mma_dKV()
         thr_S, thr_dKV = mma_S.get_slice(0), mma_dKV.get_slice(0)
         return Operands(
+            mma_S=mma_S,
+            mma_dKV=mma_dKV,
             K=mma_S.make_fragment_A(thr_S.partition_A(s.K)),
             V=mma_S.make_fragment_A(thr_S.partition_A(s.V)),
             Q=mma_S.make_fragment_B(thr_S.partition_B(s.Q)),
@@ -339,14 +343,14 @@ class WideBackward(BackwardFrame):
         scale_log2: Float32,
     ) -> None:
         """S, P and dV of step `it`; dQ of the step before. No product is in flight at either end."""
-        stage, do_stage, mma_S = p.Q.stage(it), p.dO.stage(it), self.mma_S()
+        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
-        acc_S = cute.make_rmem_tensor(mma_S.partition_shape_C((64, self.tile_m)), Float32)
-        gemm(mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=[x.stats.lse(stage.index)])
+        acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=[x.stats.lse(stage.index)])
         warpgroup.wait_group(0)
         self.mask(acc_S, m_block * self.tile_m, mask)
-        tP = cute.make_rmem_tensor(self.mma_dKV().partition_shape_A((64, self.tile_m)), self.dtype)
+        tP = cute.make_rmem_tensor(x.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
             for e in range(8 * c, 8 * c + 8):
                 acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
@@ -366,7 +370,7 @@ class WideBackward(BackwardFrame):
             self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
         if self.want_dv:
-            gemm(self.mma_dKV(), x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
+            gemm(x.mma_dKV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -386,14 +390,14 @@ class WideBackward(BackwardFrame):
         scale_log2: Float32,
     ) -> None:
         """dP, dS and dK of step `it`; dQ of the step before. No product is in flight at either end."""
-        stage, do_stage, mma_S, mma_dKV = p.Q.stage(it), p.dO.stage(it), self.mma_S(), self.mma_dKV()
+        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
         p.dO.consumer_wait(do_stage)
         if self.want_dp:
-            acc_dP = cute.make_rmem_tensor(mma_S.partition_shape_C((64, self.tile_m)), Float32)
+            acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
             dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            gemm(mma_S, acc_dP, x.V, dO, True, addends=addends)
+            gemm(x.mma_S, acc_dP, x.V, dO, True, addends=addends)
         if with_dq:
             p.dS.wait(it - 1)
             self.issue_own_dq(x, it - 1)
@@ -404,7 +408,7 @@ class WideBackward(BackwardFrame):
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
             of_block = stage.index, do_stage.index, m_block * self.tile_m
             self.contain(mask, s, *of_block, acc_dP=acc_dP, remove_from=("Q",) if self.want_dk else (), wg=1)
-            tdS = cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
+            tdS = cute.make_rmem_tensor(x.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
                 cute.autovec_copy(x.P[None, c], prob)
@@ -417,7 +421,7 @@ class WideBackward(BackwardFrame):
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
         if self.want_dk:
-            gemm(mma_dKV, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
+            gemm(x.mma_dKV, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
             self.add_dq(g, p, x, it - 1, previous)
