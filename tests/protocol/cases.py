@@ -92,6 +92,16 @@ def _at_end(agent: Agent) -> list[Any]:
     return when
 
 
+def barrier_names(pipelines: Any, name: str = "") -> dict[int, str]:
+    """What the mbarriers of a kernel's pipelines are for, by their numbers: "Q.empty, stage 1"."""
+    if hasattr(pipelines, "arrivals"):
+        return {pipelines.first + j: f"{name}, stage {j}" for j in range(pipelines.count)}
+    found: dict[int, str] = {}
+    for field in getattr(pipelines, "__dataclass_fields__", getattr(pipelines, "_fields", ())):
+        found |= barrier_names(getattr(pipelines, field), f"{name}.{field}".lstrip("."))
+    return found
+
+
 # ---------------------------------------------------------------- backward
 class Gradients:
     """What the backward's main kernel adds up, and what it should."""
@@ -244,6 +254,7 @@ def backward(
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.bwd_narrow.NarrowBackward if head_dim <= 128 else loaded.bwd_wide.WideBackward
         kernel = cls(BFloat16, head_dim, gradients=gradients, **options)
+        machine.barrier_names = barrier_names(kernel.pipelines(loaded.pipeline.MbarrierAllocator()))
         total, blocks = seg.total, -(-seg.total // tile_m)
         q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
         k, v, dk, dv = (View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
@@ -346,6 +357,8 @@ def forward(
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
         kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config))
+        barriers = loaded.pipeline.MbarrierAllocator()
+        machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))
         q, out = (View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
         k, v = (View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
         lse = View("lse", (heads, seg.total), ("head", "row"))

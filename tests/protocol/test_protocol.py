@@ -51,7 +51,8 @@ def test_a_single_barrier_for_dS_hangs():
         except Fault as fault:
             found.append(str(fault))
     assert any(
-        re.search(r"warp 3 waits for phase \d+ of mbarrier \d+ of CTA \d+, which is in", fault) for fault in found
+        re.search(r"warp 3 waits for phase \d+ of mbarrier \d+ \(dS.full, stage 0\) of CTA \d+, which is in", fault)
+        for fault in found
     )
 
 
@@ -72,6 +73,7 @@ def test_who_waits_is_named():
     fault = next(fault for fault in PLANTED if fault.name == "Q is not released")
     case = CASES[fault.case]
     with pytest.raises(
-        Deadlock, match=r"CTA 0 warp 0: waits for phase \d+ of mbarrier \d+ of CTA 0 \(\d+ of 16 to come"
+        Deadlock,
+        match=r"CTA 0 warp 0: waits for phase \d+ of mbarrier \d+ \(Q.empty, stage \d\) of CTA 0 \(\d+ of 16 to come",
     ):
         case.run(schedules(case, 1)[0], fault.edits)
