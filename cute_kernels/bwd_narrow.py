@@ -45,7 +45,7 @@ CLAIMED, CLEARED = 1, 2  # states of a block's dQ, whose lock is 0 before
 
 
 class StagedDq(Pipeline):
-    """dQ in shared memory: one stage a warp group, which the warp group fills in every step."""
+    """dQ in shared memory. Stages do not rotate: each warp group has one of its own, and fills it in every step."""
 
     def stage_of_warp_group(self, it: Int32, wg: Int32 | int) -> Stage:
         return Stage(wg, it & 1)
