@@ -88,7 +88,8 @@ class QueryPipeline(Pipeline):
     before `first_count`. Of q_stages stages a warp group, the stage for tile `count` was last used q_stages tiles
     before. It is released as tile count + 1 - q_stages begins, and that tile's phase is the one to wait for.
 
-    Invariant: a stage is loaded only after the copy engine has read the O that was there.
+    Invariant: a stage is loaded only after all warps of the warp group have read the Q and the item that were there, by
+    the barrier before O is written, and after the copy engine has read that O.
     """
 
     warp_groups: int = 1
@@ -119,7 +120,11 @@ class QueryPipeline(Pipeline):
 
 
 class Pipelines(NamedTuple):
-    """See the top of this file."""
+    """See the top of this file.
+
+    Code that calls a method of `s.pipes.K` within a dynamic loop or branch gives the pipeline a local name before. The
+    DSL would take the call for a change of `s`, and carry all of its members through the loop.
+    """
 
     Q: QueryPipeline
     K: WrappingPipeline
