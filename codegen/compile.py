@@ -113,7 +113,7 @@ def _kernel(spec: KernelSpec) -> Any:
     make = {
         "bwd_preprocess": "BackwardPreprocess",
         "bwd": "backward_kernel",
-        "bwd_sum": "SlabSum",
+        "bwd_sum": "PartialSum",
         "bwd_postprocess": "BackwardPostprocess",
     }[spec.operation]
     partial = {"gradients": spec.gradients} if spec.operation in PARTIAL else {}

@@ -13,8 +13,8 @@ from codegen.tiles import (
     BackwardTile,
     DqTile,
     ForwardTile,
+    PartialTile,
     RowTile,
-    SlabTile,
     backward_tile,
     forward_tile,
     kernel_head_dim,
@@ -24,14 +24,14 @@ from codegen.tiles import (
 DTYPES = ("bf16", "fp16")
 ARCHS = ("sm_90a",)
 GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # combinations that a backward computes
-Tile = ForwardTile | BackwardTile | RowTile | SlabTile | DqTile
+Tile = ForwardTile | BackwardTile | RowTile | PartialTile | DqTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
     "fwd": ForwardTile,
     "fwd_paths": ForwardTile,
     "bwd_preprocess": RowTile,
     "bwd": BackwardTile,
-    "bwd_sum": SlabTile,
+    "bwd_sum": PartialTile,
     "bwd_postprocess": DqTile,
 }
 
@@ -134,7 +134,7 @@ class BackwardSpecs(NamedTuple):
 
     preprocess: KernelSpec[RowTile]
     main: KernelSpec[BackwardTile]
-    slab_sum: KernelSpec[SlabTile] | None  # for dK and dV; launched only if items are split
+    partial_sum: KernelSpec[PartialTile] | None  # for dK and dV; launched only if items are split
     postprocess: KernelSpec[DqTile] | None  # for dQ
 
     @property
@@ -158,7 +158,7 @@ def backward_specs(
     return BackwardSpecs(
         spec("bwd_preprocess", RowTile(tile.tile_m)),
         spec("bwd", tile),
-        None if gradients == "q" else spec("bwd_sum", SlabTile(tile.tile_n, tile.cluster)),
+        None if gradients == "q" else spec("bwd_sum", PartialTile(tile.tile_n, tile.cluster)),
         spec("bwd_postprocess", DqTile(tile.tile_m)) if "q" in gradients else None,
     )
 

@@ -5,7 +5,7 @@ Nothing here imports CuTe or torch, so that the host's plan can use it.
 
 from dataclasses import dataclass, replace
 
-from cute_kernels.abi import slab_floats, warp_group_tokens
+from cute_kernels.abi import partial_floats, warp_group_tokens
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills smaller head dims with zeros
 MAX_PACKED_HEADS = 16
@@ -87,9 +87,9 @@ class BackwardTile:
     heads_inside: bool = False
     deterministic: bool = False
 
-    def slab_floats(self, head_dim: int) -> int:
+    def partial_floats(self, head_dim: int) -> int:
         """Floats of an item's partial dK and dV at a native head dim."""
-        return slab_floats(head_dim, self.tile_n, self.cluster)
+        return partial_floats(head_dim, self.tile_n, self.cluster)
 
 
 BACKWARD_TILES = {
@@ -122,8 +122,8 @@ class DqTile:
 
 
 @dataclass(frozen=True)
-class SlabTile:
-    """Tile of :class:`cute_kernels.bwd_sum.SlabSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
+class PartialTile:
+    """Tile of :class:`cute_kernels.bwd_sum.PartialSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
 
     tile_n: int
     cluster: int

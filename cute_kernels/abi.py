@@ -65,19 +65,21 @@ class BackwardFields:
     KEY_END = 2  # one past the item's last key: at most KEY + cluster * tile_n, and within the group
     BLOCK_BEGIN = 3  # query blocks [BLOCK_BEGIN, BLOCK_END), at least one
     BLOCK_END = 4
-    CLEAN_END = 5  # (and 6) per CTA: rows q < CLEAN_END that all its tile_n keys precede need no mask; 0: all need it
-    SLAB = 7  # -1: the item owns its keys' dK and dV; else the place of its fp32 partial sums
+    UNMASKED_END = (
+        5  # (and 6) per CTA: rows q < UNMASKED_END that all its tile_n keys precede need no mask; 0: all need it
+    )
+    PARTIAL = 7  # -1: the item owns its keys' dK and dV; else the number of its fp32 partial sums
     # Deterministic sums of dQ: items add to a query block in the order of their keys.
-    ORDER = 8  # this item's place among those of its KV head; pieces of a split item share it
+    ORDER = 8  # this item's number among those of its KV head; pieces of a split item share it
     PREVIOUS_END = 9  # to blocks below this one, item ORDER - 1 has added before ...
     PREVIOUS = 10  # ... and to the others this one, -1: none
     NUM_FIELDS = 11
 
-    # A reduction: the slabs of one run of keys, added up in order.
+    # A reduction: the partial sums of one run of keys, added up in order.
     SUM_KV_HEAD = 0
     SUM_KEY = 1
     SUM_KEY_END = 2
-    SUM_FIRST = 3  # slabs [SUM_FIRST, SUM_FIRST + SUM_COUNT)
+    SUM_FIRST = 3  # partial sums [SUM_FIRST, SUM_FIRST + SUM_COUNT)
     SUM_COUNT = 4
     NUM_SUM_FIELDS = 5
 
@@ -106,6 +108,6 @@ def clears_ahead(head_dim: int) -> bool:
     return head_dim <= 128
 
 
-def slab_floats(head_dim: int, tile_n: int, cluster: int) -> int:
-    """Floats of a work item's partial dK and dV, of a native head dim: [cluster, 2, tile_n * head_dim]."""
+def partial_floats(head_dim: int, tile_n: int, cluster: int) -> int:
+    """Floats of a work item's partial sums of dK and dV, of a native head dim: [cluster, 2, tile_n * head_dim]."""
     return cluster * 2 * tile_n * head_dim

@@ -35,17 +35,17 @@ def gemm(
     b: cute.Tensor,
     zero: bool,
     first: int = 0,
-    more: Sequence[tuple[cute.TiledMma, cute.Tensor, cute.Tensor]] = (),
+    addends: Sequence[tuple[cute.TiledMma, cute.Tensor, cute.Tensor]] = (),
 ) -> None:
     """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it.
 
     first: the sixteen of b's columns that a's first one is multiplied with.
-    more: (mma, a, b) of products that are added in the same group.
+    addends: further products (mma, a, b) that are added to acc.
     """
     warpgroup.fence()
     _issue(mma, acc, a, b, zero, first)
-    for other, x, y in more:
-        _issue(other, acc, x, y, False, 0)
+    for added_mma, added_a, added_b in addends:
+        _issue(added_mma, acc, added_a, added_b, False, 0)
     warpgroup.commit_group()
 
 

@@ -1,12 +1,10 @@
 """Attention backward on Hopper: the main kernel of each head dim, and its place among the launches.
 
 bwd_preprocess    dpsum and the statistics of each query block; dQ zeroed beyond head dim 128
-bwd               dK and dV (of split items: slabs of them), dQ added up in fp32
+bwd               dK and dV (of split items: partial sums of them), dQ added up in fp32
 bwd_sum           dK and dV of split items
 bwd_postprocess   dQ
 """
-
-from typing import Any
 
 import cutlass
 
@@ -15,7 +13,9 @@ from cute_kernels.bwd_narrow import NarrowBackward
 from cute_kernels.bwd_wide import WideBackward
 
 
-def backward_kernel(dtype: type[cutlass.Numeric], head_dim: int, **tile: Any) -> BackwardFrame:
+def backward_kernel(
+    dtype: type[cutlass.Numeric], head_dim: int, *, gradients: str = "qkv", **tile: int
+) -> BackwardFrame:
     """The main kernel of a native head dim; arguments and errors as of :class:`BackwardFrame`."""
-    frame = NarrowBackward if head_dim <= 128 else WideBackward
-    return frame(dtype, head_dim, **tile)
+    kernel = NarrowBackward if head_dim <= 128 else WideBackward
+    return kernel(dtype, head_dim, gradients=gradients, **tile)

@@ -1,28 +1,30 @@
 """NaN and infinity in the backward stay with the pairs that see them, although the tensor cores multiply all pairs.
 
-A hidden pair has P = 0 and dS = 0, and 0 * NaN is NaN in a product. So what is not finite is taken out of the operands:
+A hidden pair has P = 0 and dS = 0, and 0 * NaN is NaN in a product. So the operands lose every element that is not
+finite:
 
-- of V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and so is its dS. What
-  sees such a K gets a NaN by way of its V, of which the first element becomes one; so does its dV.
-- of Q and dO in blocks that need the mask, if dpsum says that there is something: that of such a row is not finite, and
-  P is infinite where a row with such a Q sees a key: bwd_stats sees to both. What dO has is added to dV by hand.
+- V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and neither is its dS. A
+  key with such a K gets a NaN as the first element of its V, which all that see the key meet there; so does its dV.
+- Q and dO in blocks that need the mask, if dpsum says that there is something to remove: bwd_stats makes the dpsum of
+  such a row not finite, and P infinite where a row with such a Q sees a key. dV gets the elements of dO by hand.
 
 In other blocks every pair is visible, and the products do what mathematics says.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, not_finite
+from cute_kernels.bwd_arguments import Mask, Shared
 from cute_kernels.bwd_stats import broken_dpsum
 from cute_kernels.ptx import any_nonzero
 
-BAR_CONTAIN = 1  # named barrier of MMA warps (0 is __syncthreads)
-ALL_MASKED = 2**31 - 1  # clean_begin of a CTA with broken keys: all blocks take the mask, and are contained
+BAR_CONTAIN = 1  # named barrier of all MMA warps (0 is __syncthreads); the next ones are of a warp group each
+ALL_MASKED = 2**31 - 1  # unmasked_begin of a CTA with broken keys: all blocks take the mask, and are contained
 
 
 class BackwardContainment:
@@ -35,36 +37,36 @@ class BackwardContainment:
     warp_groups: int
     want_dq: bool
     k_columns: int
-    row_atom: Any
+    row_atom: Callable[..., cute.ComposedLayout]
 
     # ---------------------------------------------------------------- keys
     @cute.jit
-    def clean_keys(self, sK: cute.Tensor, sV: cute.Tensor, clean_begin: Int32, sKp: Any = None) -> Int32:
-        """Before the loop: K (whose product is dQ), of the other CTA too, and V without what is not finite.
+    def contain_keys(self, s: Shared, unmasked_begin: Int32) -> Int32:
+        """Before the loop: remove what is not finite from V and from K (for dQ), of the other CTA too.
 
-        A key that has it in K gets a NaN as the first element of its V. Returns the new clean_begin.
+        Returns the new unmasked_begin.
         """
         tid, threads = cute.arch.thread_idx()[0] - 128, 128 * self.warp_groups  # of the MMA warps
-        found = self.not_finite(sV, tid, threads)
+        found = self.not_finite(s.V, tid, threads)
         if const_expr(self.want_dq):
-            found |= self.not_finite(sK, tid, threads)
-            if const_expr(sKp is not None):
-                found |= self.not_finite(sKp, tid, threads)
+            found |= self.not_finite(s.K, tid, threads)
+            if const_expr(s.peer_K is not None):
+                found |= self.not_finite(s.peer_K, tid, threads)
         if any_nonzero(Int32(BAR_CONTAIN), found, threads):
-            clean_begin = Int32(ALL_MASKED)
-            self.clean(sV, tid, threads)
+            unmasked_begin = Int32(ALL_MASKED)
+            self.remove_not_finite(s.V, tid, threads)
             if const_expr(self.want_dq):
                 cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
-                self.clean(sK, tid, threads, sV)
-                if const_expr(sKp is not None):
-                    self.clean(sKp, tid, threads)
+                self.remove_not_finite(s.K, tid, threads, s.V)
+                if const_expr(s.peer_K is not None):
+                    self.remove_not_finite(s.peer_K, tid, threads)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
-        return cute.arch.make_warp_uniform(clean_begin)  # which the compiler cannot know
+        return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know
 
     @cute.jit
     def mark_keys(self, acc_dV: cute.Tensor, sV: cute.Tensor, row: Int32) -> None:
-        """After the loop: dV of keys whose K `clean_keys` has changed is NaN. The thread's keys are row and row + 8."""
+        """After the loop: dV of keys whose K was not finite is NaN. The thread's keys are row and row + 8."""
         marks = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             marks[r] = Float32(sV[row + 8 * r, 0])
@@ -75,13 +77,52 @@ class BackwardContainment:
 
     # ---------------------------------------------------------------- query rows of a block
     @cute.jit
-    def any_broken(
-        self, sStat: cute.Tensor, stage: Int32, m0: Int32, clean_begin: Int32, clean_end: Int32
-    ) -> cutlass.Boolean:
+    def contain(
+        self,
+        mask: Mask,
+        s: Shared,
+        stage: Int32,  # of Q
+        do_stage: Int32,
+        m0: Int32,
+        *,
+        acc_dV: cute.Tensor | None = None,
+        acc_dP: cute.Tensor | None = None,
+        dP_row: cutlass.Constexpr = 0,
+        remove_from: cutlass.Constexpr = (),
+        wg: cutlass.Constexpr = None,
+    ) -> None:
+        """What is not finite in the rows of Q and dO of a block stays with the keys that see them.
+
+        Args:
+            acc_dV: takes what is not finite in rows of dO, if given.
+            acc_dP: is 0 of hidden pairs after this, if given; its first query row is `dP_row` of the block.
+            remove_from: "Q" and "dO", as far as the tile loses what is not finite.
+            wg: warp group that does this alone, once it has read the tiles; None: all MMA warps do, and agree on it.
+        """
+        if self.any_broken(s.stats, stage, m0, mask):
+            if const_expr(acc_dV is not None):
+                self.add_not_finite(acc_dV, s.dO[None, None, do_stage], s.stats, stage, m0, mask)
+            if const_expr(acc_dP is not None):
+                self.zero_hidden(acc_dP, m0 + dP_row, mask)
+            if const_expr(len(remove_from) > 0):
+                if const_expr(wg is not None):
+                    barrier, threads, tid = BAR_CONTAIN + 1 + wg, 128, cute.arch.thread_idx()[0] % 128
+                else:
+                    barrier, threads, tid = BAR_CONTAIN, 128 * self.warp_groups, cute.arch.thread_idx()[0] - 128
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+                if const_expr("Q" in remove_from):
+                    self.remove_not_finite(s.Q[None, None, stage], tid, threads)
+                if const_expr("dO" in remove_from):
+                    self.remove_not_finite(s.dO[None, None, do_stage], tid, threads)
+                cute.arch.fence_view_async_shared()
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+
+    @cute.jit
+    def any_broken(self, sStat: cute.Tensor, stage: Int32, m0: Int32, mask: Mask) -> cutlass.Boolean:
         """Whether the block [m0, m0 + tile_m) in a stage needs the mask and rows of it or keys are broken."""
         found = cutlass.Boolean(False)
-        if m0 < clean_begin or m0 + self.tile_m > clean_end:
-            found = clean_begin == ALL_MASKED
+        if m0 < mask.unmasked_begin or m0 + self.tile_m > mask.unmasked_end:
+            found = mask.unmasked_begin == ALL_MASKED
             for j in cutlass.range_constexpr(-(-self.tile_m // 32)):
                 row = cutlass.min(32 * j + cute.arch.lane_idx(), self.tile_m - 1)
                 found |= broken_dpsum(sStat, row, stage)
@@ -90,33 +131,26 @@ class BackwardContainment:
 
     @cute.jit
     def add_not_finite(
-        self,
-        acc_dV: cute.Tensor,
-        sdO: cute.Tensor,  # (M, D) of the block
-        sStat: cute.Tensor,
-        stage: Int32,
-        m0: Int32,
-        key: cute.Tensor,
-        key_visible: cute.Tensor,
+        self, acc_dV: cute.Tensor, sdO: cute.Tensor, sStat: cute.Tensor, stage: Int32, m0: Int32, mask: Mask
     ) -> None:
-        """What is not finite in rows of dO, to dV of the keys that they see, whose P is above 0."""
+        """Add what is not finite in rows of dO to dV of the keys that they see, whose P is above 0."""
         first = cute.arch.lane_idx() % 4 * 2
         for m in cutlass.range(0, self.tile_m, 1, unroll=1):
             if broken_dpsum(sStat, m, stage):
                 for r in cutlass.range_constexpr(2):
-                    if (m + m0 >= key[r] + first) & (m + m0 < key_visible[r] + first):  # as in Results.mask
+                    if (m + m0 >= mask.key[r] + first) & (m + m0 < mask.visible_end[r] + first):  # see Mask
                         for e in cutlass.range_constexpr(self.head_dim // 4):
                             x = Float32(sdO[m, first + e // 2 * 8 + e % 2])
-                            at = e // 2 * 4 + 2 * r + e % 2
-                            acc_dV[at] = cutlass.select_(x - x != 0.0, acc_dV[at] + x, acc_dV[at])
+                            i = e // 2 * 4 + 2 * r + e % 2
+                            acc_dV[i] = cutlass.select_(x - x != 0.0, acc_dV[i] + x, acc_dV[i])
 
     @cute.jit
-    def settle(self, acc_dP: cute.Tensor, m0: Int32, key: cute.Tensor, key_visible: cute.Tensor) -> None:
-        """dP^T of rows from m0 on: 0 of hidden pairs."""
+    def zero_hidden(self, acc_dP: cute.Tensor, m0: Int32, mask: Mask) -> None:
+        """dP^T of query rows from m0 on becomes 0 where the pair is hidden."""
         for e in cutlass.range_constexpr(cute.size(acc_dP)):
             r = e // 2 % 2
-            seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
-            acc_dP[e] = cutlass.select_(seen, acc_dP[e], Float32(0.0))
+            visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
+            acc_dP[e] = cutlass.select_(visible, acc_dP[e], Float32(0.0))
 
     # ---------------------------------------------------------------- tiles in shared memory
     def quads(self, tile: cute.Tensor) -> cute.Tensor:
@@ -135,8 +169,11 @@ class BackwardContainment:
         return found
 
     @cute.jit
-    def clean(self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr, marked: Any = None) -> None:
-        """Zeros for what is not finite in a tile; of K, a NaN as the first element of that row of V, `marked`."""
+    def remove_not_finite(
+        self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr, marked: cute.Tensor | None = None
+    ) -> None:
+        """Zeros for what is not finite in a tile. marked: V of a tile of K; a row of K that loses elements leaves a NaN
+        as the first element of its row there."""
         quads = self.quads(tile)
         exponent, lowest = (0x7F807F80, 0x00800080) if self.dtype is cutlass.BFloat16 else (0x7C007C00, 0x04000400)
         units = cute.size(self.row_atom(self.k_columns, self.head_dim), mode=[1]) // 8  # of a row in a chunk of columns

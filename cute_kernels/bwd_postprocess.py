@@ -1,12 +1,12 @@
-"""After the backward's main kernel: dQ out of its fp32 sums."""
+"""After the backward's main kernel: dQ from its fp32 sums."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
+from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, clears_ahead
 from cute_kernels.accumulator import round_to
 from cute_kernels.bwd_frame import split_rows
@@ -25,8 +25,8 @@ class BackwardPostprocess:
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
             Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Up to
             head dim 128, [warp][chunk][lane][4].
-        locks: [lock_words(H * nm)] int32, as the main kernel leaves them, read where `clears_ahead`: dQ of a block
-            whose first lock is 0 is 0, whatever is in dq_acc. Else may be empty.
+        locks: [lock_words(H * nm)] int32, as the main kernel leaves them, read where `clears_ahead`: a block whose
+            first lock is 0 has a dQ of 0, whatever is in dq_acc. Else may be empty.
         dq: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes. Every element
             is written.
         softmax_scale: fp32.
@@ -45,12 +45,9 @@ class BackwardPostprocess:
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)
-        strides = (cute.sym_int64(divisibility=VECTOR), cute.sym_int64(divisibility=VECTOR), 1)
-        dq = make_fake_tensor(self.dtype, (rows, heads, dim), strides, assumed_align=16)
-        dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-        locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
-        return dq_acc, locks, dq, Float32(0.0), make_fake_stream(use_tvm_ffi_env_stream=True)
+        dq = fakes.packed(self.dtype, cute.sym_int32(), cute.sym_int32(), fakes.head_dim())
+        dq_acc = fakes.flat(Float32, cute.sym_int64(), fakes.ALIGNMENT)
+        return dq_acc, fakes.flat(Int32, cute.sym_int64()), dq, Float32(0.0), fakes.stream()
 
     @cute.jit
     def __call__(
@@ -73,16 +70,16 @@ class BackwardPostprocess:
         M, D, tid, lane = self.tile_m, self.head_dim, cute.arch.thread_idx()[0], cute.arch.lane_idx()
         num_rows, num_heads, dim = dq.shape
         h, mb = cute.arch.block_idx()[0] % num_heads, cute.arch.block_idx()[0] // num_heads
-        stride = D + VECTOR  # of a row in shared memory: the padding keeps the 8 rows of a store in different banks
-        tile = SmemAllocator().allocate_tensor(self.dtype, cute.make_layout((M, D), stride=(stride, 1)), 16)
+        row = D + VECTOR  # elements of a row in shared memory: padding keeps the 8 rows of a store in different banks
+        tile = SmemAllocator().allocate_tensor(self.dtype, cute.make_layout((M, D), stride=(row, 1)), 16)
         pairs = cute.make_tensor(
-            cute.recast_ptr(tile.iterator, dtype=Int32), cute.make_layout((M, D // 2), stride=(stride // 2, 1))
+            cute.recast_ptr(tile.iterator, dtype=Int32), cute.make_layout((M, D // 2), stride=(row // 2, 1))
         )
         by_warp = tid // 32 * (16 * self.rows) + lane * 4, 128
-        first, apart = by_warp if cutlass.const_expr(D <= 128) else (tid * 4, 4 * self.threads)
+        first, stride = by_warp if cutlass.const_expr(D <= 128) else (tid * 4, 4 * self.threads)
         block = Int64(h) * num_blocks + mb
         source = dq_acc.iterator + (block * (M * D) + first)
-        quads = cute.make_tensor(source.align(16), cute.make_layout((4, self.rows // 8), stride=(1, apart)))
+        quads = cute.make_tensor(source.align(16), cute.make_layout((4, self.rows // 8), stride=(1, stride)))
         values = cute.make_rmem_tensor((4, self.rows // 8), Float32)
         values.fill(0.0)
         if not cutlass.const_expr(clears_ahead(D)) or locks[block * LOCKS] != 0:

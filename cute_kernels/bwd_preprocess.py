@@ -4,9 +4,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import SmemAllocator
 
+from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, clears_ahead
 from cute_kernels.bwd_stats import by_block, fake_stats, stat_columns, stats_of
 
@@ -23,8 +23,8 @@ class BackwardPreprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
-        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): of each row what `bwd_stats.stat_columns`
-            says, of rows past T that P and dpsum are 0. Every element is written.
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): `bwd_stats.stat_columns` of each row; rows
+            past T say that P and dpsum are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.
         locks: [lock_words(H * nm)] int32 or empty. Every element is written.
@@ -48,18 +48,11 @@ class BackwardPreprocess:
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)
-
-        def packed() -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=VECTOR), cute.sym_int64(divisibility=VECTOR), 1)
-            return make_fake_tensor(self.dtype, (rows, heads, dim), strides, assumed_align=16)
-
-        lse = make_fake_tensor(Float32, (heads, rows), (cute.sym_int64(), 1), assumed_align=4)
-        stats = fake_stats(heads, self.tile_m)
-        dq_acc = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-        locks = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return packed(), packed(), lse, stats, dq_acc, locks, Float32(0.0), stream
+        rows, heads, dim = cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
+        out, dout = (fakes.packed(self.dtype, rows, heads, dim) for _ in range(2))
+        lse, stats = fakes.by_head(Float32, heads, rows), fake_stats(heads, self.tile_m)
+        dq_acc, locks = fakes.flat(Float32, cute.sym_int64(), fakes.ALIGNMENT), fakes.flat(Int32, cute.sym_int64())
+        return out, dout, lse, stats, dq_acc, locks, Float32(0.0), fakes.stream()
 
     @cute.jit
     def __call__(

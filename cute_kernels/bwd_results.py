@@ -1,13 +1,18 @@
-"""What the backward's main kernels do with accumulators whose rows are keys (S^T, dV, dK) or columns of dQ (dQ^T)."""
+"""The accumulators of the backward's main kernels: the mask of S^T, and how dV and dK are written.
 
-from typing import Any
+Their rows are keys. `accumulator` says which elements a thread holds.
+"""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.accumulator import column, part, round_to
-from cute_kernels.ptx import add_to_global
+from cute_kernels.bwd_arguments import Mask, SavedItem, Shared
+from cute_kernels.cluster import Clustered
+from cute_kernels.ptx import load_volatile, store_volatile
 
 
 def as_pairs(x: cute.Tensor) -> cute.Tensor:
@@ -16,24 +21,27 @@ def as_pairs(x: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Int32), cute.make_layout(shape, stride=stride))
 
 
-def exchange(values: list[Any], lane: Int32) -> list[Any]:
-    """Of four threads in a row: thread `lane` (0 to 3) gets what each of them has in place `lane` of its four."""
+def transpose_4x4(values: list[Int32], lane: Int32) -> list[Int32]:
+    """Among four neighbouring threads: thread `lane` (0 to 3) gets element `lane` of each of them."""
     x = list(values)
     for bit in (1, 2):
         high = (lane & bit) != 0
-        for i in (j for j in range(4) if not j & bit):  # places i and i + bit
+        for i in (j for j in range(4) if not j & bit):  # elements i and i + bit
             got = cute.arch.shuffle_sync_bfly(cutlass.select_(high, x[i], x[i + bit]), bit)
             x[i], x[i + bit] = cutlass.select_(high, got, x[i]), cutlass.select_(high, x[i + bit], got)
     return x
 
 
-def rows_of(out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> list[tuple[cute.Pointer, cutlass.Boolean]]:
+Rows = list[tuple[cute.Pointer, Boolean]]
+
+
+def rows_of(out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> Rows:
     """Rows n and n + 8 of out (T, Hk, D/2 pairs): where each begins, and whether it is below key_end."""
     return [(out[cutlass.min(n + i, key_end - 1), kv_head, None].iterator, n + i < key_end) for i in (0, 8)]
 
 
 @cute.jit
-def store_chunks(acc: cute.Tensor, dtype: cutlass.Constexpr, rows: Any, first: Int32, num_pairs: Int32) -> None:
+def store_chunks(acc: cute.Tensor, dtype: cutlass.Constexpr, rows: Rows, first: Int32, num_pairs: Int32) -> None:
     """Four chunks (of eight columns) from `first` on of an accumulator -> rows of 32-bit pairs, see `rows_of`.
 
     The four threads of a row each hold a pair of every chunk. They exchange them so that each one writes all of one
@@ -45,55 +53,101 @@ def store_chunks(acc: cute.Tensor, dtype: cutlass.Constexpr, rows: Any, first: I
     for r in cutlass.range_constexpr(2):
         row, valid = rows[r]
         chunk = cute.make_rmem_tensor(4, Int32)
-        for j, x in enumerate(exchange([pairs[2 * i + r] for i in range(4)], lane)):
+        for j, x in enumerate(transpose_4x4([pairs[2 * i + r] for i in range(4)], lane)):
             chunk[j] = x
         if valid & (4 * (first + lane) < num_pairs):
             dst = (row + 4 * (first + lane)).align(16)
             cute.autovec_copy(chunk, cute.make_tensor(dst, cute.make_layout(4)))
 
 
-class Results:
-    """Mask S^T, write dK and dV, add dQ up. Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+class Destination(NamedTuple):
+    """Where a CTA's dK and dV go."""
+
+    kv_head: Int32
+    key: Int32
+    key_end: Int32
+    partial: Int32  # -1: to dk and dv, else to these partial sums
+
+
+class Results(Clustered):
+    """Mask S^T, write dK and dV. Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
 
     dtype: type[cutlass.Numeric]
     head_dim: int
     tile_m: int
-
-    def add_all(self, acc_dQ: cute.Tensor, dst: cute.Pointer, stride: int, begin: int, end: int) -> None:
-        """Chunks [begin, end) of dQ^T, each four floats a thread, to `dst` and every `stride` floats from there."""
-        for c in range(begin, end):
-            add_to_global(dst + c * stride, *[acc_dQ[4 * c + j] for j in range(4)])
+    tile_n: int
 
     @cute.jit
-    def mask(
-        self,
-        acc_S: cute.Tensor,
-        m0: Int32,
-        key: cute.Tensor,
-        key_visible: cute.Tensor,
-        clean_begin: Int32,
-        clean_end: Int32,
-    ) -> None:
-        """S^T of query rows from m0 on: keep key <= q < key_visible. Most blocks skip it."""
-        if m0 < clean_begin or m0 + cute.size(acc_S) * 2 > clean_end:
+    def mask(self, acc_S: cute.Tensor, m0: Int32, mask: Mask) -> None:
+        """S^T of query rows from m0 on: hidden pairs become -inf. Most blocks need no mask and skip this."""
+        if m0 < mask.unmasked_begin or m0 + cute.size(acc_S) * 2 > mask.unmasked_end:
             for e in cutlass.range_constexpr(cute.size(acc_S)):
                 r = e // 2 % 2
-                seen = (column(e) >= key[r] - m0) & (column(e) < key_visible[r] - m0)
-                acc_S[e] = acc_S[e] if seen else -Float32.inf
+                visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
+                acc_S[e] = acc_S[e] if visible else -Float32.inf
 
-    def store(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
+    # ---------------------------------------------------------------- the item, after the loop
+    def save_item(self, s: Shared, saved: SavedItem) -> None:
+        """By one warp, before the loops of the others."""
+        with cute.arch.elect_one():
+            for j, field in enumerate(saved):
+                store_volatile(s.item + j, field)
+
+    def saved(self, s: Shared, *names: str) -> tuple[Int32, ...]:
+        """Fields of the saved item."""
+        return tuple(load_volatile(s.item + SavedItem._fields.index(name)) for name in names)
+
+    # ---------------------------------------------------------------- dK and dV
+    @cute.jit
+    def store_keys(
+        self,
+        results: tuple[tuple[cute.Tensor, cute.Tensor, int], ...],
+        partials: cute.Tensor,
+        end: Destination,
+        row: Int32,
+        first_partial: Int64 | None = None,
+    ) -> None:
+        """Write dK and dV, or their partial sums where the item is split.
+
+        Args:
+            results: accumulators (64 keys x D), the tensors that they belong to, and 0 (dK) or 1 (dV).
+            row: the thread's keys are `row` and `row` + 8 of the CTA's.
+            first_partial: see there; where it is not given, split items alone compute it.
+        """
+        size = self.tile_n * self.head_dim
+        if end.partial < 0:
+            for acc, out, _ in results:
+                self.store_rows(acc, out, end.kv_head, end.key + row, end.key_end)
+        else:
+            first = self.first_partial(end.partial) if const_expr(first_partial is None) else first_partial
+            for acc, _, which in results:
+                self.store_partial(acc, partials.iterator + (first + which * size), row)
+
+    def destination(self, s: Shared) -> Destination:
+        """Of this CTA's results, from the saved item."""
+        return Destination(*self.saved(s, "kv_head", "key", "key_end", "partial"))
+
+    def first_partial(self, partial: Int32) -> Int64:
+        """Where this CTA's partial sums begin."""
+        return Int64(partial) * self.partial_floats() + self.rank() * (2 * self.tile_n * self.head_dim)
+
+    def partial_floats(self) -> int:
+        """Floats of the partial sums of an item."""
+        raise NotImplementedError
+
+    def store_rows(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
         """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
         rows = rows_of(out, kv_head, n, key_end)
         for c in range(0, self.head_dim // 8, 4):
             store_chunks(part(acc, 4 * c, 16), self.dtype, rows, Int32(c), out.shape[2])
 
-    def store_slab(self, acc: cute.Tensor, slab: cute.Pointer, row: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> slab, as it lies in registers: [16 keys][chunk][lane][4] fp32.
+    def store_partial(self, acc: cute.Tensor, partial: cute.Pointer, row: Int32) -> None:
+        """acc (64 keys x D) of one warp group -> partial sums, as it lies in registers: [16 keys][chunk][lane][4] fp32.
 
         This thread's first key is `row`.
         """
         chunks = self.head_dim // 8
-        own = (slab + (row // 16 * (chunks * 128) + cute.arch.lane_idx() * 4)).align(16)
+        own = (partial + (row // 16 * (chunks * 128) + cute.arch.lane_idx() * 4)).align(16)
         dst = cute.make_tensor(own, cute.make_layout((4, chunks), stride=(1, 128)))
         for c in range(chunks):
             cute.autovec_copy(part(acc, 4 * c, 4), dst[None, c])

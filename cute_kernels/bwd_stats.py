@@ -2,19 +2,19 @@
 
 P and dS are made of S - lse / softmax_scale and dP - dpsum. Both come out of the products themselves if the rows of Q
 and dO go on with columns that hold the statistics, and those of K and V with ones there; a number of fp32 is three of
-bf16. So no thread loads statistics, which took a twelfth of what shared memory carries, holds them in registers or adds
-them (docs/tuning.md, "Statistics by the tensor cores").
+bf16. So no thread loads statistics, holds them in registers or adds them; to load them took a twelfth of the traffic of
+shared memory (docs/tuning.md, "Statistics by the tensor cores").
 
-A row's columns are 16 bytes. A product takes twice as many, and is shown them twice: they hold halves. The keys'
-columns are the same for all keys, so one matrix of eight rows stands for all.
+A row's columns are 16 bytes. A product takes twice as many, so its descriptor shows it the same bytes twice, and they
+hold halves. The keys' columns are the same for all keys, so one matrix of eight rows stands for all.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
@@ -23,7 +23,10 @@ from cute_kernels.ptx import store_volatile
 
 LARGEST = float.fromhex("0x1.fep127")  # of bf16
 KEYS_BYTES = 256  # of shared memory
-KEYS = (0x3F803F80, 0x00003F80, 0, 0), (0, 0x3F800000, 0x3F803F80, 0)  # ones where lse is, and dpsum; pairs, first low
+KEYS = (
+    (0x3F803F80, 0x00003F80, 0, 0),
+    (0, 0x3F800000, 0x3F803F80, 0),
+)  # ones where lse is, and where dpsum is: pairs, the first one low
 
 
 def fake_stats(heads: cute.SymInt, tile_m: int) -> cute.Tensor:
@@ -43,10 +46,10 @@ def by_block(stats: cute.Tensor, num_rows: Int32, tile_m: int) -> cute.Tensor:
     return cute.make_tensor(stats.iterator, cute.make_layout(shape, stride=strides))
 
 
-def stats_of(stats: cute.Tensor, h: Int32, mb: Int32) -> cute.Tensor:
-    """(H, nm, n) -> (n) of query block mb of head h, whose place takes 64 bits."""
+def stats_of(stats: cute.Tensor, h: Int32, m_block: Int32) -> cute.Tensor:
+    """(H, nm, n) -> (n) of query block m_block of head h, whose offset takes 64 bits."""
     size = stats.shape[2]
-    return cute.make_tensor((stats[h, None, None].iterator + Int64(mb) * size).align(16), cute.make_layout(size))
+    return cute.make_tensor((stats[h, None, None].iterator + Int64(m_block) * size).align(16), cute.make_layout(size))
 
 
 # ---------------------------------------------------------------- the preprocess
@@ -84,21 +87,38 @@ def fill_keys(keys: cute.Pointer) -> None:
         store_volatile(keys + 64 * which + 2 * lane, pair)
 
 
-def stat_product(rows: int) -> cute.TiledMma:
-    """Statistics of so many query rows, to an accumulator of S^T or dP^T (64 keys)."""
-    K_major = warpgroup.OperandMajorMode.K
-    return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, K_major, K_major, Float32, (1, 1, 1), (64, rows))
+class Statistics(NamedTuple):
+    """The products that add statistics of some query rows of a block to an accumulator of S^T or dP^T (64 keys)."""
+
+    mma: cute.TiledMma
+    lse_keys: cute.Tensor  # the keys' operand: ones where lse is
+    dpsum_keys: cute.Tensor  # and where dpsum is
+    rows: cute.Tensor  # the other operand, of each stage
+
+    @classmethod
+    def of(cls, sStat: cute.Tensor, keys: cute.Pointer, begin: int, rows: int) -> "Statistics":
+        """Of rows [begin, begin + rows) of sStat (STAT_COLUMNS, M, stages)."""
+        K_major = warpgroup.OperandMajorMode.K
+        mma = hopper.make_trivial_tiled_mma(BFloat16, BFloat16, K_major, K_major, Float32, (1, 1, 1), (64, rows))
+        rows_operand = _rows_operand(mma, sStat, begin, rows)
+        lse_keys, dpsum_keys = (_keys_operand(mma, keys + 64 * which) for which in (0, 1))
+        return cls(mma, lse_keys, dpsum_keys, rows_operand)
+
+    def lse(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
+        """To S^T: an addend of `accumulator.gemm`."""
+        return self.mma, self.lse_keys, self.rows[None, None, None, stage]
+
+    def dpsum(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
+        """To dP^T."""
+        return self.mma, self.dpsum_keys, self.rows[None, None, None, stage]
 
 
-def stat_keys(mma: cute.TiledMma, keys: cute.Pointer, which: int) -> cute.Tensor:
-    """The keys' operand in the product of S (0) or dP (1)."""
-    layout = cute.make_layout(((8, 8), (8, 2)), stride=((8, 0), (1, 0)))
-    tile = cute.make_tensor(keys + 64 * which, layout)
+def _keys_operand(mma: cute.TiledMma, keys: cute.Pointer) -> cute.Tensor:
+    tile = cute.make_tensor(keys, cute.make_layout(((8, 8), (8, 2)), stride=((8, 0), (1, 0))))
     return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
 
 
-def stat_rows(mma: cute.TiledMma, sStat: cute.Tensor, begin: int, rows: int) -> cute.Tensor:
-    """The other operand: rows [begin, begin + rows) of a block's statistics (STAT_COLUMNS, M, stages)."""
+def _rows_operand(mma: cute.TiledMma, sStat: cute.Tensor, begin: int, rows: int) -> cute.Tensor:
     _, tile_m, stages = sStat.shape
     strides = (STAT_COLUMNS, 8 * STAT_COLUMNS), (1, 0), tile_m * STAT_COLUMNS
     tile = cute.make_tensor(
@@ -107,6 +127,6 @@ def stat_rows(mma: cute.TiledMma, sStat: cute.Tensor, begin: int, rows: int) -> 
     return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
 
 
-def broken_dpsum(sStat: cute.Tensor, row: Any, stage: Int32) -> Any:
+def broken_dpsum(sStat: cute.Tensor, row: Int32 | int, stage: Int32) -> Boolean:
     """Whether a row's dpsum is not finite."""
     return Float32(sStat[3, row, stage]) > Float32(LARGEST / 2)

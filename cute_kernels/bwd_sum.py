@@ -4,22 +4,21 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels import fakes
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_results import as_pairs, rows_of, store_chunks
 
-VECTOR = 8  # the unit of head dims
 THREADS = 256
 
 
-class SlabSum:
-    """dK and dV of split items: their fp32 slabs added up in order and rounded.
+class PartialSum:
+    """dK and dV of split items: their fp32 partial sums added up in order and rounded.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        slabs: [n_slabs * cluster * 2 * tile_n * head_dim] fp32: per slab and CTA, dK and dV, as
-            `Results.store_slab` writes them.
-        sums: [n, 5] int32, which slabs make which keys (fields: abi.BackwardFields). n >= 1.
+        partials: [n_partials * cluster * 2 * tile_n * head_dim] fp32: of each item and CTA, dK and dV as
+            `Results.store_partial` writes them.
+        sums: [n, 5] int32, which partial sums make which keys (fields: abi.BackwardFields). n >= 1.
         dk, dv: [T, Hk, D] fp16 or bf16, or [0] where not asked; last dimension contiguous, address and strides
             multiples of 16 bytes. The keys of `sums` are written.
         stream: taken from the environment (torch's current stream), not passed.
@@ -37,23 +36,19 @@ class SlabSum:
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
-        rows, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)
-
-        def packed() -> cute.Tensor:
-            strides = (cute.sym_int64(divisibility=VECTOR), cute.sym_int64(divisibility=VECTOR), 1)
-            return make_fake_tensor(self.dtype, (rows, kv_heads, dim), strides, assumed_align=16)
-
-        slabs = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-        shape, strides = (cute.sym_int32(), items.NUM_SUM_FIELDS), (items.NUM_SUM_FIELDS, 1)
-        sums = make_fake_tensor(Int32, shape, strides, assumed_align=4)
-        absent = make_fake_tensor(self.dtype, (cute.sym_int32(),), (1,), assumed_align=4)
-        dk, dv = (packed() if which in self.wanted else absent for which in range(2))
-        return slabs, sums, dk, dv, make_fake_stream(use_tvm_ffi_env_stream=True)
+        rows, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
+        partials = fakes.flat(Float32, cute.sym_int64(), fakes.ALIGNMENT)
+        sums = fakes.table(items.NUM_SUM_FIELDS)
+        absent = fakes.flat(self.dtype, cute.sym_int32())
+        dk, dv = (
+            fakes.packed(self.dtype, rows, kv_heads, dim) if which in self.wanted else absent for which in range(2)
+        )
+        return partials, sums, dk, dv, fakes.stream()
 
     @cute.jit
     def __call__(
         self,
-        slabs: cute.Tensor,  # (n_slabs * cluster * 2 * tile_n * head_dim)
+        partials: cute.Tensor,  # (n_partials * cluster * 2 * tile_n * head_dim)
         sums: cute.Tensor,  # (n, 5)
         dk: cute.Tensor,  # (T, Hk, D)
         dv: cute.Tensor,  # (T, Hk, D)
@@ -61,28 +56,30 @@ class SlabSum:
     ) -> None:
         dk, dv = (as_pairs(x) if which in self.wanted else x for which, x in enumerate((dk, dv)))
         warps = sums.shape[0] * self.cluster * len(self.wanted) * (self.tile_n // 16) * (self.head_dim // 32)
-        self.kernel(slabs, sums, dk, dv).launch(
+        self.kernel(partials, sums, dk, dv).launch(
             grid=[(warps * 32 + THREADS - 1) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, slabs: cute.Tensor, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor) -> None:
+    def kernel(self, partials: cute.Tensor, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor) -> None:
         """A warp adds up 16 keys and 32 columns (four chunks) of dK or dV."""
         D, N, lane = self.head_dim, self.tile_n, cute.arch.lane_idx()
-        at = cute.arch.block_idx()[0] * (THREADS // 32) + cute.arch.warp_idx()
-        at, four = at // (D // 32), at % (D // 32)
-        at, sixteen = at // (N // 16), at % (N // 16)
-        at, which = at // len(self.wanted), at % len(self.wanted) if len(self.wanted) == 2 else Int32(self.wanted[0])
-        s, rank = at // self.cluster, at % self.cluster
+        # The warp's number, of digits (sum, CTA, dK or dV, 16 keys, 32 columns)
+        number = cute.arch.block_idx()[0] * (THREADS // 32) + cute.arch.warp_idx()
+        number, four = number // (D // 32), number % (D // 32)
+        number, sixteen = number // (N // 16), number % (N // 16)
+        both = len(self.wanted) == 2
+        number, which = number // len(self.wanted), number % len(self.wanted) if both else Int32(self.wanted[0])
+        s, rank = number // self.cluster, number % self.cluster
         if s < sums.shape[0]:
             total, term = [cute.make_rmem_tensor((4, 4), Float32) for _ in range(2)]
             total.fill(0.0)
             first = sums[s, items.SUM_FIRST]
             for i in cutlass.range(first, first + sums[s, items.SUM_COUNT], 1, unroll=2):
-                slab = (Int64(i) * self.cluster + rank) * 2 + which
-                place = slab * (N * D) + (sixteen * (D // 8) + four * 4) * 128 + lane * 4
+                partial = (Int64(i) * self.cluster + rank) * 2 + which
+                offset = partial * (N * D) + (sixteen * (D // 8) + four * 4) * 128 + lane * 4
                 chunks = cute.make_layout((4, 4), stride=(1, 128))
-                source = cute.make_tensor((slabs.iterator + place).align(16), chunks)
+                source = cute.make_tensor((partials.iterator + offset).align(16), chunks)
                 for c in cutlass.range_constexpr(4):
                     cute.autovec_copy(source[None, c], term[None, c])
                 for e in cutlass.range_constexpr(16):

@@ -1,22 +1,22 @@
-"""Which query blocks the backward up to head dim 128 walks, and of which it leaves out a half.
+"""Which query blocks the backward up to head dim 128 walks, and of which blocks it takes a part of the rows only.
 
 Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/test_plan_backward.py walks plans so.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cute_kernels.integers import larger, select, smaller
+from cute_kernels.integers import Integer, larger, select, smaller
 
 
 def part_rows(tile_m: int) -> int:
-    """Rows in a part of a block: the first ones (the last ones) of one whose other rows see no keys."""
+    """Rows in a part of a block: the first (or last) rows of a block whose other rows see no keys."""
     return 16 * -(-tile_m // 32)
 
 
-def first_block(begin: Any, end: Any, key: Any, key_end: Any, tile_m: int) -> Any:
-    """Of an item's query blocks [begin, end), the first with rows that do not all precede a CTA's keys [key, key_end).
+def first_block(begin: Integer, end: Integer, key: Integer, key_end: Integer, tile_m: int) -> Integer:
+    """The first of an item's query blocks [begin, end) with a row that does not precede a CTA's keys [key, key_end).
 
-    A CTA without keys has the last one left.
+    For a CTA without keys it is the last block.
     """
     last = end - 1
     return select(key < key_end, larger(begin, smaller(last, key // tile_m)), last)
@@ -26,18 +26,18 @@ class Walk(NamedTuple):
     """Of a CTA's query blocks, those with rows that see keys of a warp group.
 
     Attributes:
-        begin, end: all of them.
-        whole_begin, whole_end: without those of which a part is enough: of the first one the last rows, of the last
-            one the first rows.
+        begin, end: all of these blocks.
+        whole_begin, whole_end: those of which all rows are needed. Of the block before them the last rows are enough,
+            of the block after them the first rows.
     """
 
-    begin: Any
-    whole_begin: Any
-    whole_end: Any
-    end: Any
+    begin: Integer
+    whole_begin: Integer
+    whole_end: Integer
+    end: Integer
 
     @classmethod
-    def of(cls, begin: Any, end: Any, first: Any, last: Any, tile_m: int) -> "Walk":
+    def of(cls, begin: Integer, end: Integer, first: Integer, last: Integer, tile_m: int) -> "Walk":
         """Of a CTA's blocks [begin, end), where rows that see keys of the warp group lie from `first` to below `last`.
 
         Where first >= last there are none.

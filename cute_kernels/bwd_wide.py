@@ -1,72 +1,112 @@
 """Attention backward for head dims 192 and 256: two MMA warp groups with different work, and clusters that share dQ.
 
-One warp group makes S, P and dV of the CTA's 64 keys, the other dP, dS and dK; P and dS feed dV and dK from registers.
-Neither waits for a product of the other's, and the tensor cores always have one of them to work for.
+The first warp group makes S, P and dV of the CTA's 64 keys, the second one dP, dS and dK; P and dS feed dV and dK from
+registers. Neither waits for a product of the other's, and the tensor cores always have one of them to work for.
 
-dQ of 64 keys at a time would be too much to add up in global memory. So the CTAs of a cluster hand each other dS, and
-each makes one half of dQ over the keys of both, which halves what is added. Each warp group has a tile of 64 columns.
-Head dim 192 has three: the middle one is the second warp group's, for one half of the query rows in either CTA. That
-warp group's other work takes longer.
+To add dQ up in global memory for 64 keys at a time would be too much traffic. So the CTAs of a cluster hand each other
+dS, and each makes one half of dQ over the keys of both, which halves the traffic. Each warp group has a tile of 64
+columns. Head dim 192 has three such tiles: the middle one is the second warp group's, for one half of the query rows in
+either CTA, because that warp group has more other work.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.accumulator import gemm, part, round_to
-from cute_kernels.bwd_contain import BAR_CONTAIN
+from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
 from cute_kernels.bwd_frame import BackwardFrame
-from cute_kernels.bwd_stats import stat_keys, stat_product, stat_rows
-from cute_kernels.cluster import SMEM_BYTES
-from cute_kernels.ptx import copy_to_peer, load_acquire, load_volatile, store_release
+from cute_kernels.bwd_stats import Statistics
+from cute_kernels.pipeline import MbarrierAllocator, Signal
+from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
 
 
-@dataclass
-class State:
-    """What a warp group's loop over query blocks works on."""
+@dataclass(frozen=True)
+class DqOrder:
+    """If deterministic: CTAs add to dQ of a block in the order of their keys. Warps 1 and 2 do the waiting in memory.
+
+    A ring of two steps: warp 1 grants step `it` after warp 2 has passed step `it` - 2 on; the MMA warps add after the
+    grant; warp 2 passes the step on after all of them have added. So each of the three signals is at most two steps
+    ahead of those who wait for it.
+
+    Attributes:
+        granted: all predecessors have added to the block of a step (warp 1 to the MMA warps).
+        added: this CTA has added to the block (MMA warps to warp 2).
+        passed: warp 2 has seen that (to warp 1), and tells the next CTA.
+    """
+
+    granted: Signal
+    added: Signal
+    passed: Signal
+
+    @classmethod
+    def make(cls, barriers: MbarrierAllocator, *, warps: int) -> Self:
+        granted, added, passed = (Signal.make(barriers, 2, producers=n) for n in (1, warps, 1))
+        return cls(granted, added, passed)
+
+
+@dataclass(frozen=True)
+class WidePipelines(BackwardPipelines):
+    """
+    Attributes:
+        P: the first warp group has written P of a step. It writes P of step `it` + 1 after it has seen dS of step
+            `it`, where the second warp group arrives after it has read P of step `it`.
+        dS: the second warp group has written dS of a step. There are two barriers, for even and odd steps. On a single
+            one, dS of step `it` + 1 could arrive before the exchange warp (3) has seen dS of step `it`; that warp would
+            then wait for a phase that is over. It is never two steps behind: dS of step `it` + 2 comes after dQ of step
+            `it`, which waits for peer_dS of step `it`, where this CTA's exchange warp arrives after it has seen dS of
+            step `it`.
+        peer_dS: dS of the other CTA of the cluster is there. The MMA warps wait for step `it` in step `it` + 1; the
+            exchange warp arrives for step `it` + 3 after dS of step `it` + 3.
+        dq_order: see there.
+    """
+
+    P: Signal
+    dS: Signal
+    dq_order: DqOrder
+    peer_dS: Signal
+
+
+class DqOperands(NamedTuple):
+    """A warp group's part of dQ^T: a tile of 64 columns, over all rows of a block or one half of them."""
+
+    mma: cute.TiledMma
+    Kt: cute.Tensor  # (MMA, 1, N/16)
+    peer_Kt: cute.Tensor  # (MMA, 1, N/16)
+    dS: cute.Tensor  # (MMA, 1, N/16, buffers)
+    acc: cute.Tensor  # (64, rows)
+    target: cute.Pointer  # this thread's first element in block 0 of dq_acc
+
+
+class Operands(NamedTuple):
+    """Operands in shared memory, and a warp group's accumulators."""
 
     mma_S: cute.TiledMma
     mma_dKV: cute.TiledMma
-    mma_dQ: cute.TiledMma
-    frags: dict[str, cute.Tensor]  # operands in shared memory
-    acc: Any  # dV or dK
-    acc_dQ: Any  # this and dq_dst: see `with_dq`
-    stats: list[Any]  # what is added to S and dP
-    P: cute.Tensor  # (8, M/16): this thread's part of P^T in shared memory
-    copy_dS: cute.TiledCopy
-    dS_dst: cute.Tensor
-    tid: Int32
-    dq_dst: Any  # this thread's place in block 0
-    num_blocks: Int32  # query blocks a head
-    scale_log2: Float32
-    bars: cute.Pointer
-    masks: tuple[Any, ...]
-    sQ: cute.Tensor
-    sdO: cute.Tensor
-    sStat: cute.Tensor
-
-    def stat(self, which: int, stage: Int32) -> Any:
-        """The product that is added to S (0) or dP (1) of a stage."""
-        product, keys, rows = self.stats[which]
-        return product, keys, rows[None, None, None, stage]
+    K: cute.Tensor  # (MMA, 1, D/16), of S^T
+    V: cute.Tensor  # (MMA, 1, D/16), of dP^T
+    Q: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
+    dO: cute.Tensor  # (MMA, 1, D/16, do_stages), of dP^T
+    Qt: cute.Tensor  # (MMA, 1, M/16, stages), of dK
+    dOt: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
+    stats: Statistics
+    P: cute.Tensor  # (8, M/16): this thread's part of P^T
+    dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
+    acc: cute.Tensor | None = None  # (64, D) dV, or dK
+    dq: DqOperands | None = None
 
 
 class WideBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (192, 256)
-    P: int  # numbers of mbarriers
-    DS: int
-    TURN: int
-    ADDED: int
-    PASSED: int
-    PEER: int
 
     def check_tile(self) -> None:
         if self.tile_n != 64 or self.cluster != 2 or self.stages != 2 or self.heads_inside:
@@ -74,419 +114,346 @@ class WideBackward(BackwardFrame):
         if self.tile_m % 16 or not 16 <= self.tile_m <= 96:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 96")
 
+    # ---------------------------------------------------------------- shared memory and pipelines
     @property
     def peer_columns(self) -> int:
         return 128
 
     @property
     def do_stages(self) -> int:
-        """As many as there is room for: a block of dO is needed for about half a step."""
-        keys, rows = self.tile_n * (2 * self.head_dim + self.peer_columns), 4 * self.tile_m * self.head_dim
-        return 2 if 2 * (keys + rows + 7 * self.tile_m * self.tile_n) + 4096 <= SMEM_BYTES else 1
+        """There is no room for more, and a block of dO is needed for about half a step only."""
+        return 1
 
     @property
     def buffers(self) -> int:
         """P; dS of this CTA, which is read until the other CTA has released a block of dO; dS of the other CTA."""
         return 1 + (self.do_stages + 1) + 3
 
+    def own_dS(self, it: Int32) -> Int32:
+        """Buffer of this CTA's dS of step `it`."""
+        return 1 + it % (self.do_stages + 1)
+
+    def peer_dS(self, it: Int32) -> Int32:
+        """Buffer of the other CTA's dS of step `it`."""
+        return self.buffers - 3 + it % 3
+
     @property
     def smem_order(self) -> tuple[str, ...]:
-        return "K", "V", "Q", "dO", "dS", "small", "own"
+        return "K", "V", "Q", "dO", "dS", "small", "peer_K"
 
-    def own_barriers(self) -> list[tuple[str, int, int]]:
-        """P, dS; the order of dQ's sums; dS of the other CTA.
+    def pipelines(self, barriers: MbarrierAllocator) -> WidePipelines:
+        K, V = self.key_signals(barriers)
+        P = Signal.make(barriers, 1, producers=4)
+        dS = Signal.make(barriers, 2, producers=4)
+        dq_order = DqOrder.make(barriers, warps=4 * self.warp_groups)
+        peer_dS = Signal.make(barriers, 3, producers=1)
+        Q, dO = self.row_pipelines(barriers)
+        return WidePipelines(K, V, Q, dO, P, dS, dq_order, peer_dS)
 
-        dS has two barriers, for even and odd blocks. On a single one, dS of block `it` + 1 can arrive before the
-        exchange warp has seen that of block `it`; the warp would then wait for a phase that is over. It is never two
-        blocks behind: dS of block `it` + 2 comes after dQ of block `it`, which waits for the barrier PEER of block
-        `it`, where this CTA's exchange warp arrives after it has seen dS of block `it`.
-        """
-        warps = 4 * self.warp_groups
-        return [("P", 1, 4), ("DS", 2, 4), ("TURN", 2, 1), ("ADDED", 2, warps), ("PASSED", 2, 1), ("PEER", 3, 1)]
+    # ---------------------------------------------------------------- the shape of products
+    def mma_S(self) -> cute.TiledMma:
+        """S^T (64, M) = K (64, D) Q^T, and dP^T likewise"""
+        K_major, shape = warpgroup.OperandMajorMode.K, (64, self.tile_m)
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape)
+
+    def mma_dQ(self, rows: int) -> cute.TiledMma:
+        """dQ^T (64 columns, rows) = K^T dS^T"""
+        K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_major, K_major, Float32, (1, 1, 1), (64, rows))
 
     def dq_rows(self, wg: int) -> int:
         """Query rows of a warp group's tile of dQ: half of a block's where both CTAs have that tile."""
         return self.tile_m // 2 if self.head_dim == 192 and wg == 1 else self.tile_m
 
-    def own_dS(self, it: Int32) -> Int32:
-        """Buffer of this CTA's dS of block `it`."""
-        return 1 + it % (self.do_stages + 1)
-
-    def peer_dS(self, it: Int32) -> Int32:
-        return self.buffers - 3 + it % 3
-
-    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
-        K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        dtype, shape, M = self.dtype, (1, 1, 1), self.tile_m
-        mma_S = hopper.make_trivial_tiled_mma(dtype, dtype, K_major, K_major, Float32, shape, (64, M))
-        mma_dKV = hopper.make_trivial_tiled_mma(
-            dtype, dtype, K_major, MN_major, Float32, shape, (64, self.head_dim), warpgroup.OperandSource.RMEM
-        )
-        return mma_S, mma_dKV, self.mma_dq(M)
-
-    def mma_dq(self, rows: int) -> cute.TiledMma:
-        K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_major, K_major, Float32, (1, 1, 1), (64, rows))
-
-    # ---------------------------------------------------------------- beside the loader
+    # ---------------------------------------------------------------- the warps beside the producer
     @cute.jit
-    def assist(
-        self, warp_idx: Int32, sdS: cute.Tensor, own: Any, dq_acc: cute.Tensor, locks: cute.Tensor, num_blocks: Int32,
-        bars: cute.Pointer, at: cute.Pointer, item: Any, heads_per_kv: Int32,
-    ) -> None:  # fmt: skip
+    def assist(self, g: Global, s: Shared, p: WidePipelines, item: Item, heads_per_kv: Int32, warp_idx: Int32) -> None:
         if warp_idx == 1:
-            self.await_turns(locks, num_blocks, bars, item, heads_per_kv)
+            self.grant_dq(g, p, item, heads_per_kv)
         if warp_idx == 2:
-            self.pass_turns(locks, num_blocks, bars, item, heads_per_kv)
+            self.pass_dq_on(g, p, item, heads_per_kv)
         if warp_idx == 3:
-            self.exchange(sdS, bars, item, heads_per_kv)
+            self.exchange_dS(s, p, item, heads_per_kv)
 
     @cute.jit
-    def await_turns(
-        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
-    ) -> None:
-        """Deterministic: see this CTA's turn at each of its blocks come, up to two blocks ahead of the MMA warps."""
+    def grant_dq(self, g: Global, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:
+        """Deterministic: wait until this CTA may add to dQ of a block, up to two steps ahead of the MMA warps."""
         if const_expr(not self.deterministic):
             return
-        kv_head, mb0, mb1 = item.kv_head, item.block_begin, item.block_end
         it = Int32(0)
-        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
-                mb = mb1 - 1 - j
-                lock = self.lock_of(locks, h, num_blocks, mb, self.rank())
-                expected = item.turn(mb)
-                while load_acquire(lock) != expected:
+        for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
+                m_block = item.block_end - 1 - j
+                lock = self.lock_of(g, m_block, h, self.rank())
+                before = item.predecessors(m_block)
+                while load_acquire(lock) != before:
                     pass
                 cute.arch.sync_warp()
-                slot, phase = self.ring(it, 2)
-                cute.arch.mbarrier_wait(bars + self.PASSED + slot, phase ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.TURN + slot)
+                p.dq_order.passed.wait_previous(it)
+                p.dq_order.granted.arrive(it, sync_warp=False)
                 it += 1
 
     @cute.jit
-    def pass_turns(
-        self, locks: cute.Tensor, num_blocks: Int32, bars: cute.Pointer, item: Any, heads_per_kv: Int32
-    ) -> None:
-        """Deterministic: pass the turn on when this CTA's sums are in memory, for which no MMA warp waits."""
+    def pass_dq_on(self, g: Global, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:
+        """Deterministic: let the next CTA add when this CTA's sums are in memory, for which no MMA warp waits."""
         if const_expr(not self.deterministic):
             return
-        kv_head, mb0, mb1, place = item.kv_head, item.block_begin, item.block_end, item.place
         it = Int32(0)
-        for h in cutlass.range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, mb1 - mb0, 1, unroll=1):
-                slot, phase = self.ring(it, 2)
-                cute.arch.mbarrier_wait(bars + self.ADDED + slot, phase)
+        for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
+            for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
+                p.dq_order.added.wait(it)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bars + self.PASSED + slot)
-                    store_release(self.lock_of(locks, h, num_blocks, mb1 - 1 - j, self.rank()), place + 1)
+                    p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
+                    store_release(self.lock_of(g, item.block_end - 1 - j, h, self.rank()), item.order + 1)
                 it += 1
 
-    def load_peer_keys(self, tma: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, bars: cute.Pointer, item: Any) -> None:
-        """The other CTA's rows of K, in the columns of this CTA's part of dQ. They come with this CTA's K."""
-        if self.want_dq:
-            kv_head, n0, rank, shape = item.kv_head, item.key, self.rank(), (self.tile_n, self.peer_columns)
-            first = n0 + (1 - 2 * rank) * self.tile_n, rank * (self.head_dim - self.peer_columns)
-            tile = cute.local_tile(cute.domain_offset(first, g[None, None, kv_head]), shape, (0, 0))
-            ts, tg = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tile, 0, 2)
-            )
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(bars + self.FULL_K, 2 * self.tile_n * self.peer_columns)
-            cute.copy(tma, tg, ts, tma_bar_ptr=bars + self.FULL_K)
-
     @cute.jit
-    def exchange(self, sdS: cute.Tensor, bars: cute.Pointer, item: Any, heads_per_kv: Int32) -> None:
-        """This CTA's dS of every block to the other CTA.
+    def exchange_dS(self, s: Shared, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:
+        """This CTA's dS of every step to the other CTA.
 
-        Its buffer there is free: dO of this block is here, so both CTAs have released what was in its place, and then
-        they were done with dQ of three blocks back.
+        Its buffer there is free: dO of this step is here, so both CTAs have released the block before in that stage,
+        and then they were done with dQ of three steps back.
         """
         if const_expr(not self.want_dq):
             return
-        total, size = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
-        for it in cutlass.range(0, total, 1, unroll=1):
-            slot, phase = self.ring(it, 2)
-            cute.arch.mbarrier_wait(bars + self.DS + slot, phase)
-            full = bars + self.PEER + it % 3
+        steps, num_bytes = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
+        for it in cutlass.range(0, steps, 1, unroll=1):
+            p.dS.wait(it)
+            bar = p.peer_dS.full[p.peer_dS.stage(it).index]
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                source, dst = (sdS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
-                copy_to_peer(dst, source, full, size, 1 - self.rank())
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
+                source, target = (s.dS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
+                copy_to_peer(target, source, bar, num_bytes, 1 - self.rank())
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
     def mma(
-        self,
-        mma_S: cute.TiledMma,
-        mma_dKV: cute.TiledMma,
-        mma_dQ: cute.TiledMma,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dq_acc: cute.Tensor,
-        slabs: cute.Tensor,
-        kept: cute.Pointer,
-        visible_end: cute.Tensor,
-        num_blocks: Int32,
-        scale: Float32,
-        heads_per_kv: Int32,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sQ: cute.Tensor,
-        sdO: cute.Tensor,
-        sdS: cute.Tensor,
-        sStat: cute.Tensor,
-        sKeys: cute.Pointer,
-        bars: cute.Pointer,
-        item: Any,
-        warp_id: Int32,
-        sKp: cute.Tensor | None,
+        self, g: Global, s: Shared, p: WidePipelines, item: Item, scale: Float32, heads_per_kv: Int32, warp_id: Int32
     ) -> None:
-        kv_head, n0, key_end, mb0, mb1 = item.kv_head, item.key, item.key_end, item.block_begin, item.block_end
-        clean_begin, clean_end = item.clean_begin, item.clean_end
-        D, M, N = self.head_dim, self.tile_m, self.tile_n
-        wg, tid, lane = warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
-        rank = self.rank()
-        thr_S, thr_dKV = mma_S.get_slice(0), mma_dKV.get_slice(0)
-        frags = {
-            "K": mma_S.make_fragment_A(thr_S.partition_A(sK)),
-            "V": mma_S.make_fragment_A(thr_S.partition_A(sV)),
-            "Q": mma_S.make_fragment_B(thr_S.partition_B(sQ)),
-            "dO": mma_S.make_fragment_B(thr_S.partition_B(sdO)),
-            "Qt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sQ))),
-            "dOt": mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(sdO))),
-        }
-        product = stat_product(M)
-        rows = stat_rows(product, sStat, 0, M)
-        stats = [(product, stat_keys(product, sKeys, which), rows) for which in (0, 1)]
-        copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_S)
-        dS_dst = copy_dS.get_slice(tid).partition_D(self.transposed(sdS))
-        # P^T passes from a thread to the same thread of the other warp group: any order of elements serves.
-        P = cute.make_tensor(
-            cute.recast_ptr(sdS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8,
-            cute.make_layout((8, M // 16), stride=(1, 1024)),
-        )
-        key, key_visible = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
-        for r in cutlass.range_constexpr(2):  # this thread's rows of S^T, less its first column
-            n = n0 + warp_id % 4 * 16 + lane // 4 + 8 * r
-            key[r] = n - lane % 4 * 2
-            key_visible[r] = (visible_end[n] if n < key_end else 0) - lane % 4 * 2
-        self.await_cluster()
-        cute.arch.mbarrier_wait(bars + self.FULL_K, 0)
-        if const_expr(self.want_dp):
-            cute.arch.mbarrier_wait(bars + self.FULL_V, 0)
-            clean_begin = self.clean_keys(sK, sV, clean_begin, sKp)
-        acc = cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32)  # dV or dK
+        wg, tid, lane = self.warp_group(warp_id)
+        x = self.operands(s, tid)
+        mask = self.mask_of(g, item, item.key, warp_id)
+        mask = self.await_keys(s, p, mask)
+        acc = cute.make_rmem_tensor(x.mma_dKV.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
         acc.fill(0.0)
-        state = State(
-            mma_S, mma_dKV, mma_dQ, frags, acc, None, stats, P, copy_dS, dS_dst, tid, None, num_blocks,
-            scale * math.log2(math.e), bars, (key, key_visible, clean_begin, clean_end), sQ, sdO, sStat,
-        )  # fmt: skip
-        total, mb, h = (mb1 - mb0) * heads_per_kv, mb1 - 1, kv_head * heads_per_kv
-        values, keys = [self.with_dq(state, i, dq_acc.iterator, sK, sKp, sdS) for i in range(2)]
+        scale_log2 = scale * math.log2(math.e)
+        steps = (item.block_end - item.block_begin) * heads_per_kv
+        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
+        values, keys = [x._replace(acc=acc, dq=self.dq_operands(g, s, i, tid)) for i in range(2)]
         if wg == 0:
-            self.loop(values, self.values_step, total, h, mb, mb0, mb1)
+            self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
         else:
-            self.loop(keys, self.keys_step, total, h, mb, mb0, mb1)
-        kv_head, n0, key_end, slab = (load_volatile(kept + j) for j in range(4))
-        row = warp_id % 4 * 16 + lane // 4
-        first = Int64(slab) * self.slab_floats() + rank * (2 * N * D)
+            self.loop(self.keys_step, g, s, p, keys, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
+
+        row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
+        end = self.destination(s)
+        first_partial = self.first_partial(end.partial)
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.mark_keys(acc, sV, row)
-                self.store_keys(acc, dv, slabs.iterator + (first + N * D), slab, kv_head, n0, key_end, row)
+                    self.mark_keys(acc, s.V, row)
+                self.store_keys(((acc, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
                 for e in cutlass.range_constexpr(cute.size(acc)):
                     acc[e] = acc[e] * scale
-                self.store_keys(acc, dk, slabs.iterator + first, slab, kv_head, n0, key_end, row)
+                self.store_keys(((acc, g.dk, 0),), g.partials, end, row, first_partial)
 
-    def with_dq(
-        self, state: State, wg: int, dq_acc: cute.Pointer, sK: cute.Tensor, sKp: cute.Tensor, sdS: cute.Tensor
-    ) -> State:
-        """The state of a warp group with its part of dQ^T: a tile of 64 columns, over all or one half of the rows."""
-        D, N, rank, rows = self.head_dim, self.tile_n, self.rank(), self.dq_rows(wg)
-        shared = rows < self.tile_m  # the other CTA has the other rows
-        mma = self.mma_dq(rows) if shared else state.mma_dQ
-        thr = mma.get_slice(0)
-        column_tile, rows_tile = (1, rank) if shared else (2 * rank + wg, 0)
-        peer_tile = column_tile - rank * ((D - self.peer_columns) // 64)  # among the columns in sKp
-        sKt = cute.local_tile(self.transposed(sK), (64, N), (column_tile, 0))
-        sKpt = cute.local_tile(self.transposed(sKp), (64, N), (peer_tile, 0))
-        frags = {
-            "Kt": mma.make_fragment_A(thr.partition_A(sKt)),
-            "Kpt": mma.make_fragment_A(thr.partition_A(sKpt)),
-            "dS": mma.make_fragment_B(thr.partition_B(cute.local_tile(sdS, (rows, N), (rows_tile, 0, None)))),
-        }
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, rows)), Float32)
-        dst = dq_acc + rows_tile * (rows * D) + (column_tile * 128 + state.tid) * 4  # [chunk of 8 rows][thread][4]
-        return replace(state, mma_dQ=mma, frags=state.frags | frags, acc_dQ=acc, dq_dst=dst)
-
-    @cute.jit
-    def loop(self, state: Any, step: Any, total: Int32, h: Int32, mb: Int32, mb0: Int32, mb1: Int32) -> None:
-        step(state, Int32(0), (h, mb), mb, True)
-        for it in cutlass.range(1, total, 1, unroll=1):
-            previous = (h, mb)
-            mb, h = self.next_block(mb, h, mb0, mb1)
-            step(state, it, previous, mb, False)
-        if const_expr(self.want_dq):
-            self.await_dS(state, total - 1)
-            self.issue_own_dq(state, total - 1)
-            self.issue_peer_dq(state, total - 1)
-            warpgroup.wait_group(0)
-            self.finish_dq(state, total - 1, (h, mb))
-
-    @cute.jit
-    def store_keys(
-        self, acc: cute.Tensor, out: cute.Tensor, slab_dst: cute.Pointer, slab: Int32, kv_head: Int32, n0: Int32,
-        key_end: Int32, row: Int32,
-    ) -> None:  # fmt: skip
-        if slab < 0:
-            self.store(acc, out, kv_head, n0 + row, key_end)
-        else:
-            self.store_slab(acc, slab_dst, row)
-
-    def await_turn(self, bars: cute.Pointer, it: Int32) -> None:
-        """Deterministic: wait until this CTA may add to the dQ of its block `it`."""
-        if self.deterministic:
-            slot, phase = self.ring(it, 2)
-            cute.arch.mbarrier_wait(bars + self.TURN + slot, phase)
-
-    def pass_turn(self, bars: cute.Pointer, it: Int32) -> None:
-        """Deterministic: this warp has added to its block `it`."""
-        if self.deterministic:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars + self.ADDED + it % 2)
-
-    def await_dS(self, state: State, it: Int32) -> None:
-        """Wait for dS of block `it`."""
-        slot, phase = self.ring(it, 2)
-        cute.arch.mbarrier_wait(state.bars + self.DS + slot, phase)
-
-    def issue_own_dq(self, state: State, it: Int32) -> None:
-        """Issue this warp group's part of dQ^T of block `it` over this CTA's keys, whose dS is there."""
-        gemm(state.mma_dQ, state.acc_dQ, state.frags["Kt"], state.frags["dS"][None, None, None, self.own_dS(it)], True)
-
-    def issue_peer_dq(self, state: State, it: Int32) -> None:
-        """And over the other CTA's."""
-        slot, phase = self.ring(it, 3)
-        cute.arch.mbarrier_wait(state.bars + self.PEER + slot, phase)
-        gemm(
-            state.mma_dQ, state.acc_dQ, state.frags["Kpt"], state.frags["dS"][None, None, None, self.peer_dS(it)], False
+    def operands(self, s: Shared, tid: Int32) -> Operands:
+        mma_S, mma_dKV = self.mma_S(), self.mma_dKV()
+        thr_S, thr_dKV = mma_S.get_slice(0), mma_dKV.get_slice(0)
+        return Operands(
+            mma_S=mma_S,
+            mma_dKV=mma_dKV,
+            K=mma_S.make_fragment_A(thr_S.partition_A(s.K)),
+            V=mma_S.make_fragment_A(thr_S.partition_A(s.V)),
+            Q=mma_S.make_fragment_B(thr_S.partition_B(s.Q)),
+            dO=mma_S.make_fragment_B(thr_S.partition_B(s.dO)),
+            Qt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.Q))),
+            dOt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.dO))),
+            stats=Statistics.of(s.stats, s.stat_keys, 0, self.tile_m),
+            dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.dS)),
+            P=self.P_of_thread(s, tid),
         )
 
-    def finish_dq(self, state: State, it: Int32, block: Any) -> None:
-        self.await_turn(state.bars, it)
-        dst = self.dq_slot(state.dq_dst, block[0], state.num_blocks, block[1])
-        self.add_all(state.acc_dQ, dst, 8 * self.head_dim, 0, cute.size(state.acc_dQ) // 4)
-        self.pass_turn(state.bars, it)
+    def P_of_thread(self, s: Shared, tid: Int32) -> cute.Tensor:
+        """P^T passes from a thread to the same thread of the other warp group: any order of elements serves."""
+        first = cute.recast_ptr(s.dS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8
+        return cute.make_tensor(first, cute.make_layout((8, self.tile_m // 16), stride=(1, 1024)))
+
+    def dq_operands(self, g: Global, s: Shared, wg: int, tid: Int32) -> DqOperands:
+        D, N, rank, rows = self.head_dim, self.tile_n, self.rank(), self.dq_rows(wg)
+        shared = rows < self.tile_m  # the other CTA has the other rows
+        mma = self.mma_dQ(rows)
+        thr = mma.get_slice(0)
+        column_tile, rows_tile = (1, rank) if shared else (2 * rank + wg, 0)
+        peer_tile = column_tile - rank * ((D - self.peer_columns) // 64)  # among the columns in peer_K
+        sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
+        peer_sKt = cute.local_tile(self.transposed(s.peer_K), (64, N), (peer_tile, 0))
+        sdS = cute.local_tile(s.dS, (rows, N), (rows_tile, 0, None))
+        first_row = g.dq_acc.iterator + rows_tile * (rows * D)  # of the block: [chunk of 8 rows][thread][4]
+        return DqOperands(
+            mma=mma,
+            Kt=mma.make_fragment_A(thr.partition_A(sKt)),
+            peer_Kt=mma.make_fragment_A(thr.partition_A(peer_sKt)),
+            dS=mma.make_fragment_B(thr.partition_B(sdS)),
+            acc=cute.make_rmem_tensor(mma.partition_shape_C((64, rows)), Float32),
+            target=first_row + (column_tile * 128 + tid) * 4,
+        )
 
     @cute.jit
-    def contain_values(self, state: Any, stage: Int32, do_stage: Int32, m0: Int32) -> None:
-        """What is not finite in rows of dO stays with the keys that see them."""
-        s, (key, key_visible, *clean) = state, state.masks
-        if self.any_broken(s.sStat, stage, m0, *clean):
-            sdO = s.sdO[None, None, do_stage]
-            self.add_not_finite(s.acc, sdO, s.sStat, stage, m0, key, key_visible)
-            self.clean_alone(sdO, s.tid, 0)
+    def loop(
+        self,
+        step: Callable[..., None],
+        g: Global,
+        s: Shared,
+        p: WidePipelines,
+        x: Operands,
+        mask: Mask,
+        item: Item,
+        scale_log2: Float32,
+        heads_per_kv: Int32,
+        steps: Int32,
+        m_block: Int32,  # and head of the first step
+        h: Int32,
+    ) -> None:
+        """The steps of one warp group. dQ of a step is made in the next one."""
+        step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)
+        for it in cutlass.range(1, steps, 1, unroll=1):
+            previous = (m_block, h)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
+            step(g, s, p, x, mask, it, m_block, previous, scale_log2)
+        if const_expr(self.want_dq):
+            p.dS.wait(steps - 1)
+            self.issue_own_dq(x, steps - 1)
+            self.issue_peer_dq(p, x, steps - 1)
+            warpgroup.wait_group(0)
+            self.add_dq(g, p, x, steps - 1, (m_block, h))
 
-    @cute.jit
-    def contain_keys(self, state: Any, acc_dP: cute.Tensor, stage: Int32, m0: Int32) -> None:
-        """And of rows of Q. The other warp group may still read them for S, where such a row's P is infinite or 0."""
-        s, (key, key_visible, clean_begin, clean_end) = state, state.masks
-        if self.any_broken(s.sStat, stage, m0, clean_begin, clean_end):
-            self.settle(acc_dP, m0, key, key_visible)
-            if const_expr(self.want_dk):
-                self.clean_alone(s.sQ[None, None, stage], s.tid, 1)
-
-    @cute.jit
-    def clean_alone(self, tile: cute.Tensor, tid: Int32, wg: cutlass.Constexpr) -> None:
-        """`clean` by one warp group, once it has read what it needs."""
-        bar = BAR_CONTAIN + 1 + wg
-        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
-        self.clean(tile, tid, 128)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
-
-    def values_step(self, state: State, it: Int32, previous: Any, mb: Int32, first: bool) -> None:
-        """S, P and dV of block `it`; dQ of the block before. Nothing is in flight at either end."""
-        s, (stage, phase) = state, self.ring(it)
-        do_stage, do_phase = self.ring(it, self.do_stages)
-        dq = self.want_dq and not first
-        cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
-        acc_S = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-        gemm(s.mma_S, acc_S, s.frags["K"], s.frags["Q"][None, None, None, stage], True, more=[s.stat(0, stage)])
+    def values_step(
+        self,
+        g: Global,
+        s: Shared,
+        p: WidePipelines,
+        x: Operands,
+        mask: Mask,
+        it: Int32,
+        m_block: Int32,
+        previous: tuple[Int32, Int32] | None,  # block and head of the step before
+        scale_log2: Float32,
+    ) -> None:
+        """S, P and dV of step `it`; dQ of the step before. No product is in flight at either end."""
+        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
+        with_dq = self.want_dq and previous is not None
+        p.Q.consumer_wait(stage)
+        acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=[x.stats.lse(stage.index)])
         warpgroup.wait_group(0)
-        self.mask(acc_S, mb * self.tile_m, *s.masks)
-        tP = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
+        self.mask(acc_S, m_block * self.tile_m, mask)
+        tP = cute.make_rmem_tensor(x.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
         for c in range(self.tile_m // 16):  # 16 query rows at a time
             for e in range(8 * c, 8 * c + 8):
-                acc_S[e] = cute.math.exp2(acc_S[e] * s.scale_log2, fastmath=True)
+                acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
             round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
         if self.want_dp:
-            if not first:  # the other warp group has read P of that block then; it may take until here
-                self.await_dS(s, it - 1)
+            if previous is not None:  # then the other warp group has read P of the step before
+                p.dS.wait(it - 1)
             for c in range(self.tile_m // 16):
-                cute.autovec_copy(part(tP, 8 * c, 8), s.P[None, c])
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(s.bars + self.P)
-        if dq:
-            self.issue_own_dq(s, it - 1)
-            self.issue_peer_dq(s, it - 1)
-        cute.arch.mbarrier_wait(s.bars + self.FULL_DO + do_stage, do_phase)
+                cute.autovec_copy(part(tP, 8 * c, 8), x.P[None, c])
+            p.P.arrive(it)
+        if with_dq:
+            self.issue_own_dq(x, it - 1)
+            self.issue_peer_dq(p, x, it - 1)
+        p.dO.consumer_wait(do_stage)
         if self.want_dv:
-            self.contain_values(s, stage, do_stage, mb * self.tile_m)
-        self.release(s.bars + self.EMPTY_Q + stage)
+            of_block = stage.index, do_stage.index, m_block * self.tile_m
+            self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
+        p.Q.consumer_release(stage)
         if self.want_dv:
-            gemm(s.mma_dKV, s.acc, tP, s.frags["dOt"][None, None, None, do_stage], False)
-        if dq:
+            gemm(x.mma_dKV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
+        if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
-            self.finish_dq(s, it - 1, previous)
+            self.add_dq(g, p, x, it - 1, previous)
         warpgroup.wait_group(0)
-        self.release(s.bars + self.EMPTY_DO + do_stage)
+        p.dO.consumer_release(do_stage)
 
-    def keys_step(self, state: State, it: Int32, previous: Any, mb: Int32, first: bool) -> None:
-        """dP, dS and dK of block `it`; dQ of the block before. Nothing is in flight at either end."""
-        s, (stage, phase) = state, self.ring(it)
-        do_stage, do_phase = self.ring(it, self.do_stages)
-        dq = self.want_dq and not first
-        cute.arch.mbarrier_wait(s.bars + self.FULL_Q + stage, phase)
-        cute.arch.mbarrier_wait(s.bars + self.FULL_DO + do_stage, do_phase)
+    def keys_step(
+        self,
+        g: Global,
+        s: Shared,
+        p: WidePipelines,
+        x: Operands,
+        mask: Mask,
+        it: Int32,
+        m_block: Int32,
+        previous: tuple[Int32, Int32] | None,
+        scale_log2: Float32,
+    ) -> None:
+        """dP, dS and dK of step `it`; dQ of the step before. No product is in flight at either end."""
+        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
+        with_dq = self.want_dq and previous is not None
+        p.Q.consumer_wait(stage)
+        p.dO.consumer_wait(do_stage)
         if self.want_dp:
-            acc_dP, dO = cute.make_rmem_tensor(s.mma_S.partition_shape_C((64, self.tile_m)), Float32), s.frags["dO"]
-            gemm(s.mma_S, acc_dP, s.frags["V"], dO[None, None, None, do_stage], True, more=[s.stat(1, stage)])
-        if dq:
-            self.await_dS(s, it - 1)
-            self.issue_own_dq(s, it - 1)
-        warpgroup.wait_group(1 if dq else 0)
-        self.release(s.bars + self.EMPTY_DO + do_stage)
+            acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
+            dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
+            gemm(x.mma_S, acc_dP, x.V, dO, True, addends=addends)
+        if with_dq:
+            p.dS.wait(it - 1)
+            self.issue_own_dq(x, it - 1)
+        warpgroup.wait_group(1 if with_dq else 0)
+        p.dO.consumer_release(do_stage)
         if self.want_dp:
-            cute.arch.mbarrier_wait(s.bars + self.P, it & 1)
-            self.contain_keys(s, acc_dP, stage, mb * self.tile_m)
-            tdS = cute.make_rmem_tensor(s.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
+            p.P.wait(it)
+            # The other warp group may still read Q for S, where such a row's P is infinite or 0.
+            of_block = stage.index, do_stage.index, m_block * self.tile_m
+            self.contain(mask, s, *of_block, acc_dP=acc_dP, remove_from=("Q",) if self.want_dk else (), wg=1)
+            tdS = cute.make_rmem_tensor(x.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(s.P[None, c], prob)
+                cute.autovec_copy(x.P[None, c], prob)
                 for e in range(8):
                     ds[e] = Float32(prob[e]) * acc_dP[8 * c + e]
                 round_to(ds, part(tdS, 8 * c, 8))
             if self.want_dq:
-                source = cute.make_tensor(tdS.iterator, cute.make_layout(acc_dP.shape))
-                dst = s.dS_dst[None, None, None, self.own_dS(it)]
-                cute.copy(s.copy_dS, s.copy_dS.get_slice(s.tid).retile(source), dst)
-                cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(s.bars + self.DS + it % 2)
-        if dq:
-            self.issue_peer_dq(s, it - 1)
+                self.write_dS(x, tdS, acc_dP.shape, it)
+            p.dS.arrive(it)
+        if with_dq:
+            self.issue_peer_dq(p, x, it - 1)
         if self.want_dk:
-            gemm(s.mma_dKV, s.acc, tdS, s.frags["Qt"][None, None, None, stage], False)
-        if dq:
+            gemm(x.mma_dKV, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
+        if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
-            self.finish_dq(s, it - 1, previous)
+            self.add_dq(g, p, x, it - 1, previous)
         warpgroup.wait_group(0)
-        self.release(s.bars + self.EMPTY_Q + stage)
+        p.Q.consumer_release(stage)
+
+    # ---------------------------------------------------------------- parts of a step
+    def write_dS(self, x: Operands, tdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
+        """dS^T of step `it` (of an accumulator's shape) to shared memory, for products and the exchange."""
+        copy, tid = self.copy_of_dS(), cute.arch.thread_idx()[0] % 128
+        source = cute.make_tensor(tdS.iterator, cute.make_layout(shape))
+        cute.copy(copy, copy.get_slice(tid).retile(source), x.dS_target[None, None, None, self.own_dS(it)])
+        cute.arch.fence_view_async_shared()
+
+    def issue_own_dq(self, x: Operands, it: Int32) -> None:
+        """Issue this warp group's part of dQ^T of step `it` over this CTA's keys, whose dS is there."""
+        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
+
+    def issue_peer_dq(self, p: WidePipelines, x: Operands, it: Int32) -> None:
+        """Issue the same over the other CTA's keys, once their dS is there."""
+        p.peer_dS.wait(it)
+        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], False)
+
+    def add_dq(self, g: Global, p: WidePipelines, x: Operands, it: Int32, block: tuple[Int32, Int32]) -> None:
+        """Add dQ^T of step `it`, which is ready, to global memory; if deterministic once the predecessors have."""
+        if self.deterministic:
+            p.dq_order.granted.wait(it)
+        self.add_chunks(x.dq.acc, self.dq_block(x.dq.target, g.stats.shape[1], *block))
+        if self.deterministic:
+            p.dq_order.added.arrive(it)
+
+    def add_chunks(self, acc_dQ: cute.Tensor, target: cute.Pointer) -> None:
+        """Chunks of 8 query rows, of which each is four floats a thread."""
+        for c in range(cute.size(acc_dQ) // 4):
+            add_to_global(target + c * (8 * self.head_dim), *[acc_dQ[4 * c + j] for j in range(4)])

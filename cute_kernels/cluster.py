@@ -1,10 +1,8 @@
 """What kernels of both directions do as a cluster of CTAs."""
 
-from collections.abc import Iterable
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.pipeline import Pipeline, Stage
@@ -42,16 +40,6 @@ class Clustered:
         else:
             cute.arch.cluster_wait()
 
-    @cute.jit
-    def arrive(self, bar: cute.Pointer) -> None:
-        """This warp is done with a stage: tell the producer of every CTA that writes into it."""
-        if const_expr(self.cluster == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bar)
-        else:
-            if cute.arch.lane_idx() < self.cluster:
-                cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())  # second argument: CTA of the cluster
-
     def multicast(
         self, atom: cute.CopyAtom, block: cute.Tensor, shared: cute.Tensor, pipeline: Pipeline, stage: Stage
     ) -> None:
@@ -65,10 +53,3 @@ class Clustered:
         )
         mask = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
         cute.copy(atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index], **mask)
-
-    def init_mbarriers(self, bars: cute.Pointer, kinds: Iterable[tuple[int, int, int]]) -> None:
-        """kinds: of consecutive mbarriers the first one's number, how many, and arrivals that complete a phase."""
-        with cute.arch.elect_one():
-            for first, count, arrivals in kinds:
-                for j in range(count):
-                    cute.arch.mbarrier_init(bars + first + j, arrivals)

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     phase: Int32 | int
 
 
-def stage_of(it: Int32, stages: int) -> Stage:
+def stage_of(it: Int32 | int, stages: int) -> Stage:
     """The stage of use `it` (from 0 on) where `stages` stages rotate."""
     return Stage(it % stages, (it // stages) & 1)
 
@@ -56,7 +56,7 @@ def stage_of(it: Int32, stages: int) -> Stage:
 # ---------------------------------------------------------------- mbarriers
 @dataclass(frozen=True)
 class Mbarriers:
-    """Mbarriers of one kind, one a stage.
+    """Mbarriers of one kind, one a stage. Here every calling thread arrives; pipelines and signals arrive once a warp.
 
     Attributes:
         bars: the first mbarrier of the CTA; None on the host, where only their number counts.
@@ -79,19 +79,11 @@ class Mbarriers:
         cute.arch.mbarrier_wait(self[stage.index], stage.phase)
 
     def arrive(self, index: Int32 | int) -> None:
-        """The calling thread arrives."""
         cute.arch.mbarrier_arrive(self[index])
 
-    def arrive_warp(self, index: Int32 | int) -> None:
-        """The warp arrives once, after all its lanes have come here."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self[index])
-
     def expect(self, index: Int32 | int, num_bytes: int) -> None:
-        """The warp arrives once; the phase ends when the copy engine has also brought `num_bytes`."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self[index], num_bytes)
+        """Arrive; the phase ends when the copy engine has also brought `num_bytes`."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self[index], num_bytes)
 
 
 @cute.jit
@@ -165,7 +157,7 @@ class Pipeline:
     def stages(self) -> int:
         return self.full.count
 
-    def stage(self, it: Int32) -> Stage:
+    def stage(self, it: Int32 | int) -> Stage:
         """The stage of use `it`, counted from 0."""
         return stage_of(it, self.stages)
 
@@ -176,11 +168,14 @@ class Pipeline:
 
     def producer_expect(self, stage: Stage, num_bytes: int) -> None:
         """The stage is full when the copy engine has brought `num_bytes`; its copies name `full[stage.index]`."""
-        self.full.expect(stage.index, num_bytes)
+        with cute.arch.elect_one():
+            self.full.expect(stage.index, num_bytes)
 
     def producer_commit(self, stage: Stage) -> None:
         """This warp has written its part of the stage."""
-        self.full.arrive_warp(stage.index)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.full.arrive(stage.index)
 
     # ------------------------------------------------------------ consumers
     def consumer_wait(self, stage: Stage) -> None:
@@ -193,9 +188,10 @@ class Pipeline:
         sync_warp: bring the lanes together first. Not needed right after a wait for products (wgmma), if no lane has
             read the stage otherwise.
         """
+        bar = self.empty[stage.index]
         if sync_warp:
             cute.arch.sync_warp()
-        arrive_at_cluster(self.empty[stage.index], self.cluster)
+        arrive_at_cluster(bar, self.cluster)
 
 
 class WrappingPipeline(Pipeline):
@@ -204,7 +200,7 @@ class WrappingPipeline(Pipeline):
     So neither stage nor phase takes a division by a number of stages that is no power of two.
     """
 
-    def stage(self, it: Int32) -> Stage:
+    def stage(self, it: Int32 | int) -> Stage:
         second = it >= self.stages
         return Stage(cutlass.select_(second, it - self.stages, it), cutlass.select_(second, Int32(1), Int32(0)))
 
@@ -234,14 +230,22 @@ class Signal:
     def stages(self) -> int:
         return self.full.count
 
-    def stage(self, it: Int32) -> Stage:
+    def stage(self, it: Int32 | int) -> Stage:
         """The stage of use `it`, counted from 0."""
         return stage_of(it, self.stages)
 
-    def arrive(self, it: Int32) -> None:
-        """This warp has done its part of use `it`."""
-        self.full.arrive_warp(self.stage(it).index)
+    def arrive(self, it: Int32, sync_warp: bool = True) -> None:
+        """This warp has done its part of use `it`. sync_warp: bring the lanes together first."""
+        if sync_warp:
+            cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.full.arrive(self.stage(it).index)
 
-    def wait(self, it: Int32) -> None:
+    def wait(self, it: Int32 | int) -> None:
         """Wait for use `it`."""
         self.full.wait(self.stage(it))
+
+    def wait_previous(self, it: Int32) -> None:
+        """Wait for use `it` - stages, the one before of the same barrier; pass at once if there was none."""
+        stage = self.stage(it)
+        cute.arch.mbarrier_wait(self.full[stage.index], stage.phase ^ 1)

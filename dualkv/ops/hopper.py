@@ -303,12 +303,12 @@ def backward(
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
-    partials = workspace(planned.num_partials * tile.slab_floats(native) if specs.slab_sum else 0)
+    partials = workspace(planned.num_partials * tile.partial_floats(native) if specs.partial_sum else 0)
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
     kernels["bwd"](
         q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, planned.work, planned.visible_end, softmax_scale
     )
-    if specs.slab_sum and planned.num_partials:
+    if specs.partial_sum and planned.num_partials:
         kernels["bwd_sum"](partials, planned.sums, dk, dv)
     if specs.postprocess:
         kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)

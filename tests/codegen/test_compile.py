@@ -173,7 +173,7 @@ from codegen.compile import _kernel
 for spec in table():
     if spec.operation == "bwd":
         kernel, tile = _kernel(spec), spec.tile
-        assert kernel.slab_floats() == tile.slab_floats(spec.head_dim), spec
+        assert kernel.partial_floats() == tile.partial_floats(spec.head_dim), spec
         print(spec)
     if spec.operation in ("bwd", "bwd_preprocess"):  # of as many rows as a layout may have
         stats = _kernel(spec).fake_arguments()[4 if spec.operation == "bwd" else 3]

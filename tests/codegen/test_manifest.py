@@ -33,7 +33,7 @@ SPECS = sorted(
     | {forward_spec("bf16", d, 4, trees=True) for d in (64, 128, 256)}
     | {backward_specs("bf16", d, fixed).main for d in HEAD_DIMS for fixed in (False, True)}
     | {spec for d in (64, 128, 192) for spec in backward_specs("bf16", d).present}
-    | {backward_specs("bf16", 128, deterministic=True).slab_sum}
+    | {backward_specs("bf16", 128, deterministic=True).partial_sum}
     | set(backward_specs("fp16", 128).present)
     | {spec for part in ("q", "kv") for spec in backward_specs("bf16", 128, gradients=part).present}
     | {backward_specs("bf16", 256, gradients=part).main for part in ("q", "kv")},

@@ -21,8 +21,8 @@ SPEC = forward_spec("bf16", 128, 4)
 
 def test_json_round_trip_and_symbols_over_the_whole_table():
     specs = table()
-    forward, preprocess, main, slab_sum, postprocess = 16, 3, 2 + 2 + 1, 1 + 1, 1
-    both = 5 * (forward + preprocess + main + slab_sum + postprocess)
+    forward, preprocess, main, partial_sum, postprocess = 16, 3, 2 + 2 + 1, 1 + 1, 1
+    both = 5 * (forward + preprocess + main + partial_sum + postprocess)
     trees = 5  # of one dtype and ratio
     assert len(specs) == len(set(specs)) == 2 * both + trees
     for spec in specs:
@@ -57,10 +57,10 @@ def test_every_head_dim_and_ratio_is_served_by_the_table():
 
 def test_kernels_of_one_backward_agree_on_their_tiles():
     for head_dim, deterministic in itertools.product((64, 96, 128, 192, 256), (False, True)):
-        preprocess, main, slab_sum, postprocess = backward_specs("bf16", head_dim, deterministic)
+        preprocess, main, partial_sum, postprocess = backward_specs("bf16", head_dim, deterministic)
         assert main.tile.deterministic == deterministic
         assert preprocess.tile.tile_m == postprocess.tile.tile_m == main.tile.tile_m
-        assert (slab_sum.tile.tile_n, slab_sum.tile.cluster) == (main.tile.tile_n, main.tile.cluster)
+        assert (partial_sum.tile.tile_n, partial_sum.tile.cluster) == (main.tile.tile_n, main.tile.cluster)
 
 
 def test_parts_of_the_gradients_have_the_kernels_that_they_need():
@@ -68,7 +68,7 @@ def test_parts_of_the_gradients_have_the_kernels_that_they_need():
         specs = backward_specs("bf16", 128, gradients=gradients)
         assert {s.gradients for s in specs.present if s.operation != "bwd_postprocess"} == {gradients}
         assert (specs.postprocess is not None) == ("q" in gradients)
-        assert (specs.slab_sum is not None) == (gradients != "q")
+        assert (specs.partial_sum is not None) == (gradients != "q")
         fixed = backward_specs("bf16", 128, deterministic=True, gradients=gradients)
         assert fixed.main.tile.deterministic == ("q" in gradients)
         assert len({spec.symbol for spec in specs.present}) == len(specs.present)

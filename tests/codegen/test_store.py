@@ -94,7 +94,7 @@ def test_a_change_of_what_host_and_kernels_agree_on_is_a_miss(compiles, tmp_path
     lines, numbers = text.splitlines(), [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]
     numbers = [n for n in numbers if type(n.value) is int]
     names = {line.split(" =")[0].strip() for line in (lines[n.lineno - 1] for n in numbers)}
-    assert {"MAX_ROWS", "WG_ROWS", "STAT_COLUMNS", "LOCKS", "ROW", "KEY", "SLAB", "SUM_KEY", "NUM_FIELDS"} < names
+    assert {"MAX_ROWS", "WG_ROWS", "STAT_COLUMNS", "LOCKS", "ROW", "KEY", "PARTIAL", "SUM_KEY", "NUM_FIELDS"} < names
     assert {"return head_dim <= 128", "return blocks * LOCKS + 1"} < names
     for n in numbers:
         line = lines[n.lineno - 1]

@@ -129,17 +129,17 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         assert locks.dtype == torch.int32
         locked = "q" in gradients and (deterministic or native <= 128)
         assert locks.numel() == (heads * blocks * LOCKS + 1 if locked else 0)
-        slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
-        assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
-        assert slabs.numel() == (plan.num_partials * tile.slab_floats(native) if gradients != "q" else 0)
-        assert slabs.numel() <= tokens * heads * native / 4
+        partials, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
+        assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, work, visible_end, 0.125))
+        assert partials.numel() == (plan.num_partials * tile.partial_floats(native) if gradients != "q" else 0)
+        assert partials.numel() <= tokens * heads * native / 4
         assert np.array_equal(work.numpy(), plan.items)
         assert visible_end.dtype == torch.int32
         assert visible_end.tolist() == segments(layout).visible_end.tolist()
         assert plan.num_partials or lens != SPLIT or heads != 34
         if plan.num_partials and gradients != "q":
             assert np.array_equal(called["bwd_sum"][1].numpy(), plan.sums)
-            assert_same(called["bwd_sum"][::2], (slabs, dk))
+            assert_same(called["bwd_sum"][::2], (partials, dk))
             assert called["bwd_sum"][3] is dv
         if "q" in gradients:
             assert_same(called["bwd_postprocess"], (dq_sums, locks, dq, 0.125))

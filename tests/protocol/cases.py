@@ -92,6 +92,16 @@ def _at_end(agent: Agent) -> list[Any]:
     return when
 
 
+def barrier_names(pipelines: Any, name: str = "") -> dict[int, str]:
+    """What the mbarriers of a kernel's pipelines are for, by their numbers: "Q.empty, stage 1"."""
+    if hasattr(pipelines, "arrivals"):
+        return {pipelines.first + j: f"{name}, stage {j}" for j in range(pipelines.count)}
+    found: dict[int, str] = {}
+    for field in getattr(pipelines, "__dataclass_fields__", getattr(pipelines, "_fields", ())):
+        found |= barrier_names(getattr(pipelines, field), f"{name}.{field}".lstrip("."))
+    return found
+
+
 # ---------------------------------------------------------------- backward
 class Gradients:
     """What the backward's main kernel adds up, and what it should."""
@@ -231,7 +241,7 @@ class Gradients:
 
 def backward(
     name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 1, kv_heads: int = 1, tile_m: int = 32,
-    do_stages: int | None = None, **tile: Any,
+    **tile: Any,
 ) -> Case:  # fmt: skip
     """A launch of the backward's main kernel."""
     config = tiles.backward_tile(head_dim)
@@ -243,9 +253,8 @@ def backward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.bwd_narrow.NarrowBackward if head_dim <= 128 else loaded.bwd_wide.WideBackward
-        if do_stages is not None:  # as many as of the table's tile
-            cls = type(cls.__name__, (cls,), {"do_stages": do_stages})
         kernel = cls(BFloat16, head_dim, gradients=gradients, **options)
+        machine.barrier_names = barrier_names(kernel.pipelines(loaded.pipeline.MbarrierAllocator()))
         total, blocks = seg.total, -(-seg.total // tile_m)
         q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
         k, v, dk, dv = (View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
@@ -255,7 +264,7 @@ def backward(
         out = Gradients(kernel, seg, work.items, heads, kv_heads)
         machine.stores = out
         tables = Host("work", work.items), Host("visible_end", np.asarray(seg.visible_end))
-        kernel(q, k, v, dout, stats, dk, dv, dq_acc, Flat("slabs", 0), locks, *tables, SCALE, None)
+        kernel(q, k, v, dout, stats, dk, dv, dq_acc, Flat("partials", 0), locks, *tables, SCALE, None)
         return out.check
 
     return Case(name, made.cluster, 12, start)
@@ -348,6 +357,8 @@ def forward(
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
         kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config))
+        barriers = loaded.pipeline.MbarrierAllocator()
+        machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))
         q, out = (View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
         k, v = (View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
         lse = View("lse", (heads, seg.total), ("head", "row"))
@@ -366,17 +377,16 @@ def cases() -> list[Case]:
     wide, narrow = ([50, 20], [[60, 20], []]), ([90, 20], [[30, 80, 10], [40]])
     for deterministic in (False, True):
         after = " deterministic" * deterministic
-        for d, do_stages in ((192, 1), (256, 1), (256, 2)):
-            name = f"bwd_wide d{d} do_stages {do_stages}{after}"
-            found.append(backward(name, d, "qkv", wide, do_stages=do_stages, deterministic=deterministic))
+        for d in (192, 256):
+            found.append(backward(f"bwd_wide d{d}{after}", d, "qkv", wide, deterministic=deterministic))
         for d in (64, 96, 128):
             found.append(backward(f"bwd_narrow d{d}{after}", d, "qkv", narrow, deterministic=deterministic))
         more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
     for gradients in ("q", "k", "v", "kv"):
-        found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide, do_stages=1))
+        found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide))
         found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow))
-    found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2, do_stages=1))
+    found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2))
     found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
     for d in tiles.HEAD_DIMS:
         found.append(forward(f"fwd d{d}", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))

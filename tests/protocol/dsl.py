@@ -520,7 +520,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
         mbarrier_arrive=mbarrier_arrive,
         mbarrier_arrive_and_expect_tx=lambda p, n: Now.machine.expect(agent().cta, key_of(p), n, agent().lanes()),
         mbarrier_expect_tx=lambda p, n: Now.machine.expect(agent().cta, key_of(p), n, 0),
-        mbarrier_init=lambda p, n: Now.machine.init_mbarrier(agent().cta, key_of(p), f"mbarrier {p.offset}", n),
+        mbarrier_init=lambda p, n: Now.machine.init_mbarrier(agent().cta, key_of(p), p.offset, n),
         mbarrier_init_fence=nothing, mbarrier_wait=lambda p, phase: Now.machine.wait(key_of(p), phase),
         rcp_approx=same, setmaxregister_decrease=nothing, setmaxregister_increase=nothing, shuffle_sync=shuffle,
         shuffle_sync_bfly=lambda x, _: x, sync_warp=nothing, thread_idx=at_thread, vote_all_sync=vote_all,

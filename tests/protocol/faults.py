@@ -18,38 +18,15 @@ class Planted(NamedTuple):
     edits: tuple[tuple[str, str, str], ...]
 
 
-WIDE, NARROW, FWD, PATHS = "bwd_wide d256 do_stages 1", "bwd_narrow d128", "fwd d128", "fwd_paths d128"
+WIDE, NARROW, FWD, PATHS = "bwd_wide d256", "bwd_narrow d128", "fwd d128", "fwd_paths d128"
 WIDE_IN_ORDER, NARROW_IN_ORDER = f"{WIDE} deterministic", f"{NARROW} deterministic"
+END_OF_STEP = "        warpgroup.wait_group(0)\n        p.Q.consumer_release(stage)\n"
 RELEASE_V = "V.consumer_release(V.stage(it), sync_warp=False)\n"
-END_OF_BLOCK = "        warpgroup.wait_group(0)\n        self.release(s.bars + self.EMPTY_Q + stage)\n"
 
-SINGLE_DS = Planted(  # as it was: the GPU hung
+SINGLE_DS = Planted(  # an earlier version: the GPU hung
     "dS of the wide backward on one barrier",
     WIDE,
-    (
-        (
-            "bwd_wide.py",
-            '("DS", 2, 4)',
-            '("DS", 1, 4)',
-        ),
-        (
-            "bwd_wide.py",
-            "            slot, phase = self.ring(it, 2)\n"
-            "            cute.arch.mbarrier_wait(bars + self.DS + slot, phase)\n",
-            "            cute.arch.mbarrier_wait(bars + self.DS, it & 1)\n",
-        ),
-        (
-            "bwd_wide.py",
-            "        slot, phase = self.ring(it, 2)\n"
-            "        cute.arch.mbarrier_wait(state.bars + self.DS + slot, phase)\n",
-            "        cute.arch.mbarrier_wait(state.bars + self.DS, it & 1)\n",
-        ),
-        (
-            "bwd_wide.py",
-            "mbarrier_arrive(s.bars + self.DS + it % 2)",
-            "mbarrier_arrive(s.bars + self.DS)",
-        ),
-    ),
+    (("bwd_wide.py", "dS = Signal.make(barriers, 2, producers=4)", "dS = Signal.make(barriers, 1, producers=4)"),),
 )
 
 
@@ -61,11 +38,46 @@ def one(name: str, case: str, *edit: str) -> Planted:
 PLANTED = [
     SINGLE_DS,
     one(
+        "an empty barrier does not count the other CTA",
+        WIDE,
+        "pipeline.py",
+        "consumers * cluster), cluster)",
+        "consumers), cluster)",
+    ),
+    one(
+        "a pipeline's producer waits for the other phase",
+        NARROW,
+        "pipeline.py",
+        "cute.arch.mbarrier_wait(self.empty[stage.index], stage.phase ^ 1)",
+        "cute.arch.mbarrier_wait(self.empty[stage.index], stage.phase)",
+    ),
+    one(
+        "a consumer does not wait",
+        NARROW,
+        "pipeline.py",
+        '        """Wait until the stage is full."""\n        self.full.wait(stage)\n',
+        '        """Wait until the stage is full."""\n',
+    ),
+    one(
+        "every lane arrives",
+        "bwd_narrow d128 cluster 1",
+        "pipeline.py",
+        "        with cute.arch.elect_one():\n            cute.arch.mbarrier_arrive(bar)\n",
+        "        cute.arch.mbarrier_arrive(bar)\n",
+    ),
+    one(
+        "a consumer releases its own CTA's stage only",
+        WIDE,
+        "pipeline.py",
+        "cute.arch.mbarrier_arrive(bar, cute.arch.lane_idx())",
+        "cute.arch.mbarrier_arrive(bar)",
+    ),
+    one(
         "one arrival too few expected",
         WIDE,
         "bwd_frame.py",
-        "users = 4 * self.warp_groups * self.cluster",
-        "users = 4 * self.warp_groups * self.cluster - 1",
+        "Pipeline.make(barriers, self.stages, producers=1, consumers=warps,",
+        "Pipeline.make(barriers, self.stages, producers=1, consumers=warps - 1,",
     ),
     one(
         "a CTA leaves early",
@@ -78,35 +90,21 @@ PLANTED = [
         "a stage is loaded before it is empty",
         NARROW,
         "bwd_load.py",
-        "        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)\n",
+        "        pipeline.producer_acquire(stage)\n",
         "",
-    ),
-    one(
-        "a wait with the other parity",
-        NARROW,
-        "bwd_load.py",
-        "cute.arch.mbarrier_wait(empty + stage, phase ^ 1)",
-        "cute.arch.mbarrier_wait(empty + stage, phase)",
     ),
     one(
         "too many bytes expected",
         NARROW,
         "bwd_load.py",
-        "size = 2 * self.tile_m * STAT_COLUMNS",
-        "size = 4 * self.tile_m * STAT_COLUMNS",
-    ),
-    one(
-        "every lane arrives",
-        "bwd_narrow d128 cluster 1",
-        "cluster.py",
-        "            with cute.arch.elect_one():\n                cute.arch.mbarrier_arrive(bar)",
-        "            cute.arch.mbarrier_arrive(bar)",
+        "stat_bytes = 2 * self.tile_m * STAT_COLUMNS",
+        "stat_bytes = 4 * self.tile_m * STAT_COLUMNS",
     ),
     one(
         "items in the order of the grid",
         WIDE_IN_ORDER,
         "bwd_frame.py",
-        "cute.arch.make_warp_uniform(load_of_cta(kept + KEPT, 0))",
+        "cute.arch.make_warp_uniform(load_of_cta(s.item + ITEM_WORDS, 0))",
         "cute.arch.block_idx()[0] // self.cluster",
     ),
     one(
@@ -120,42 +118,42 @@ PLANTED = [
         "Q is not released",
         WIDE,
         "bwd_wide.py",
-        END_OF_BLOCK,
+        END_OF_STEP,
         "        warpgroup.wait_group(0)\n",
     ),
     one(
         "Q is released before it is read",
         WIDE,
         "bwd_wide.py",
-        END_OF_BLOCK,
-        "        self.release(s.bars + self.EMPTY_Q + stage)\n        warpgroup.wait_group(0)\n",
+        END_OF_STEP,
+        "        p.Q.consumer_release(stage)\n        warpgroup.wait_group(0)\n",
     ),
     one(
         "dS is sent before it is there",
         WIDE,
         "bwd_wide.py",
-        "            cute.arch.mbarrier_wait(bars + self.DS + slot, phase)\n            full",
-        "            full",
+        "            p.dS.wait(it)\n            bar",
+        "            bar",
     ),
     one(
         "P is read before it is there",
         WIDE,
         "bwd_wide.py",
-        "            cute.arch.mbarrier_wait(s.bars + self.P, it & 1)\n",
+        "            p.P.wait(it)\n",
         "",
     ),
     one(
         "P is overwritten before it is read",
         WIDE,
         "bwd_wide.py",
-        "                self.await_dS(s, it - 1)\n            for c",
+        "                p.dS.wait(it - 1)\n            for c",
         "                pass\n            for c",
     ),
     one(
         "dS of the other CTA before it is there",
         WIDE,
         "bwd_wide.py",
-        "        cute.arch.mbarrier_wait(state.bars + self.PEER + slot, phase)\n",
+        "        p.peer_dS.wait(it)\n",
         "",
     ),
     one(
@@ -164,6 +162,13 @@ PLANTED = [
         "bwd_wide.py",
         "return self.buffers - 3 + it % 3",
         "return self.buffers - 3 + it % 2",
+    ),
+    one(
+        "one barrier for dS of the other CTA",
+        WIDE,
+        "bwd_wide.py",
+        "peer_dS = Signal.make(barriers, 3, producers=1)",
+        "peer_dS = Signal.make(barriers, 1, producers=1)",
     ),
     one(
         "one buffer for dS",
@@ -176,85 +181,91 @@ PLANTED = [
         "dS without a fence",
         WIDE,
         "bwd_wide.py",
-        "                cute.arch.fence_view_async_shared()\n            cute.arch.sync_warp()",
-        "            cute.arch.sync_warp()",
+        "self.own_dS(it)])\n        cute.arch.fence_view_async_shared()\n",
+        "self.own_dS(it)])\n",
     ),
     one(
-        "no turn is awaited",
+        "dQ is added without a grant",
         WIDE_IN_ORDER,
         "bwd_wide.py",
-        "        self.await_turn(state.bars, it)\n",
+        "            p.dq_order.granted.wait(it)\n",
+        "            pass\n",
+    ),
+    one(
+        "a block is passed on before this CTA has added",
+        WIDE_IN_ORDER,
+        "bwd_wide.py",
+        "                p.dq_order.added.wait(it)\n",
         "",
     ),
     one(
-        "a turn is passed on early",
+        "a grant for another block",
         WIDE_IN_ORDER,
         "bwd_wide.py",
-        "                cute.arch.mbarrier_wait(bars + self.ADDED + slot, phase)\n",
-        "",
+        "while load_acquire(lock) != before:",
+        "while load_acquire(lock) < before - 1:",
     ),
     one(
-        "the turn of another block",
+        "grants run ahead",
         WIDE_IN_ORDER,
         "bwd_wide.py",
-        "while load_acquire(lock) != expected:",
-        "while load_acquire(lock) < expected - 1:",
+        "                p.dq_order.passed.wait_previous(it)\n",
+        "",
     ),
     one(
         "Q is not released",
         NARROW,
         "bwd_narrow.py",
-        END_OF_BLOCK,
+        END_OF_STEP,
         "        warpgroup.wait_group(0)\n",
     ),
     one(
         "Q is released before it is read",
         NARROW,
         "bwd_narrow.py",
-        END_OF_BLOCK,
-        "        self.release(s.bars + self.EMPTY_Q + stage)\n        warpgroup.wait_group(0)\n",
+        END_OF_STEP,
+        "        p.Q.consumer_release(stage)\n        warpgroup.wait_group(0)\n",
     ),
     one(
-        "a block that is left out is not released",
+        "a block that is skipped is not released",
         NARROW,
         "bwd_narrow.py",
-        "        self.release(s.bars + self.EMPTY_DO + stage)\n        self.release(s.bars + self.EMPTY_Q + stage)\n\n",
-        "        self.release(s.bars + self.EMPTY_Q + stage)\n\n",
+        "        p.dO.consumer_release(stage)\n        p.Q.consumer_release(stage)\n\n",
+        "        p.Q.consumer_release(stage)\n\n",
     ),
     one(
         "dS is overwritten before it is read",
         NARROW,
         "bwd_narrow.py",
-        "        cute.arch.mbarrier_wait(state.bars + self.MET, it & 1 ^ 1)\n",
+        "        p.dS.wait_previous(it)\n",
         "",
     ),
     one(
         "one buffer for dS",
         NARROW,
         "bwd_narrow.py",
-        "dst = state.dS_dst[None, None, None, it % self.buffers]",
-        "dst = state.dS_dst[None, None, None, 0]",
+        "x.dS_target[None, None, None, it % self.buffers]",
+        "x.dS_target[None, None, None, 0]",
     ),
     one(
         "dS without a fence",
         NARROW,
         "bwd_narrow.py",
-        "        cute.copy(state.copy_dS, state.copy_dS.get_slice(state.tid).retile(source), dst)\n"
-        "        cute.arch.fence_view_async_shared()\n",
-        "        cute.copy(state.copy_dS, state.copy_dS.get_slice(state.tid).retile(source), dst)\n",
+        "retile(source), target)\n        cute.arch.fence_view_async_shared()\n",
+        "retile(source), target)\n",
     ),
     one(
-        "seven warps meet",
+        "dS counts seven warps",
         NARROW,
         "bwd_narrow.py",
-        '("MET", 1, 8)',
-        '("MET", 1, 7)',
+        "dS = Signal.make(barriers, with_dq, producers=warps)",
+        "dS = Signal.make(barriers, with_dq, producers=warps - 1)",
     ),
     one(
-        "dQ is overwritten before it has left",
+        "dQ is overwritten before the copy engine has read it",
         NARROW,
         "bwd_narrow.py",
-        "        cute.arch.mbarrier_wait(state.bars + self.FREE + warp_id // 4, it & 1 ^ 1)\n",
+        "        p.dQ.producer_acquire(stage)\n",
         "",
     ),
     one(
@@ -263,7 +274,7 @@ PLANTED = [
         "bwd_narrow.py",
         "                    pass\n"
         "                cute.arch.sync_warp()\n"
-        "                cute.arch.mbarrier_wait(bars + self.STAGED + wg, it & 1)\n"
+        "                p.dQ.consumer_wait(stage)\n"
         "                with cute.arch.elect_one():\n"
         "                    bulk_add",
         "                    pass\n"
@@ -272,7 +283,7 @@ PLANTED = [
         "                    bulk_add",
     ),
     one(
-        "dQ's place is let go before it is read",
+        "dQ's stage is released before it is read",
         NARROW,
         "bwd_narrow.py",
         "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
@@ -282,8 +293,7 @@ PLANTED = [
         "added to before it is cleared",
         NARROW,
         "bwd_narrow.py",
-        "                while load_acquire(self.lock_of(locks, h, num_blocks, mb, 0)) != CLEARED:\n"
-        "                    pass\n",
+        "                while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:\n                    pass\n",
         "",
     ),
     one(
@@ -294,14 +304,14 @@ PLANTED = [
         "val=Int32(CLEARED)",
     ),
     one(
-        "no turn is awaited",
+        "predecessors are not awaited",
         NARROW_IN_ORDER,
         "bwd_narrow.py",
-        "                while load_acquire(lock) != turn:\n                    pass\n",
+        "                while load_acquire(lock) != before:\n                    pass\n",
         "",
     ),
     one(
-        "a turn is passed on before the sums are in memory",
+        "a block is passed on before the sums are in memory",
         NARROW_IN_ORDER,
         "bwd_narrow.py",
         "                    cute.arch.cp_async_bulk_wait_group(0)\n",

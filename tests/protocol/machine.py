@@ -94,6 +94,7 @@ class Machine:
         self.steps = 0
         self.locks: dict[Any, Any] = {}  # clocks, values and waiters of words that warps spin on
         self.epochs: dict[int, int] = {}
+        self.barrier_names: dict[int, str] = {}  # by the number among a CTA's mbarriers: pipeline, kind and stage
 
     # ---------------------------------------------------------------- schedule
     def enter(self, entry: Entry) -> None:
@@ -239,9 +240,10 @@ class Machine:
         return clock, epoch
 
     # ---------------------------------------------------------------- mbarriers
-    def init_mbarrier(self, cta: Cta, key: Any, name: str, count: int) -> None:
+    def init_mbarrier(self, cta: Cta, key: Any, number: int, count: int) -> None:
         agent = self.agent
-        bar = cta.mbarriers[key] = Mbarrier(cta, f"{name} of {cta.name}", count, self.size)
+        name = f"mbarrier {number} ({self.barrier_names.get(number, 'of no pipeline')}) of {cta.name}"
+        bar = cta.mbarriers[key] = Mbarrier(cta, name, count, self.size)
         bar.clock[agent.index] = agent.clock[agent.index]
 
     def mbarrier(self, cta: Cta, key: Any, doing: str, to_init: bool = True) -> Mbarrier:

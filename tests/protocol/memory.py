@@ -262,7 +262,7 @@ class Frag:
 
 
 class Flat:
-    """Sums, slabs or locks in global memory."""
+    """Sums, partial sums or locks in global memory."""
 
     def __init__(self, name: str, length: int, values: dict[Any, int] | None = None) -> None:
         self.name, self.shape, self.values = name, (length,), values

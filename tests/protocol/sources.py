@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 # synchronize nothing.
 ALIKE = {
     "accumulator.py": ("round_to", "not_finite"),
-    "bwd_contain.py": ("add_not_finite", "clean", "mark_keys", "not_finite", "settle"),
-    "bwd_results.py": ("add_all", "mask", "store", "store_slab"),
+    "bwd_contain.py": ("add_not_finite", "mark_keys", "not_finite", "remove_not_finite", "zero_hidden"),
+    "bwd_results.py": ("mask", "store_partial", "store_rows"),
+    "bwd_wide.py": ("add_chunks",),
     "fwd_contain.py": ("add_key", "contain"),
     "mask.py": ("apply", "keep_before"),
     "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize"),
@@ -165,7 +166,7 @@ def kernels(*edits: tuple[str, str, str]) -> types.SimpleNamespace:
     sys.modules.update(stand_ins())
     sys.meta_path.insert(0, sources)  # type: ignore[arg-type]
     try:
-        names = "bwd_narrow", "bwd_wide", "fwd", "fwd_paths"
+        names = "pipeline", "bwd_narrow", "bwd_wide", "fwd", "fwd_paths"
         found = {name: importlib.import_module(f"cute_kernels.{name}") for name in names}
     finally:
         sys.meta_path.remove(sources)  # type: ignore[arg-type]

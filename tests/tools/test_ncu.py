@@ -131,7 +131,7 @@ def test_needed_bytes_of_a_small_forward():
 
 def test_needed_bytes_of_a_small_backward():
     job = Job(SMALL, "bwd")
-    pre, main, slabs, post = backward_specs("bf16", 128)
+    pre, main, partials, post = backward_specs("bf16", 128)
     q, kv, row, sums = 6 * 8 * 128 * 2, 6 * 2 * 128 * 2, 6 * 8 * 4, 6 * 8 * 128 * 4
     assert need(job, main).flops == 2.5 * 4 * 128 * 8 * 19
     assert need(job, main).dram_bytes == 2 * q + 4 * kv + 2 * row + 2 * sums
@@ -141,7 +141,7 @@ def test_needed_bytes_of_a_small_backward():
     assert adds == 19 * 8 * 256 * 4 // (wide.tile.tile_n * wide.tile.cluster)
     assert need(job, pre).dram_bytes == 2 * q + 3 * row + sums
     assert need(job, post).dram_bytes == sums + q
-    assert need(job, slabs) == need(job, slabs).__class__()
+    assert need(job, partials) == need(job, partials).__class__()
 
 
 # ---------------------------------------------------------------- what is shown

@@ -98,7 +98,7 @@ def test_what_is_filed_is_what_the_table_shows(tmp_path, monkeypatch):
         (["-d", "both"], "-d is 'both'"),
         (["--head-dim", "80"], "--head-dim is 80"),
         (["--head-dim", "96", "--tile", "rows=3"], "tile has no field 'rows'"),
-        (["--head-dim", "96", "--tile", "slab_floats=3"], "tile has no field 'slab_floats'"),
+        (["--head-dim", "96", "--tile", "partial_floats=3"], "tile has no field 'partial_floats'"),
         (["--gqa", "3"], "--gqa is 3"),
         (["-w", "nothing"], "nothing"),
         (["--head-dim", "96", "--tile", "tile_m=x"], "expected NAME=NUMBER"),

@@ -67,7 +67,7 @@ class KeyItems:
         is_response: [n] that segment is not a prompt.
         block_begin, block_end: [n] query blocks.
         previous: [n] see `_fixed_order`.
-        clean_end: [n] of each CTA; see BackwardFields.CLEAN_END.
+        unmasked_end: [n] of each CTA; see BackwardFields.UNMASKED_END.
     """
 
     key: IntArray
@@ -78,7 +78,7 @@ class KeyItems:
     block_begin: IntArray
     block_end: IntArray
     previous: IntArray
-    clean_end: list[IntArray]
+    unmasked_end: list[IntArray]
 
     @property
     def blocks(self) -> IntArray:
@@ -167,15 +167,15 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
     previous = np.full(len(key), -1)
     if deterministic:
         block_end, previous = _fixed_order(block_begin, block_end)
-    clean_end = [np.zeros_like(key)] * 2
+    unmasked_end = [np.zeros_like(key)] * 2
     for rank in range(tile.cluster):
         n0 = key + rank * tile.tile_n
         full = n0 + tile.tile_n <= key_end
         safe = np.where(full, n0, key)
-        clean_end[rank] = np.where(
+        unmasked_end[rank] = np.where(
             full, visible_end_over(np.minimum, segments, safe, safe + full * (tile.tile_n - 1) + 1), 0
         )
-    return KeyItems(key, key_end, group, run, is_response, block_begin, block_end, previous, clean_end)
+    return KeyItems(key, key_end, group, run, is_response, block_begin, block_end, previous, unmasked_end)
 
 
 def _cut(keys: KeyItems, length: IntArray) -> Pieces:
@@ -219,16 +219,16 @@ def _work(keys: KeyItems, pieces: Pieces, order: IntArray, kv_heads: int) -> Bac
     of_head = np.empty((n, items.NUM_FIELDS), np.int32)
     of_head[:, items.KEY], of_head[:, items.KEY_END] = keys.key[pieces.item], keys.key_end[pieces.item]
     of_head[:, items.BLOCK_BEGIN], of_head[:, items.BLOCK_END] = pieces.begin, pieces.end
-    for rank, clean_end in enumerate(keys.clean_end):
-        of_head[:, items.CLEAN_END + rank] = clean_end[pieces.item]
-    of_head[:, items.SLAB] = np.where(split, partial, -1)
+    for rank, unmasked_end in enumerate(keys.unmasked_end):
+        of_head[:, items.UNMASKED_END + rank] = unmasked_end[pieces.item]
+    of_head[:, items.PARTIAL] = np.where(split, partial, -1)
     of_head[:, items.ORDER], of_head[:, items.PREVIOUS] = pieces.item, keys.previous[pieces.item]
     of_head[:, items.PREVIOUS_END] = np.append(0, keys.block_end)[pieces.item]
     kv_head = order // max(n, 1)
     work = of_head.take(order - kv_head * n, axis=0)
     work[:, items.KV_HEAD] = kv_head
     if num_partials:
-        work[:, items.SLAB] += np.where(work[:, items.SLAB] < 0, 0, kv_head * num_partials)
+        work[:, items.PARTIAL] += np.where(work[:, items.PARTIAL] < 0, 0, kv_head * num_partials)
 
     at = np.flatnonzero(first & split)  # the first piece of each split item
     sums = np.empty((kv_heads, len(at), items.NUM_SUM_FIELDS), np.int32)

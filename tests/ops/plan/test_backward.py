@@ -63,18 +63,18 @@ def walk(seg, tile, plan, kv_heads):
         kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
         assert item[items.BLOCK_BEGIN] < item[items.BLOCK_END]
         assert item[items.KEY] < key_end <= item[items.KEY] + tile.cluster * N
-        if item[items.SLAB] < 0:
+        if item[items.PARTIAL] < 0:
             stores[kv_head, item[items.KEY] : key_end] += 1
         else:
-            assert item[items.SLAB] not in partials
-            partials[item[items.SLAB]] = kv_head, item[items.KEY], key_end
+            assert item[items.PARTIAL] not in partials
+            partials[item[items.PARTIAL]] = kv_head, item[items.KEY], key_end
         for rank in range(tile.cluster):
             n0 = item[items.KEY] + rank * N
             n = np.arange(n0, n0 + N)
             key_visible = np.where(n < key_end, visible_end[n], 0)
             for first, count, row, row_end in computed(tile, item, rank, key_visible):
                 q, own = np.arange(row, row_end)[:, None], slice(first, first + count)
-                masked = row < n0 + N - 1 or row_end > item[items.CLEAN_END + rank]
+                masked = row < n0 + N - 1 or row_end > item[items.UNMASKED_END + rank]
                 seen = (n[own] <= q) & (q < key_visible[own]) if masked else np.ones((len(q), count), int)
                 pairs[kv_head, q, n[own]] += seen
     for entry in plan.sums.astype(int):
@@ -258,7 +258,7 @@ def test_an_item_that_waits_for_a_later_one_is_noticed(head_dim):
 
 def test_items_of_trees_that_read_the_same_queries_start_together():
     plan = backward_work(of(NAMED["binary-p4096-r1024"].layout()), backward_tile(128), 32, 8, 132).items
-    assert (plan[:, items.SLAB] < 0).all()
+    assert (plan[:, items.PARTIAL] < 0).all()
     begins, steps = plan[:, items.BLOCK_END], plan[:, items.BLOCK_END] - plan[:, items.BLOCK_BEGIN]
     last = int(np.flatnonzero(np.diff(begins) > 0)[0])  # from about here on longest first
     assert 0 < steps[last:].sum() < 0.1 * steps.sum()
@@ -272,7 +272,7 @@ def test_an_unmasked_block_with_an_invisible_key_is_noticed():
     seg, tile = segments([300], [[130, 200]]), TILES[0]
     plan = backward_work(seg, tile, 4, 1, 132)
     check(seg, tile, plan, 4, 1)
-    plan.items[:, items.CLEAN_END] += tile.tile_m
+    plan.items[:, items.UNMASKED_END] += tile.tile_m
     with pytest.raises(AssertionError):
         check(seg, tile, plan, 4, 1)
 
@@ -340,7 +340,7 @@ def test_trees_of_any_lengths_take_about_as_few_steps_as_they_can():
         _, parent = random_tree(seed, segments, depth, 0)
         seg = of(Layout.from_segments([0, *np.cumsum(lengths).tolist()], parent))
         plan = backward_work(seg, tile, 1, 1, 2).items
-        assert (plan[:, items.SLAB] < 0).all()
+        assert (plan[:, items.PARTIAL] < 0).all()
         begin, end = plan[:, items.KEY], plan[:, items.KEY_END]
         rows = sum(seg.visible_end[a:b].max() - a + more for a, b in zip(begin, end, strict=True))
         assert rows <= 1.01 * fewest_rows(seg, 256, more)
@@ -475,7 +475,7 @@ def test_empty_layouts():
 
 def test_rows_up_to_int32():
     plan = backward_work(segments([MAX_ROWS - 1], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
-    assert plan.items[:, items.KEY : items.SLAB].min() >= 0
+    assert plan.items[:, items.KEY : items.PARTIAL].min() >= 0
     assert plan.items[:, items.KEY_END].max() == MAX_ROWS
 
 
