@@ -149,7 +149,9 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
             return
         monkeypatch.chdir(tmp_path)
         if small == "dualkv precompile":
-            monkeypatch.setattr("codegen.precompiled.write_manifest", lambda folder, version: {})  # stand-ins have no registers
+            monkeypatch.setattr(
+                "codegen.precompiled.write_manifest", lambda folder, version: {}
+            )  # stand-ins have no registers
             monkeypatch.setattr("dualkv.precompile.rows", lambda result: [])
         code, _, err = run(*words[1:], *SMALL[small].split())
         assert code == 0, err

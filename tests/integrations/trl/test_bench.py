@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
-
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
 from tools import bench_trl
 
