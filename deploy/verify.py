@@ -16,7 +16,7 @@ import torch
 import dualkv
 from codegen import precompiled, store
 from codegen.spec import KernelSpec, backward_specs
-from dualkv import hopper
+from dualkv.ops import hopper
 
 DTYPES = {name: dtype for dtype, name in hopper.DTYPES.items()}
 TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}  # of the largest value: half-precision inputs and outputs

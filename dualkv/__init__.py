@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dualkv import openmp  # noqa: F401  (before torch is imported)
-from dualkv.attention import attention
+from dualkv.data.microbatch import MicroBatch, plan_micro_batches
+from dualkv.data.packing import PackedBatch, pack, pack_padded
+from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
-from dualkv.microbatch import MicroBatch, plan_micro_batches
-from dualkv.packing import PackedBatch, pack, pack_padded
-from dualkv.trees import PackedSequences, pack_sequences, plan_sequences
+from dualkv.ops.attention import attention
 
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
-    from dualkv.compat import flash_attn_dualkv_varlen_func
+    from dualkv.ops.compat import flash_attn_dualkv_varlen_func
 
 __version__ = "0.2.0"
 __all__ = [
@@ -39,5 +39,5 @@ def __getattr__(name: str) -> Any:
     if name in ("grpo", "integrations"):
         return import_module(f"dualkv.{name}")
     if name == "flash_attn_dualkv_varlen_func":
-        return import_module("dualkv.compat").flash_attn_dualkv_varlen_func
+        return import_module("dualkv.ops.compat").flash_attn_dualkv_varlen_func
     raise AttributeError(f"module 'dualkv' has no attribute {name!r}")

@@ -8,7 +8,7 @@ NEEDED = ("typer", "rich")  # by the command line alone: `import dualkv` does wi
 def main() -> None:
     """Runs the command line, or says in one sentence which package it lacks."""
     try:
-        from dualkv.cli import main as run
+        from dualkv.cli.commands import main as run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in NEEDED:

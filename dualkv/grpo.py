@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dualkv.layout import _int_array
+from dualkv.arrays import int_array
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def group_advantages(rewards: torch.Tensor, group_sizes: Sequence[int], eps: flo
         raise TypeError(f"rewards must be floating point, got {rewards.dtype}")
     if rewards.ndim != 1:
         raise ValueError(f"rewards must have one dimension, got shape {tuple(rewards.shape)}")
-    sizes = _int_array("group_sizes", group_sizes).tolist()
+    sizes = int_array("group_sizes", group_sizes).tolist()
     if any(size < 1 for size in sizes):
         raise ValueError(f"group_sizes must be 1 or more, got {min(sizes)}")
     if sum(sizes) != len(rewards):
@@ -100,7 +100,7 @@ def token_weights(response_lens: Sequence[int], mean: str) -> torch.Tensor:
         ValueError: another `mean`, a negative length.
         TypeError: lengths that are not integers.
     """
-    lens = torch.from_numpy(_int_array("response_lens", response_lens))
+    lens = torch.from_numpy(int_array("response_lens", response_lens))
     if (lens < 0).any():
         raise ValueError(f"response_lens must be 0 or more, got {int(lens.min())}")
     if mean == "sequence":

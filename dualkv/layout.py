@@ -11,7 +11,6 @@ of the subtree of k's segment. (A prompt's subtree is its group, a response's is
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -22,72 +21,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels.abi import MAX_ROWS
+from dualkv.arrays import IntArray, Lengths, cumulative_array, int_array, length_array, length_arrays
+from dualkv.prefixes import read_sequences
 
-Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
-IntArray = npt.NDArray[np.int64]
 Value = TypeVar("Value")
-
-
-def _int_array(name: str, values: Lengths) -> IntArray:
-    """`values` as a 1-D int64 array, or one sentence about what is wrong with it."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise TypeError(f"{name} must be a flat sequence of integers, got {values!r}") from None
-    if array.ndim == 0:
-        raise TypeError(f"{name} is {reprlib.repr(values)}, expected a list of integers")
-    if array.size == 0 and array.ndim == 1:
-        return np.zeros(0, np.int64)
-    if array.dtype.kind not in "iu":
-        found = "str" if array.dtype.kind == "U" else array.dtype
-        first = array.reshape(-1).tolist()[:1]
-        raise TypeError(f"{name} must hold integers, got {found} values such as {reprlib.repr(*first)}")
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(array.shape)}")
-    return array.astype(np.int64)
-
-
-def _lengths(name: str, values: Lengths) -> IntArray:
-    array = _int_array(name, values)
-    if (array < 0).any():
-        at = int(np.argmax(array < 0))
-        raise ValueError(f"{name}[{at}] is {array[at]}, a length must be 0 or more")
-    return array
-
-
-def _lists_of_lengths(name: str, values: Iterable[Lengths]) -> list[IntArray]:
-    """One array of lengths for each prompt."""
-
-    def check(name: str, value: Any, has: str) -> None:
-        if isinstance(value, (str, bytes)) or not hasattr(value, has) or getattr(value, "ndim", 1) == 0:
-            raise TypeError(
-                f"{name} is {reprlib.repr(value)}, expected a list of response lengths for each prompt, such as "
-                "[[3, 2]] for one prompt and two responses"
-            )
-
-    check(name, values, "__iter__")
-    found = []
-    for g, lengths in enumerate(values):
-        check(f"{name}[{g}]", lengths, "__len__")
-        found.append(_lengths(f"{name}[{g}]", lengths))
-    return found
-
-
-def _cumulative(name: str, values: Lengths) -> IntArray:
-    array = _int_array(name, values)
-    if array.size == 0 or array[0] != 0:
-        raise ValueError(f"{name} must start with 0, got {array[:1].tolist()}")
-    if (np.diff(array) < 0).any():
-        at = int(np.argmax(np.diff(array) < 0))
-        raise ValueError(f"{name} must not decrease, got {array[at]} then {array[at + 1]} at index {at}")
-    return array
-
-
-def positions(counts: IntArray) -> IntArray:
-    """0, 1, ..., counts[i] - 1 for each i, one after another."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class Segments:
@@ -243,7 +180,7 @@ def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
     # The storages may have been written to, or viewed in part: the contents decide.
     if known is not None and _same(offsets, known.offsets) and _same(parent, known.parent):
         return known.segments
-    found = Segments(_cumulative("offsets", offsets), _int_array("parent", parent))
+    found = Segments(cumulative_array("offsets", offsets), int_array("parent", parent))
     _remember(offsets, parent, found)
     return found
 
@@ -288,7 +225,7 @@ class Layout:
             ValueError: offsets that do not start at 0 or decrease, a parent that comes later or crosses groups.
             TypeError: anything that is not an integer.
         """
-        return cls._from_arrays(_cumulative("offsets", offsets), _int_array("parent", parent), device)
+        return cls._from_arrays(cumulative_array("offsets", offsets), int_array("parent", parent), device)
 
     @classmethod
     def from_lengths(
@@ -305,8 +242,8 @@ class Layout:
             ValueError: a negative length, or another number of lists than of prompts.
             TypeError: a length that is not an integer, a number or text in the place of a list.
         """
-        prompts = _lengths("prompt_lens", prompt_lens)
-        responses = _lists_of_lengths("response_lens", response_lens)
+        prompts = length_array("prompt_lens", prompt_lens)
+        responses = length_arrays("response_lens", response_lens)
         if len(responses) != len(prompts):
             raise ValueError(
                 f"response_lens has {len(responses)} lists for {len(prompts)} prompts in prompt_lens, "
@@ -340,15 +277,15 @@ class Layout:
             ValueError: values that do not start at 0, decrease, or do not add up.
             TypeError: values that are not integers.
         """
-        prompts = np.diff(_cumulative("cu_seqlens_prompts", cu_seqlens_prompts))
-        responses = np.diff(_cumulative("cu_seqlens_responses", cu_seqlens_responses))
+        prompts = np.diff(cumulative_array("cu_seqlens_prompts", cu_seqlens_prompts))
+        responses = np.diff(cumulative_array("cu_seqlens_responses", cu_seqlens_responses))
         if cu_responses is None:
             if len(prompts) != 1:
                 raise ValueError(
                     f"cu_responses is missing and there are {len(prompts)} prompts, expected it or one prompt"
                 )
             cu_responses = [0, len(responses)]
-        counts = np.diff(_cumulative("cu_responses", cu_responses))
+        counts = np.diff(cumulative_array("cu_responses", cu_responses))
         if len(counts) != len(prompts):
             raise ValueError(f"cu_responses names {len(counts)} groups, cu_seqlens_prompts {len(prompts)}")
         if counts.sum() != len(responses):
@@ -373,9 +310,7 @@ class Layout:
         Raises:
             ValueError, TypeError: as there.
         """
-        from dualkv.trees import on_host  # which needs layouts itself
-
-        _, shared, _ = on_host(sequences, min_shared)
+        _, shared, _ = read_sequences(sequences, min_shared)
         tree = shared.at_least(min_shared).tree()
         return cls.from_segments(tree.offsets, tree.parent, device)
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.layout import IntArray
-from dualkv.packing import PackedBatch
-from dualkv.trees import PackedSequences
+from dualkv.arrays import IntArray
+from dualkv.data.packing import PackedBatch
+from dualkv.data.trees import PackedSequences
 
 # Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
 Chunk = tuple[int, int, int, int]

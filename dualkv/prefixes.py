@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from dualkv.layout import IntArray
+from dualkv.arrays import IntArray, TokenIds, positive, sequence_list, to_host, token_tensor
+
+MAX_TOKEN = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -252,3 +256,19 @@ def _in_order(parent: list[int], end: list[int], last: list[int]) -> PrefixTree:
     ends, above = np.append(end, 0), np.array(parent, np.int64)[at]
     begin = ends[above]
     return PrefixTree(place[above], ends[at] - begin, np.array(source, np.int64)[at], begin, place[np.array(last)])
+
+
+def read_sequences(
+    sequences: Sequence[TokenIds] | torch.Tensor, min_shared: int
+) -> tuple[list[npt.NDArray[Any]], SharedPrefixes, torch.device]:
+    """The sequences on the host, all that they share, and the device they came from; see `dualkv.pack_sequences`."""
+    rows = [token_tensor(f"sequences[{i}]", x) for i, x in enumerate(sequence_list("sequences", sequences))]
+    positive("min_shared", min_shared)
+    host = to_host(rows)
+    for i, tokens in enumerate(host):
+        if len(tokens) == 0:
+            raise ValueError(f"sequences[{i}] is empty, expected at least one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high > MAX_TOKEN:
+            raise ValueError(f"sequences[{i}] has token {low if low < 0 else high}, expected 0 to {MAX_TOKEN}")
+    return host, shared_prefixes(host), rows[0].device

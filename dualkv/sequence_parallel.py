@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dualkv.attention import attention
 from dualkv.layout import Layout
+from dualkv.ops.attention import attention
 
 
 def padded(layout: Layout, rows: int) -> Layout:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dualkv
 from dualkv import grpo
+from dualkv.data.rollouts import ByteTokenizer
 from dualkv.integrations.transformers import enable
 from dualkv.models import load_model
-from dualkv.rollouts import ByteTokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a model of Hugging Face's hub, or a folder")

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import dualkv
-from dualkv import Layout, compat, composition, hopper, logprobs, reference
+from dualkv import Layout, logprobs
+from dualkv.ops import compat, composition, hopper, reference
 
 LAYOUT = Layout.from_lengths([3], [[2]])
 GOOD = torch.zeros(5, 4, 16)

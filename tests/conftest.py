@@ -12,7 +12,7 @@ import torch
 
 from codegen import compile, toolchain
 from codegen.spec import TILES
-from dualkv import cli
+from dualkv.cli import commands
 from tests.codegen import stand_in
 
 TESTS = Path(__file__).parent
@@ -74,7 +74,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["dualkv", *words])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            commands.main()
         out, err = capsys.readouterr()
         return int(caught.value.code or 0), out, err
 

@@ -19,7 +19,7 @@ import typer
 from packaging.requirements import Requirement
 
 import dualkv
-from dualkv import cli
+from dualkv.cli import commands
 from tests.documents import COMMANDS, FENCE, PAGES, ROOT, blocks, parse, shown, words_of
 from tools import drawings
 
@@ -52,28 +52,28 @@ NOT_MADE = {
 # Why a command is not run here; it is parsed by its own program.
 NOT_RUN = {
     "dualkv toolchain install": "downloads a compiler where there is none: tests/codegen/test_private.py",
-    "dualkv precompile --check": "looks at machine code: tests/test_precompile.py makes and checks some",
+    "dualkv precompile --check": "looks at machine code: tests/cli/test_precompile.py makes and checks some",
     "python examples/four_gpus.py": "tests/test_examples.py runs it in small",
     "python examples/long_context.py": "tests/test_examples.py runs it in small",
     "python examples/one_gpu.py": "tests/test_examples.py runs it in small",
     "python -m tests.fuzz": "takes minutes: tests/fuzz/test_fuzz.py runs a few cases",
     "python -m tests.protocol": "takes an hour: tests/protocol/test_protocol.py runs fewer schedules",
-    "python -m tools.before": "needs a Hopper GPU: tests/test_before.py has what does not",
+    "python -m tools.before": "needs a Hopper GPU: tests/tools/test_before.py has what does not",
     "python -m tools.bench_update": "has the record's sizes: minutes, or a Hopper GPU",
     "python -m tools.bench_step": "needs a Hopper GPU",
     "python -m tools.cold_start": "needs a Hopper GPU",
     "python -m tools.host_time": "needs a Hopper GPU",
-    "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/test_ncu.py reads filed profiles",
+    "python -m tools.ncu": "needs a Hopper GPU and Nsight Compute: tests/tools/test_ncu.py reads filed profiles",
     "python -m tools.record": "needs a Hopper GPU",
-    "python -m tools.tune": "needs a Hopper GPU: tests/test_tune.py has what does not",
+    "python -m tools.tune": "needs a Hopper GPU: tests/tools/test_tune.py has what does not",
     "python -m tools.sanitize": "needs a Hopper GPU and compute-sanitizer",
-    "python -m tools.soak": "needs a Hopper GPU: tests/test_soak.py judges what it records",
+    "python -m tools.soak": "needs a Hopper GPU: tests/tools/test_soak.py judges what it records",
 }
 # What writes documents and takes no options, and the test that compares what it would write.
 WRITES = {
-    "python -m tools.api": "tests/test_api.py",
+    "python -m tools.api": "tests/tools/test_api.py",
     "python -m tools.drawings": "tests/test_docs.py",
-    "python -m tools.tables": "tests/test_tables.py",
+    "python -m tools.tables": "tests/tools/test_tables.py",
 }
 # What needs an environment of its own: the tests there that run or parse it.
 ELSEWHERE = {
@@ -149,10 +149,8 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
             return
         monkeypatch.chdir(tmp_path)
         if small == "dualkv precompile":
-            monkeypatch.setattr(
-                "codegen.precompiled.write_manifest", lambda folder, version: {}
-            )  # stand-ins have no registers
-            monkeypatch.setattr("dualkv.precompile.rows", lambda result: [])
+            monkeypatch.setattr("codegen.precompiled.write_manifest", lambda *_: {})  # stand-ins have no registers
+            monkeypatch.setattr("dualkv.cli.precompile.rows", lambda result: [])
         code, _, err = run(*words[1:], *SMALL[small].split())
         assert code == 0, err
 
@@ -209,7 +207,7 @@ def test_commands_of_pip_that_are_wrong_would_be_found(command):
 def test_the_options_of_precompile_are_those_of_the_page():
     rows = re.findall(r"^\| `(-[^`]*)` \|", PAGES["deployment.md"].read_text(), re.MULTILINE)
     listed = {word for row in rows for word in re.findall(r"(?:^| )(--?[a-z][\w-]*)", row)}
-    command = typer.main.get_command(cli.app).commands["precompile"]
+    command = typer.main.get_command(commands.app).commands["precompile"]
     taken = {max(option.opts, key=len) for option in command.params}
     short = {option.opts[-1]: max(option.opts, key=len) for option in command.params}
     assert {short.get(word, word) for word in listed} == taken - {"--out", "--check", "--debug", "--help"}

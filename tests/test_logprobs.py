@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from dualkv.data.packing import PackedBatch, pack
 from dualkv.logprobs import response_logprobs
-from dualkv.packing import PackedBatch, pack
 from tests.dispatched import Dispatched
 
 WIDTH, VOCABULARY = 6, 11

@@ -89,7 +89,7 @@ def test_a_program_that_uses_it_is_checked_strictly(distributions, tmp_path):
     zipfile.ZipFile(distributions[1]).extractall(there)
     for package in ("torch", "numpy", "typing_extensions.py"):  # whose types ours are made of
         (there / package).symlink_to(here / package)
-    shutil.copy(ROOT / "tests" / "data" / "consumer.py", tmp_path)  # next to no sources of ours
+    shutil.copy(ROOT / "tests" / "files" / "consumer.py", tmp_path)  # next to no sources of ours
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(environment / "bin" / "python"),
          "--config-file", os.devnull, "consumer.py"],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "api.md"
-# Modules whose public names the page describes; of the first, what `import dualkv` offers.
+# Modules whose public names the page describes; of packages (the first and the last), what they import from within.
 MODULES = (
     "dualkv",
     "dualkv.grpo",
@@ -132,7 +132,7 @@ def _members(public: Public) -> Iterator[Public]:
 def public(module: str) -> list[Public]:
     """The public names of a module, with the methods of its classes."""
     found = _definitions(module)
-    if module == "dualkv":
+    if module in ("dualkv", "dualkv.ops"):
         for node in ast.walk(_tree(module)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualkv."):
                 there = _definitions(str(node.module))

@@ -19,12 +19,12 @@ import typer
 from codegen import precompiled, store
 from codegen.spec import KernelSpec
 from codegen.store import Kernel
-from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.timing import timed
 from dualkv.bench.workloads import NAMED, parse
+from dualkv.ops import hopper
 from tools import filed
 from tools.tables import MAIN
 

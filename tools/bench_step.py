@@ -24,11 +24,11 @@ import typer
 
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from dualkv.data.rollouts import Rollouts
+from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
-from dualkv.rollouts import Rollouts
-from dualkv.update import ModelBatch, packed_batches, replicated_batches
 from tools import stock_attention
 
 

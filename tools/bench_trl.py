@@ -37,10 +37,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from dualkv.demo.measure import PeakMemory
+from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
-from dualkv.measure import PeakMemory
 from dualkv.models import CONFIGS
-from dualkv.settings import DTYPES
 
 WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model

@@ -18,14 +18,14 @@ import torch
 import typer
 from rich.console import Console
 
-from dualkv import hopper
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
-from dualkv.cli import tracked
-from dualkv.demo import run_demo
-from dualkv.report import render
-from dualkv.rollouts import ByteTokenizer, topic_prompts
-from dualkv.settings import DemoSettings
+from dualkv.cli.commands import tracked
+from dualkv.data.rollouts import ByteTokenizer, topic_prompts
+from dualkv.demo.report import render
+from dualkv.demo.run import run_demo
+from dualkv.demo.settings import DemoSettings
+from dualkv.ops import hopper
 
 ONE_UPDATE: dict[str, Any] = {"groups": 1, "steps": 1}
 QWEN = ONE_UPDATE | {

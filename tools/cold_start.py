@@ -112,9 +112,9 @@ def main(
     """Measure cold starts on this machine's GPU."""
     import torch
 
-    from dualkv import precompile
     from dualkv.bench.run import environment
     from dualkv.bench.timing import Meter
+    from dualkv.cli import precompile
 
     if not torch.cuda.is_available():
         sys.exit("a cold start is measured on a GPU, and PyTorch finds none here")

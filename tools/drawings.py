@@ -12,7 +12,7 @@ from pathlib import Path
 import dualkv
 from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import segments_of
-from dualkv.plan import forward_work
+from dualkv.ops.plan.forward import forward_work
 from tools.tables import RESULTS, UPDATES
 
 DOCS = Path(__file__).parent.parent / "docs"

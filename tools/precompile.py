@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from dualkv import cli
+from dualkv.cli import commands
 
 if __name__ == "__main__":
     sys.argv[:1] = ["dualkv", "precompile"]
-    cli.main()
+    commands.main()

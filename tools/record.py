@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from dualkv import cli
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import NAMED
+from dualkv.cli import commands
 from tools import tables
 from tools.tables import MAIN, RESULTS, TWO_LEVELS
 
@@ -77,7 +77,7 @@ def main(
         more += ["--time-limit", f"{limit:.1f}"] if limit < math.inf else []
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         try:
-            cli.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+            commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
             if name == "trees-h200":
                 print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording

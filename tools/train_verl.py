@@ -27,9 +27,9 @@ from verl.utils.device import get_device_name
 
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from dualkv.demo.report import COLORS
+from dualkv.demo.sampling import sample_responses
 from dualkv.grpo import group_advantages
-from dualkv.report import COLORS
-from dualkv.sampling import sample_responses
 from tools.bench_verl import Algorithm, Engine, Settings, make_worker
 
 SYMBOLS = 32

@@ -22,11 +22,11 @@ import typer
 
 from codegen import KernelError, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
-from dualkv import hopper
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import Workload, parse
+from dualkv.ops import hopper
 from tools import filed
 from tools.ncu.job import TABLES, changed, read_tile
 from tools.tables import MAIN

@@ -32,7 +32,7 @@ from dualkv.bench.inputs import Side
 from dualkv.bench.sides import of_direction
 from dualkv.bench.timing import PART_CALLS, Clock, Meter, TimeUp, cold_ms, host_us, sustained
 from dualkv.bench.workloads import Workload
-from dualkv.sampling import Track, untracked
+from dualkv.progress import Track, untracked
 
 SCHEMA = 2
 REFERENCE = "fa4-3-calls"  # the peer that speeds are given against

@@ -14,9 +14,9 @@ import torch
 from torch._functorch import config as functorch_config
 
 import dualkv
-from dualkv import hopper
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
+from dualkv.ops import hopper
 
 
 def _kept(

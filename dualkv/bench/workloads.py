@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from dualkv.data.microbatch import plan_micro_batches
+from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
-from dualkv.microbatch import plan_micro_batches
-from dualkv.rollouts import load_tokenizer, read_rollouts
 
 DTYPES = ("bf16", "fp16")
 DIRECTIONS = ("fwd", "bwd", "both")

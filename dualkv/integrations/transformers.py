@@ -27,9 +27,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
-from dualkv.attention import attention
 from dualkv.integrations import selfcheck
 from dualkv.layout import Layout, segments_of
+from dualkv.ops.attention import attention
 from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -23,10 +23,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_tensor_dict
 
+from dualkv.data.packing import pack_padded
 from dualkv.integrations import losses, models
 from dualkv.integrations.transformers import disable, enable
 from dualkv.layout import Layout
-from dualkv.packing import pack_padded
 
 Batch = dict[str, Any]
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from dualkv import reference
+from dualkv.ops import reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import Case, compat_mask, reduce, run, seeded, segment_mask
 

@@ -14,8 +14,8 @@ import torch
 
 from codegen import KernelError, cubin, precompiled, store
 from codegen.tiles import HEAD_DIMS
-from dualkv import hopper
-from dualkv.precompile import requested
+from dualkv.cli.precompile import requested
+from dualkv.ops import hopper
 
 ROOT = Path(__file__).parents[2]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY

@@ -10,7 +10,8 @@ import torch
 
 from codegen.spec import GRADIENTS, backward_specs
 from codegen.tiles import HEAD_DIMS
-from dualkv import Layout, hopper
+from dualkv import Layout
+from dualkv.ops import hopper
 from tests import oracle
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dualkv
-from dualkv import hopper
+from dualkv.ops import hopper
 from tests.bad_input import BAD, GOOD, LAYOUT, nothing_runs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY

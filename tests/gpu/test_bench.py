@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from dualkv import cli, hopper
 from dualkv.bench.workloads import DIRECTIONS
+from dualkv.cli import commands
+from dualkv.ops import hopper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +26,7 @@ def test_a_run(tmp_path):
     path = tmp_path / "bench.json"
     words = ["bench", "-w", "700:130,911;1:5;40:", "-d", ",".join(DIRECTIONS), "--seconds", "0.1", "--rounds", "1"]
     words += ["-s", "dualkv", "-s", "dualkv-deterministic", "-s", "torch-flash-replicated", "--json", str(path)]
-    cli.app(words, standalone_mode=False)
+    commands.app(words, standalone_mode=False)
     results = json.loads(path.read_text())["results"]
     assert [result["direction"] for result in results] == list(DIRECTIONS)
     for result in results:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dualkv
-from dualkv import composition, hopper, reference
+from dualkv.ops import composition, hopper, reference
 from tests.fuzz.case import Case, run
-from tests.test_compat import call, inputs
+from tests.ops.test_compat import call, inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]

@@ -13,7 +13,8 @@ import dualkv
 from codegen import store
 from codegen.spec import backward_specs
 from codegen.tiles import HEAD_DIMS
-from dualkv import Layout, composition, hopper, reference
+from dualkv import Layout
+from dualkv.ops import composition, hopper, reference
 from tests import oracle
 from tests.fuzz import dense
 from tests.fuzz.case import segment_mask

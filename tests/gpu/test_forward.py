@@ -9,7 +9,8 @@ import torch
 
 from codegen.spec import forward_spec
 from codegen.tiles import HEAD_DIMS
-from dualkv import Layout, hopper
+from dualkv import Layout
+from dualkv.ops import hopper
 from tests import oracle
 from tests.fuzz import dense
 from tests.fuzz.case import segment_mask

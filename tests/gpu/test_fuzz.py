@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from codegen.spec import backward_specs, forward_spec
-from dualkv import hopper
+from dualkv.ops import hopper
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import NATIVE_HEAD_DIMS, TREE_RATIOS, Case, gpu_ratios, run, seeded
 

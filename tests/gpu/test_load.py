@@ -12,7 +12,8 @@ import torch
 
 import dualkv
 from codegen.spec import backward_specs, forward_spec
-from dualkv import Layout, hopper
+from dualkv import Layout
+from dualkv.ops import hopper
 from tools import soak
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from codegen.spec import backward_specs, forward_spec
-from dualkv import Layout, hopper
+from dualkv import Layout
+from dualkv.ops import hopper
 from tests.not_finite import (
     BROKEN,
     INF,

@@ -11,7 +11,8 @@ import torch
 import dualkv
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
-from dualkv import Layout, hopper
+from dualkv import Layout
+from dualkv.ops import hopper
 from tests import oracle
 from tests.gpu import test_backward as bwd
 from tests.gpu import test_forward as fwd

@@ -12,7 +12,7 @@ import torch
 
 tf = pytest.importorskip("transformers")
 
-from dualkv import cli  # noqa: E402
+from dualkv.cli import commands  # noqa: E402
 from dualkv.integrations import models, selfcheck  # noqa: E402
 from dualkv.integrations.shrink import shrink  # noqa: E402
 from dualkv.integrations.transformers import _attention_modules, _decoders, enable  # noqa: E402
@@ -20,7 +20,7 @@ from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
 # model runs), with where they are published. What is not given is the default of transformers' class.
-MODELS = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())
+MODELS = json.loads((Path(__file__).parents[1] / "files" / "models.json").read_text())
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_every_reason_is_said_with_its_layers(written: Any) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["dualkv", "doctor", "--model", *arguments])
     with pytest.raises(SystemExit) as exit:
-        cli.main()
+        commands.main()
     return int(exit.value.code or 0)
 
 

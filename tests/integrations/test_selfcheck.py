@@ -22,7 +22,7 @@ from dualkv.integrations.shrink import LONGEST, MOST_LAYERS, THRESHOLD, shrink, 
 from dualkv.integrations.transformers import enable  # noqa: E402
 from tests.integrations.tiny import hooks, make_model  # noqa: E402
 
-MODELS = json.loads((Path(__file__).parents[1] / "data" / "models.json").read_text())
+MODELS = json.loads((Path(__file__).parents[1] / "files" / "models.json").read_text())
 FULL = ["full_attention"] * 48
 
 

@@ -17,9 +17,11 @@ import torch
 
 from codegen import tiles
 from cute_kernels.abi import LOCKS, clears_ahead
-from dualkv import plan, plan_backward, plan_paths
 from dualkv.layout import Layout, segments_of
-from dualkv.schedule import schedule
+from dualkv.ops.plan import backward as plan_backward
+from dualkv.ops.plan import forward as plan_forward
+from dualkv.ops.plan import paths as plan_paths
+from dualkv.ops.plan.schedule import schedule
 from tests.protocol.lanes import BFloat16, Float16, Now, first_lane
 from tests.protocol.machine import Machine, Schedule
 from tests.protocol.memory import Flat, Host, View
@@ -332,9 +334,9 @@ def forward(
     tokens = config.tokens(packed)
     if parents is None:
         seg = segments(*layout)
-        work = plan.forward_work(seg, tokens, config.tile_n)
-        cost = plan.tile_cost(work, config.tile_n)
-        tables = [("segment_begin", plan.segment_begin(seg))]
+        work = plan_forward.forward_work(seg, tokens, config.tile_n)
+        cost = plan_forward.tile_cost(work, config.tile_n)
+        tables = [("segment_begin", plan_forward.segment_begin(seg))]
     else:
         seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
         made = plan_paths.path_work(seg, tokens, config.tile_n)

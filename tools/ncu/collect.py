@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from codegen import store
-from dualkv import hopper
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from dualkv.ops import hopper
 from tools.ncu import lines
 from tools.ncu.job import Job
 from tools.process import run_limited

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from codegen import KernelError, cubin, store
 from codegen.spec import KernelSpec
-from dualkv import hopper
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
+from dualkv.ops import hopper
 from tools.process import run_limited
 from tools.sanitize import controls, known, show
 from tools.sanitize.cases import HEAD_DIMS, Case, cases

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dualkv.arrays import IntArray
 from dualkv.integrations.verl.data import Rollouts
 from dualkv.integrations.verl.work import Work, packed
-from dualkv.layout import IntArray
 
 
 @dataclass

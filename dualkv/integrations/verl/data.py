@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from verl.utils import tensordict_utils as tu
 
-from dualkv.layout import IntArray, Layout, positions
+from dualkv.arrays import IntArray, positions
+from dualkv.data.trees import tree_rows, tree_tokens
+from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
-from dualkv.trees import tree_rows, tree_tokens
 
 logger = logging.getLogger(__name__)
 _said: list[str] = []  # agents may make prompts differ in every batch, which is worth saying once

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from dualkv.data.microbatch import plan_micro_batches
 from dualkv.integrations.verl.data import Rollouts
-from dualkv.microbatch import plan_micro_batches
 
 
 def plan(rollouts: Rollouts, *, max_tokens: int | None, max_rollouts: int, min_count: int = 1) -> list[list[int]]:

@@ -39,7 +39,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from dualkv import reference
+from dualkv.ops import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 from tools import bench_verl, stock_attention, train_verl
 

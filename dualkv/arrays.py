@@ -1,0 +1,159 @@
+"""What callers give as integers, checked and as arrays or tensors; and rows of tokens, named by where they begin."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+IntArray = npt.NDArray[np.int64]
+
+
+def positive(name: str, value: int) -> int:
+    """An integer of 1 or more, or one sentence about what is wrong with it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, expected an integer") from None
+    if number < 1:
+        raise ValueError(f"{name} is {number}, expected 1 or more")
+    return number
+
+
+def int_array(name: str, values: Lengths) -> IntArray:
+    """`values` as a 1-D int64 array, or one sentence about what is wrong with it."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise TypeError(f"{name} must be a flat sequence of integers, got {values!r}") from None
+    if array.ndim == 0:
+        raise TypeError(f"{name} is {reprlib.repr(values)}, expected a list of integers")
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu":
+        found = "str" if array.dtype.kind == "U" else array.dtype
+        first = array.reshape(-1).tolist()[:1]
+        raise TypeError(f"{name} must hold integers, got {found} values such as {reprlib.repr(*first)}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(array.shape)}")
+    return array.astype(np.int64)
+
+
+def length_array(name: str, values: Lengths) -> IntArray:
+    """`values` as lengths: integers of 0 or more."""
+    array = int_array(name, values)
+    if (array < 0).any():
+        at = int(np.argmax(array < 0))
+        raise ValueError(f"{name}[{at}] is {array[at]}, a length must be 0 or more")
+    return array
+
+
+def length_arrays(name: str, values: Iterable[Lengths]) -> list[IntArray]:
+    """One array of lengths for each prompt."""
+
+    def check(name: str, value: Any, has: str) -> None:
+        if isinstance(value, (str, bytes)) or not hasattr(value, has) or getattr(value, "ndim", 1) == 0:
+            raise TypeError(
+                f"{name} is {reprlib.repr(value)}, expected a list of response lengths for each prompt, such as "
+                "[[3, 2]] for one prompt and two responses"
+            )
+
+    check(name, values, "__iter__")
+    found = []
+    for g, lengths in enumerate(values):
+        check(f"{name}[{g}]", lengths, "__len__")
+        found.append(length_array(f"{name}[{g}]", lengths))
+    return found
+
+
+def cumulative_array(name: str, values: Lengths) -> IntArray:
+    """`values` as cumulative lengths, which start at 0 and do not decrease."""
+    array = int_array(name, values)
+    if array.size == 0 or array[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {array[:1].tolist()}")
+    if (np.diff(array) < 0).any():
+        at = int(np.argmax(np.diff(array) < 0))
+        raise ValueError(f"{name} must not decrease, got {array[at]} then {array[at + 1]} at index {at}")
+    return array
+
+
+def positions(counts: IntArray) -> IntArray:
+    """0, 1, ..., counts[i] - 1 for each i, one after another."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def ranges(starts: IntArray, lens: IntArray, device: torch.device) -> torch.Tensor:
+    """starts [K], lens [K] -> int64 [sum(lens)]: `starts[k], starts[k] + 1, ...` of every k, end to end."""
+    total = int(lens.sum())
+    shift = starts - (np.cumsum(lens) - lens)
+    if device.type == "cpu":
+        return torch.from_numpy(np.repeat(shift, lens) + np.arange(total))
+    # Only the K numbers travel: a long copy from pageable memory would wait for the device.
+    repeats = torch.from_numpy(lens).to(device)
+    rows = torch.repeat_interleave(torch.from_numpy(shift).to(device), repeats, output_size=total)
+    return rows.add_(torch.arange(total, device=device))
+
+
+# ---------------------------------------------------------------- token sequences
+def check_integers(name: str, ids: object) -> None:
+    """Refuses anything but a tensor of integers."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got a {type(ids).__name__}")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise TypeError(f"{name} must hold integers, got {ids.dtype}")
+
+
+def sequence_list(name: str, value: Any, of: str = "token sequences") -> Sequence[Any]:
+    """The entries of `prompts`, `responses` or masks."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_nested:
+            raise ValueError(
+                f"{name} is one tensor of shape {tuple(value.shape)}, expected a list of sequences; pack_padded takes "
+                "padded batches"
+            )
+        return value.unbind()
+    if isinstance(value, np.ndarray) and value.dtype == object:  # veRL's non-tensor batches
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__name__}, expected a list of {of}")
+    if len(value) == 0:
+        raise ValueError(f"{name} is empty, expected at least one entry")
+    return value
+
+
+def token_tensor(name: str, value: TokenIds) -> torch.Tensor:
+    """One sequence as a 1-D int64 tensor, or one sentence about what is wrong with it."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} is the text {reprlib.repr(value)}, expected token ids: tokenize texts first")
+    if not isinstance(value, torch.Tensor):
+        return torch.from_numpy(int_array(name, value))
+    if value.dtype != torch.int64:
+        check_integers(name, value)
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
+    return value.long()
+
+
+def check_one_device(tokens: list[torch.Tensor]) -> None:
+    """Refuses tokens on different devices."""
+    devices = {t.device for t in tokens}
+    if len(devices) > 1:
+        names = " and ".join(sorted(map(str, devices)))
+        raise ValueError(f"prompts and responses are on {names}, expected one device")
+
+
+def to_host(prompts: list[torch.Tensor]) -> list[npt.NDArray[Any]]:
+    """Views of CPU tensors; tensors on a GPU in one copy."""
+    if all(p.device.type == "cpu" for p in prompts):
+        return [p.numpy() for p in prompts]
+    check_one_device(prompts)
+    return np.split(torch.cat(prompts).cpu().numpy(), np.cumsum([len(p) for p in prompts])[:-1])

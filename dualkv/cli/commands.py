@@ -1,0 +1,495 @@
+"""The command line: `dualkv demo`, `doctor`, `bench`, `precompile` and `toolchain`; also `python -m dualkv`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import dualkv
+from codegen import KernelError
+from dualkv.demo.settings import ON_CUDA, DemoSettings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train on many rollouts of one prompt and pay for the prompt once.",
+)
+
+toolchain_app = typer.Typer(no_args_is_help=True, help="A compiler of kernels of its own, beside other packages' pins.")
+app.add_typer(toolchain_app, name="toolchain")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"dualkv {dualkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself; the help is the one above."""
+
+
+EXTRAS = {"transformers": "transformers", "matplotlib": "bench"}  # which extra brings a package that may be missing
+
+INTERRUPTED = 130  # 128 + SIGINT
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+DEFAULT = DemoSettings()
+SETTINGS = {field.name for field in dataclasses.fields(DemoSettings)}
+
+
+def _default(name: str) -> str:
+    return f" Default: {getattr(DEFAULT, name)}, on a GPU {ON_CUDA[name]}."
+
+
+DEBUG_HELP = "Show the Python traceback of a failure."
+JSON_HELP = "Write the result as JSON to this file, - for standard output (the table then goes to standard error)."
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)]
+DebugOption = Annotated[bool, typer.Option("--debug", help=DEBUG_HELP)]
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Local folder of a model, or a name: tiny, qwen3-8b, ... (random weights)." + _default("model")
+        ),
+    ] = None,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(
+            help='JSON lines of {"prompt", "responses", "rewards"}, text or token ids; for several turns '
+            '{"sequences", "loss_masks", "rewards"}, token ids and as many 0 and 1. Default: sampled live.'
+        ),
+    ] = DEFAULT.rollouts,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Local folder of a Hugging Face tokenizer. Default: bytes.")
+    ] = DEFAULT.tokenizer,
+    algorithm: Annotated[str, typer.Option(help="grpo or dapo.")] = DEFAULT.algorithm,
+    clip_low: Annotated[
+        float | None, typer.Option(help="Clip range below 1. Default: the algorithm's.")
+    ] = DEFAULT.clip_low,
+    clip_high: Annotated[
+        float | None, typer.Option(help="Clip range above 1. Default: the algorithm's.")
+    ] = DEFAULT.clip_high,
+    kl_coef: Annotated[
+        float | None, typer.Option(help="Weight of the KL term. Default: the algorithm's.")
+    ] = DEFAULT.kl_coef,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates." + _default("steps"))] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DEFAULT.learning_rate,
+    groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DEFAULT.groups,
+    prompt_len: Annotated[
+        int | None, typer.Option(help="Live rollouts: tokens of a prompt." + _default("prompt_len"))
+    ] = None,
+    responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DEFAULT.responses,
+    response_len: Annotated[int, typer.Option(help="Live rollouts: most tokens of a response.")] = DEFAULT.response_len,
+    turns: Annotated[
+        int, typer.Option(help="Live rollouts: turns of --response-len tokens, branching at each; compares trees too.")
+    ] = DEFAULT.turns,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."),
+    ] = DEFAULT.budget,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or float64." + _default("dtype"))
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, ... Default: cuda where there is one.")
+    ] = DEFAULT.device,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = DEFAULT.seed,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Deterministic algorithms only.")
+    ] = DEFAULT.deterministic,
+    gradient_checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            help="Recompute layers in the backward. Default: on a GPU.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool | None,
+        typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),
+    ] = DEFAULT.check,
+    json_to: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw reward, time and memory.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
+    Rollouts of several turns are packed a third way too, as trees."""
+    settings = DemoSettings.given(**{name: value for name, value in locals().items() if name in SETTINGS})
+    console = _console(json_to)
+    if plot is not None:
+        _check_plot(plot)
+    if json_to not in (None, "-"):
+        _check_folder(Path(str(json_to)))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    with tracked(console) as track:
+        from dualkv.demo.run import run_demo  # transformers takes seconds
+
+        result = run_demo(settings, track)
+    from dualkv.demo import report
+
+    console.print(report.render(result))
+    if plot is not None:
+        report.plot(result, plot)
+        console.print(f"plot: {plot}")
+    _write_json(result.as_dict(), json_to)
+    if result.exact is False:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Say of a model instead what runs packed, what does not and why (exit code 1): its folder or"
+            " config.json, its name in the local cache of Hugging Face's hub, or a name such as qwen3-8b."
+        ),
+    ] = None,
+    json_to: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """What this machine has: GPUs, driver, packages, kernels, what runs where and why, what to do about the missing."""
+    from dualkv.cli.doctor import examine
+
+    console = _console(json_to)
+    if model is not None:
+        _doctor_model(model, console, json_to)
+        return
+    found = examine()
+    console.print(f"dualkv {found.dualkv}, Python {found.python} on {found.system}, {found.cpus} CPU cores")
+    console.print(f"NVIDIA driver {found.driver}" if found.driver else "no NVIDIA driver found (nvidia-smi)")
+    for gpu in found.gpus:
+        console.print(f"GPU: {gpu}")
+    packages = Table("package", "version", "for")
+    for package in found.packages:
+        absent = "[red]missing[/red]" if package.needed else "[dim]not installed[/dim]"
+        packages.add_row(package.name, package.version or absent, package.purpose)
+    runs = Table("tensors on", "attention runs as", "because")
+    for row in found.runs:
+        runs.add_row(row.where, row.what, row.why)
+    console.print(packages, runs)
+    kernels = Table("kernels ready", "forward, GQA ratios", "backward", "deterministic")
+    for ready in found.kernels:
+        words = ["yes" if one else "-" for one in (ready.backward, ready.deterministic)]
+        kernels.add_row(f"{ready.dtype}, head dim {ready.head_dim}", ", ".join(map(str, ready.forward)) or "-", *words)
+    console.print(kernels if found.kernels else "no kernels are ready")
+    console.print(found.lookup, markup=False, highlight=False)
+    for sentence in found.advice:
+        console.print(f"- {sentence}", markup=False)
+    _write_json(found.as_dict(), json_to)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+def _doctor_model(model: str, console: Console, json_to: str | None) -> None:
+    from dualkv.integrations import models  # transformers takes seconds
+
+    found = models.examine(model)
+    says = "runs packed" if found.runs else "does not run packed"
+    sentences = [f"{model} ({found.architecture}) {says}", *found.layers, *found.refusals, *found.notes]
+    for i, sentence in enumerate(sentences):
+        console.print(f"- {sentence}" if i else sentence, markup=False, highlight=False, soft_wrap=True)
+    _write_json(found.as_dict(), json_to)
+    if not found.runs:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workload",
+            "-w",
+            help="A name (--list), or lengths: '8192:32x2048', '700:130,911;40:5'. Default: the first.",
+        ),
+    ] = None,
+    prompt_len: Annotated[int | None, typer.Option(help="One group: tokens of its prompt.")] = None,
+    responses: Annotated[int | None, typer.Option(help="One group: its responses.")] = None,
+    response_len: Annotated[int | None, typer.Option(help="One group: tokens of each response.")] = None,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="The groups of such a file as `dualkv demo --rollouts` reads.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For --rollouts: local folder of a Hugging Face tokenizer. Default: bytes.")
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="For --rollouts: packed tokens of a micro-batch. Default: all in one.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the workload's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, likewise.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=8, help="Head dim, likewise.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp16, likewise.")] = None,
+    direction: Annotated[
+        str, typer.Option("--direction", "-d", help="Of fwd, bwd and both (one after the other), by commas.")
+    ] = "fwd,bwd",
+    side: Annotated[list[str] | None, typer.Option("--side", "-s", help="Sides to run. Default: all.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of a sustained turn.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 3,
+    time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which nothing new is begun.")] = None,
+    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
+    json_to: JsonOption = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as Markdown.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Print the workloads and their work, run nothing.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """This GPU's attention against its peers, forward and backward: a table, JSON, Markdown, a plot."""
+    from dualkv.bench import command, run, show
+    from dualkv.bench.workloads import NAMED
+
+    groups = command.chosen(workload, (prompt_len, responses, response_len), rollouts, tokenizer, budget)
+    groups = groups or list(NAMED.values())[: None if listing else 1]
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    workloads = [w.with_shape(**shape) for w in groups]
+    directions, sides = command.directions(direction), command.sides(side)
+    console = _console(json_to)
+    if listing:
+        console.print(command.listing(workloads))
+        return
+    if plot is not None:
+        _check_plot(plot)
+    for path in (markdown, None if json_to in (None, "-") else Path(str(json_to))):
+        if path is not None:
+            _check_folder(path)
+    command.check_gpu()
+    report: dict[str, Any] = {}
+    with tracked(Console(stderr=True)) as track:
+        for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, commit, track):
+            console.print(show.table(report["results"][-1]))
+            if json_to != "-":
+                _write_json(report, json_to)  # after each result: what is done is not lost with what fails
+    if json_to == "-":
+        _write_json(report, json_to)
+    if markdown is not None:
+        markdown.write_text(show.markdown(report), encoding="utf-8")
+    if plot is not None:
+        show.plot(report, plot)
+        console.print(f"plot: {plot}")
+    for sentence in command.failures(report):
+        print(f"dualkv: {sentence}", file=sys.stderr)
+
+
+@app.command()
+def precompile(
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to compile into, made if need be.")] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Compile nothing: check such a folder, and that it has what is named."),
+    ] = None,
+    models: Annotated[
+        str, typer.Option(help="Names by commas (qwen3-8b, llama-3-8b, ...), or paths of a config.json.")
+    ] = "",
+    tp: Annotated[str, typer.Option(help="Tensor-parallel degrees of the models, by commas.")] = "1",
+    head_dims: Annotated[str, typer.Option(help="Head dims by commas, each with every --gqa.")] = "",
+    gqa: Annotated[str, typer.Option(help="GQA ratios (query heads a KV head) by commas.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Of bf16 and fp16, by commas.")] = "bf16",
+    directions: Annotated[str, typer.Option(help="Of forward and backward, by commas.")] = "forward,backward",
+    gradients: Annotated[
+        str,
+        typer.Option(help="What backwards are asked for, by commas: of qkv, qk, qv, kv, q, k, v, or all of these."),
+    ] = "qkv",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The kernels of deterministic backwards too.")
+    ] = False,
+    trees: Annotated[
+        bool, typer.Option("--trees", help="The forward's kernels for trees of more than two levels too.")
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every kernel that training asks for, instead of models or head dims.")
+    ] = False,
+    wheel: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Pack the kernels into a wheel dualkv-kernels in DIR, too.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compiles at a time. Default: CPUs.")] = None,
+    emit: Annotated[str, typer.Option(help="Write code out to DIR/code: of cubin, ptx and sass, by commas.")] = "",
+    json_to: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Compile the kernels of models, or of head dims and GQA ratios, on a machine without a GPU, into a folder."""
+    from codegen import spec
+    from dualkv.cli import precompile as kernels
+
+    specs = kernels.requested(
+        _commas(models), _numbers("tp", tp), _numbers("head-dims", head_dims), _numbers("gqa", gqa),
+        _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
+    )  # fmt: skip
+    if everything and specs:
+        raise ValueError("--all is every kernel, expected no --models and no --head-dims beside it")
+    specs = spec.table() if everything else specs
+    console = _console(json_to)
+    if (out is None) == (check is None):
+        raise ValueError("expected --out DIR (compile into it) or --check DIR (look at it), one of them")
+    if check is not None and wheel is not None:
+        raise ValueError("--wheel packs what --out compiles, expected no --check beside it")
+    if check is not None:
+        found = kernels.check(check, specs)
+        for sentence in kernels.described(found):
+            console.print(sentence, markup=False, highlight=False)
+        _write_json(dataclasses.asdict(found), json_to)
+        if found.problems:
+            raise typer.Exit(1)
+        return
+    if not specs:
+        raise ValueError("nothing to compile: expected --models, --head-dims with --gqa, or --all")
+    with tracked(console) as track:
+        result = kernels.precompile(specs, Path(str(out)), jobs or kernels.default_jobs(), _commas(emit), wheel, track)
+    table = Table(*kernels.COLUMNS)
+    for row in kernels.rows(result):
+        table.add_row(*row)
+    console.print(table)
+    console.print(kernels.summary(result), markup=False, highlight=False)
+    _write_json(result.as_dict(), json_to)
+
+
+@toolchain_app.command("install")
+def toolchain_install(debug: DebugOption = False) -> None:
+    """Install a compiler of kernels beside this environment's packages, into the cache: nothing else changes."""
+    from codegen import toolchain
+
+    there = toolchain.found()
+    console = Console()
+    if there is not None:
+        console.print(f"nothing to install: {there} compiles kernels", markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(f"installing {', '.join(toolchain.requirements())} into {toolchain.private_folder()}", soft_wrap=True)
+    made = toolchain.install()
+    console.print(f"{made} compiles kernels from now on", markup=False, highlight=False, soft_wrap=True)
+
+
+# ---------------------------------------------------------------------- output
+def _console(json_to: str | None) -> Console:
+    """Standard output, unless the JSON goes there."""
+    return Console(stderr=json_to == "-")
+
+
+@contextmanager
+def tracked(console: Console) -> Iterator[Any]:
+    """Progress bars of loops, one line at a time; on a terminal alone, and only while something runs."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Elsewhere a progress bar would leave an empty line before what follows it.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
+        task = progress.add_task("loading the model", total=None)
+
+        def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
+            progress.reset(task, description=what, total=total)
+            for item in items:
+                yield item
+                progress.advance(task)
+
+        yield track
+
+
+def _commas(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = _commas(text)
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--{option} is {text!r}, expected integers by commas")
+    return [int(word) for word in words]
+
+
+def _check_folder(path: Path) -> None:
+    """Fails before the work, not behind it."""
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.resolve().parent} to write it to")
+
+
+def _check_plot(path: Path) -> None:
+    import matplotlib  # noqa: F401  (missing: fails before the work)
+
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"{path}: a plot is written as {', '.join(PLOT_SUFFIXES)}, by the file's name")
+    _check_folder(path)
+
+
+def _write_json(result: dict[str, Any], json_to: str | None) -> None:
+    if json_to is None:
+        return
+    text = json.dumps(result, indent=2)
+    if json_to == "-":
+        print(text)
+    else:
+        Path(json_to).write_text(text + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- failures
+def main() -> None:
+    """The console entry point: every failure is one sentence on standard error and a non-zero exit."""
+    debug = "--debug" in sys.argv[1:]
+    _quiet_libraries()
+    try:
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # typer has caught it
+            _failed("interrupted", code)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _failed("interrupted", INTERRUPTED)
+    except Exception as error:
+        if debug:
+            raise
+        code = getattr(error, "exit_code", 1)
+        if type(error).__name__ != "NoArgsIsHelpError":  # the help is on screen, there is nothing to add
+            _failed(_sentence(error), code)
+    sys.exit(code)
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong and what to do next, on one line."""
+    if hasattr(error, "format_message"):  # an option that typer refuses
+        return f"{error.format_message()} (see --help)"
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of GPU memory: lower --budget, or add --gradient-checkpointing ({text})"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        package = error.name.partition(".")[0]
+        what = f"'dualkv[{EXTRAS[package]}]'" if package in EXTRAS else package
+        return f"{package} is missing: pip install {what}"
+    if isinstance(error, ValueError | TypeError | OSError | ImportError | KernelError):
+        return text
+    return f"{type(error).__name__}: {text} (run again with --debug for the traceback)"
+
+
+def _failed(sentence: str, code: int) -> int:
+    print(f"dualkv: {sentence}", file=sys.stderr)
+    return code
+
+
+def _quiet_libraries() -> None:
+    """Warnings become one line, without the place in the source."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.showwarning = lambda message, *_args, **_kwargs: print(
+        f"dualkv: {str(message).removeprefix('dualkv: ')}", file=sys.stderr
+    )

@@ -1,0 +1,250 @@
+"""What this machine has for dualkv: GPUs, driver, packages, kernels, what runs where and why, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codegen import KernelError, compile, precompiled, store, toolchain
+from codegen.spec import DTYPES, backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
+from dualkv import __version__
+from dualkv.ops import composition, hopper
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package and what it is for; `version` is None if it is missing, `needed` whether dualkv cannot do without."""
+
+    name: str
+    version: str | None
+    needed: bool
+    purpose: str
+    install: str
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What computes attention for tensors on `where`, and why."""
+
+    where: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Kernels of a dtype and native head dim that are compiled: the forward's by GQA ratio, and whole backwards."""
+
+    dtype: str
+    head_dim: int
+    forward: list[int]
+    backward: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings; `advice` holds one sentence for each thing to do, most important first.
+
+    `kernels` are those that are ready, `lookup` says where kernels are looked for, `compiler` what compiles others here
+    (None: nothing).
+    """
+
+    dualkv: str
+    python: str
+    system: str
+    cpus: int
+    driver: str | None
+    gpus: list[str]
+    packages: list[Package]
+    runs: list[Runs]
+    kernels: list[Ready]
+    lookup: str
+    compiler: str | None
+    advice: list[str]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether everything that dualkv needs is there: packages, and for a Hopper GPU kernels or their compiler."""
+        served = self.kernels or self.compiler or not any(runs.what == KERNEL for runs in self.runs)
+        return bool(served) and all(package.version is not None for package in self.packages if package.needed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"healthy": self.healthy}
+
+
+KERNEL = "the dualkv kernel"
+COMPOSITION = "a composition of PyTorch's FlashAttention calls"
+REFERENCE = "the chunked reference"
+
+# What dualkv cannot do without, as its metadata asks for it, and what for.
+NEEDED = {
+    "torch>=2.11": "everything",
+    "numpy>=2.0": "everything",
+    "apache-tvm-ffi>=0.1.9,<0.2": "loading and calling kernels",
+    "cuda-bindings>=13.0,<14": "compiling kernels, reading them back from a GPU",
+    "typer>=0.20": "the command line",
+    "rich>=14": "the command line",
+}
+OPTIONAL = (  # name, purpose, how to install
+    ("nvidia-cutlass-dsl", "compiling kernels", "pip install 'dualkv[compile]'"),
+    ("transformers", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
+    ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
+    ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
+    ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
+    ("nvidia-ml-py", "energy in benchmarks", "pip install 'dualkv[bench]'"),
+    ("triton", "torch.compile on a GPU", "pip install triton"),
+    ("flash-attn-4", "a peer in benchmarks", "pip install --pre flash-attn-4"),
+)
+
+
+def examine() -> Diagnosis:
+    """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
+    driver, gpus = _driver()
+    packages = []
+    for requirement, purpose in NEEDED.items():
+        name = re.split(r"[\[<>=]", requirement)[0]
+        packages.append(Package(name, _version(name), True, purpose, f"pip install '{requirement}'"))
+    packages += [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
+    kernels, lookup, unready = _kernels()
+    return Diagnosis(
+        dualkv=__version__,
+        python=platform.python_version(),
+        system=platform.platform(),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        driver=driver,
+        gpus=gpus,
+        packages=packages,
+        runs=_runs(),
+        kernels=kernels,
+        lookup=lookup,
+        compiler=_compiler(),
+        advice=unready + _advice(driver, gpus, packages),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str | None:
+    """What compiles kernels at their first use."""
+    may = os.environ.get("DUALKV_JIT") != "0" and compile.cannot_compile() is None
+    return str(toolchain.found()) if may else None
+
+
+def _kernels() -> tuple[list[Ready], str, list[str]]:
+    """Kernels that are ready; where they are looked for, and what happens to others; what is wrong with that."""
+    folder, jit = os.environ.get("DUALKV_KERNEL_DIR"), os.environ.get("DUALKV_JIT") != "0"
+    cannot = compile.cannot_compile() if jit else "DUALKV_JIT=0"
+    try:
+        places = [
+            *([f"DUALKV_KERNEL_DIR={folder} ({_counted(Path(folder))})"] if folder else []),
+            *([f"the wheel dualkv-kernels {_version('dualkv-kernels')} ({_counted(wheel)})"]
+              if (wheel := store.wheel_dir()) else []),
+            f"the cache {store.cache_dir()} ({_counted(store.cache_dir())})",
+        ]  # fmt: skip
+        lookup = f"kernels are looked for in {', then '.join(places)}; others are "
+        lookup += f"refused, because of {cannot}" if cannot else f"compiled at their first use by {toolchain.found()}"
+        found = [_ready(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
+    except KernelError as e:
+        return [], str(e), [str(e)]
+    ready = [one for one in found if one.forward or one.backward]
+    unready = [f"there are no kernels: {cannot}"] if cannot and not ready else []
+    for what, made in (("kernels", folder), ("wheel dualkv-kernels", store.wheel_dir())):
+        if made and (unusable := precompiled.unusable(Path(made))):
+            name, why = min(unusable.items())
+            unready.append(
+                f"{len(unusable)} of the kernels in {made} are not used here ({name} {why}): make the {what} again, "
+                "with this version"
+            )
+    return ready, lookup, unready
+
+
+def _counted(folder: Path) -> str:
+    entries = len(list(folder.glob("dualkv_*-*")))
+    return f"{entries} kernel{'' if entries == 1 else 's'}"
+
+
+def _ready(dtype: str, head_dim: int) -> Ready:
+    def whole(deterministic: bool) -> bool:
+        return all(store.where(spec) for spec in backward_specs(dtype, head_dim, deterministic).present)
+
+    ratios = [h for h in range(1, MAX_PACKED_HEADS + 1) if store.where(forward_spec(dtype, head_dim, h))]
+    return Ready(dtype, head_dim, ratios, whole(False), whole(True))
+
+
+def _driver() -> tuple[str | None, list[str]]:
+    """Version of the NVIDIA driver, and its GPUs as text, with or without a PyTorch that sees them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None, []
+    query = "driver_version,name,compute_cap,memory.total"
+    try:
+        done = subprocess.run(
+            [tool, f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 4] if done.returncode == 0 else []
+    if not rows:
+        return None, []
+    return rows[0][0], [f"{name}, compute capability {cc}, {memory}" for _, name, cc, memory in rows]
+
+
+def _runs() -> list[Runs]:
+    """What serves each device, by the same questions as the ops ask."""
+    runs = [Runs("CPU", REFERENCE, "no kernels are made for CPUs; exact, for tests and small models")]
+    for i in range(torch.cuda.device_count()):
+        device = torch.device("cuda", i)
+        composed = composition.unsupported(torch.empty(0, dtype=torch.bfloat16, device=device))
+        runs += _on_gpu(str(device), torch.cuda.get_device_name(i), hopper.device_unsupported(device), composed)
+    return runs
+
+
+def _on_gpu(where: str, name: str, no_kernel: str | None, no_composition: str | None) -> list[Runs]:
+    """`no_kernel` and `no_composition` say why the one and the other do not serve bf16 and fp16 on this GPU."""
+    fallback = (
+        (COMPOSITION, "PyTorch's own FlashAttention runs here")
+        if no_composition is None
+        else (REFERENCE, f"PyTorch's FlashAttention does not run on {no_composition}")
+    )
+    half, why = fallback if no_kernel else (KERNEL, f"{name} is a Hopper GPU")
+    return [
+        Runs(f"{where}, bf16 or fp16", half, f"no kernel for {no_kernel}; {why}" if no_kernel else why),
+        Runs(f"{where}, fp32 or fp64", REFERENCE, "kernels and FlashAttention take bf16 and fp16; slow"),
+    ]
+
+
+def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> list[str]:
+    advice = [f"{p.name} is missing and dualkv needs it: {p.install}" for p in packages if p.needed and not p.version]
+    if not torch.cuda.is_available():
+        if not gpus:
+            advice.append("no NVIDIA GPU with a working driver: everything runs on the CPU, for tests and small models")
+        elif torch.version.cuda is None:
+            advice.append(
+                f"there is a GPU and this PyTorch ({torch.__version__}) is built without CUDA: "
+                "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+            )
+        else:
+            advice.append(
+                f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: "
+                f"update the driver to one for CUDA {torch.version.cuda}, and check CUDA_VISIBLE_DEVICES"
+            )
+    advice += dict.fromkeys(f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version)
+    return advice

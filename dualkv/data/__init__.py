@@ -1,0 +1,1 @@
+"""Rollouts, packed groups and trees, micro-batches."""

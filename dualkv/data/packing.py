@@ -1,0 +1,469 @@
+"""From rollouts to packed groups, and back.
+
+`pack` and `pack_padded` lay every prompt down once, followed by its responses. Two label styles say how the prompt's
+last row comes to predict the first token of every response:
+
+- `"gather"`: the whole prompt is shared; `predict_rows` names its last row once for each response.
+- `"roll"`: P-1 prompt tokens are shared and each response starts with its own copy of the last one, so that every row
+  predicts the token of the next row and `labels` fits heads and losses written by others.
+
+Values of response tokens are always [M, ...]: the responses in packed order, each from its first token to its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualkv.arrays import (
+    IntArray,
+    TokenIds,
+    check_integers,
+    check_one_device,
+    ranges,
+    sequence_list,
+    to_host,
+    token_tensor,
+)
+from dualkv.data.rows import Form, as_rows, check_unpacked
+from dualkv.layout import Layout
+
+GroupIds = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
+LabelStyle = Literal["gather", "roll"]
+
+IGNORED = -100  # the label of rows that predict nothing, as cross_entropy's ignore_index has it
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedBatch:
+    """Packed groups as a model takes them, and the way back to one row per rollout.
+
+    Made by :func:`pack` and :func:`pack_padded`. T packed tokens, N rollouts, M response tokens.
+
+    Attributes:
+        input_ids: [1, T] int64.
+        layout: which rows belong to which prompt and response.
+        label_style: "gather", where `predict_rows` say which row predicts a token, or "roll", where each response has
+            its own copy of its prompt's last token and `labels` fit a plain roll.
+        order: [N] int64, on the host: the place in the input of each packed response.
+        padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
+    """
+
+    input_ids: torch.Tensor
+    layout: Layout
+    label_style: LabelStyle
+    order: IntArray
+    padded_width: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where input_ids, and what is made from them, are."""
+        return self.input_ids.device
+
+    @property
+    def num_rollouts(self) -> int:
+        """N."""
+        return len(self.order)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """M."""
+        return int(self._packed_lens.sum())
+
+    @property
+    def response_lens(self) -> list[int]:
+        """Tokens of each rollout's response, in the order of the input."""
+        return self._packed_lens[self._inverse].tolist()
+
+    # ------------------------------------------------------------------ per-token tensors, made when first asked for
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[1, T] int64: the position of each token in its own unpacked sequence."""
+        return self.layout.position_ids[None]
+
+    @cached_property
+    def predict_rows(self) -> torch.Tensor:
+        """[M] int64: the packed row that predicts each response token."""
+        rows = self._target_rows - 1
+        if self.label_style == "gather":
+            some = self._packed_lens > 0
+            # In place of the row before the response, which is another response's for all but the first one.
+            first = torch.from_numpy(self._packed_starts[some]).to(self.device)
+            rows[first] = torch.from_numpy(self._segments(self._parent)[1][some] - 1).to(self.device)
+        return rows
+
+    @cached_property
+    def targets(self) -> torch.Tensor:
+        """[M] int64: the response tokens."""
+        return self.input_ids[0].index_select(0, self._target_rows)
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        """[1, T] int64: `labels[0, t]` is the response token that row t predicts, -100 where it predicts none.
+
+        Raises:
+            ValueError: in the gather style, where a prompt's last row predicts the first token of all its responses.
+        """
+        if self.label_style == "gather":
+            raise ValueError(
+                "labels needs a batch packed with labels='roll', this one has labels='gather', where one row predicts "
+                "the first token of every response; use predict_rows and targets"
+            )
+        labels = torch.full_like(self.input_ids, IGNORED)
+        labels[0, self.predict_rows] = self.targets
+        return labels
+
+    # ------------------------------------------------------------------ the way back
+    def unpack(self, values: torch.Tensor, form: Form = "list", padding_value: float = 0) -> Any:
+        """Values of response tokens as one row per rollout, in the order of the input; differentiable.
+
+        Args:
+            values: [M, ...] what belongs to each response token, such as log-probabilities.
+            form: "list" for N tensors [R_i, ...]; "padded" for one tensor [N, padded_width, ...], responses from column
+                0; "nested" for a jagged nested tensor of N rows.
+            padding_value: what "padded" holds behind each response.
+
+        Raises:
+            ValueError: another number of values than response tokens, or an unknown form.
+        """
+        lens = self._packed_lens[self._inverse]
+        check_unpacked(values, self.num_response_tokens, "response token", form)
+        if not np.array_equal(self.order, np.arange(len(self.order))):
+            values = values.index_select(0, ranges(self._packed_starts[self._inverse], lens, values.device))
+        return as_rows(values, lens, form, self.padded_width, padding_value)
+
+    def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Values of packed rows as full sequences, prompt and response, in the order of the input; differentiable.
+
+        Args:
+            values: [T, ...] or [1, T, ...] what belongs to each packed row, such as `input_ids` or hidden states.
+
+        Returns:
+            N tensors [P_i + R_i, ...].
+
+        Raises:
+            ValueError: another number of values than packed rows.
+        """
+        total = self.layout.num_tokens
+        if values.dim() > 1 and values.shape[:2] == (1, total):
+            values = values[0]
+        if values.dim() == 0 or values.shape[0] != total:
+            raise ValueError(
+                f"values has shape {tuple(values.shape)}, expected [{total}, ...] or [1, {total}, ...]: one value for "
+                "each packed row"
+            )
+        # In both styles a sequence is the rows of its prompt's segment, then those of its own.
+        pieces = np.stack([self._parent, self._leaf], 1)[self._inverse].reshape(-1)
+        begin, end = self._segments(pieces)
+        rows = values.index_select(0, ranges(begin, end - begin, values.device))
+        return list(rows.split((end - begin).reshape(-1, 2).sum(1).tolist()))
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        input_ids = self.input_ids.to(device)
+        if input_ids is self.input_ids:
+            return self
+        layout = self.layout.to(input_ids.device)
+        return PackedBatch(input_ids, layout, self.label_style, self.order, self.padded_width)
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedBatch({self.num_rollouts} rollouts, {self.num_response_tokens} response tokens, "
+            f"labels={self.label_style!r}, {self.layout!r})"
+        )
+
+    # ------------------------------------------------------------------ host side, [N] in packed order
+    def _segments(self, index: IntArray) -> tuple[IntArray, IntArray]:
+        """First row of the segments `index`, and the row after their last."""
+        offsets = self.layout.offsets.numpy().astype(np.int64)
+        return offsets[index], offsets[index + 1]
+
+    @cached_property
+    def _leaf(self) -> IntArray:
+        """Segment of each response."""
+        return np.flatnonzero(self.layout.parent.numpy() >= 0)
+
+    @cached_property
+    def _parent(self) -> IntArray:
+        """Segment of each response's prompt."""
+        return self.layout.parent.numpy()[self._leaf].astype(np.int64)
+
+    @cached_property
+    def _packed_lens(self) -> IntArray:
+        """Tokens of each response, without a copied prompt token."""
+        begin, end = self._segments(self._leaf)
+        return end - begin - label_copies(self.label_style)
+
+    @cached_property
+    def _packed_starts(self) -> IntArray:
+        """Where each response's values begin in [M]."""
+        return np.cumsum(self._packed_lens) - self._packed_lens
+
+    @cached_property
+    def _tokens_of_row(self) -> IntArray:
+        """[U] how many response tokens each row predicts, of the rows that predict any, in their order."""
+        group = np.unique(self._parent, return_inverse=True)[1]
+        tokens = np.bincount(group, self._packed_lens).astype(np.int64)
+        more = np.maximum(np.bincount(group, self._packed_lens > 0).astype(np.int64) - 1, 0)  # beyond one a row
+        if self.label_style == "roll":
+            more[:] = 0
+        count = np.ones(int((tokens - more).sum()), np.int64)
+        first = np.cumsum(tokens - more) - (tokens - more)  # of a group: its prompt's last row
+        count[first[more > 0]] += more[more > 0]
+        return count
+
+    @cached_property
+    def _inverse(self) -> IntArray:
+        """The packed place of each rollout of the input."""
+        return np.argsort(self.order)
+
+    @cached_property
+    def _target_rows(self) -> torch.Tensor:
+        """[M] the packed row that holds each response token."""
+        begin, _ = self._segments(self._leaf)
+        return ranges(begin + label_copies(self.label_style), self._packed_lens, self.device)
+
+
+def pack(
+    prompts: Sequence[TokenIds] | torch.Tensor,
+    responses: Sequence[TokenIds] | Sequence[Sequence[TokenIds]] | torch.Tensor,
+    *,
+    labels: LabelStyle = "gather",
+    group_ids: GroupIds | None = None,
+    device: torch.device | str | None = None,
+) -> PackedBatch:
+    """Pack unpadded token sequences. Two forms, told apart by what `responses` holds:
+
+    - grouped: G prompts, and for each a list of its responses;
+    - one prompt for each rollout: N prompts and N responses. Rollouts are grouped by `group_ids`, or without it by
+      equal prompts. Groups keep the order in which they first appear.
+
+    Tokens on a GPU stay there. Only the second form copies its prompts to the host, once, to group or compare them.
+
+    Args:
+        prompts: a list of 1-D integer tensors, arrays or lists, or a jagged nested tensor.
+        responses: the same, or a list of such lists. Responses may be empty, prompts may not.
+        labels: "gather" or "roll", see `PackedBatch.label_style`.
+        group_ids: [N] hashable values (such as veRL's `uid`) or an integer tensor; only with one prompt per rollout.
+        device: where the batch goes; where its tokens are by default.
+
+    Raises:
+        ValueError: an empty prompt, a group without responses, prompts in one declared group that differ, tokens below
+            0 (looked for on the CPU only), numbers that do not match, tensors on different devices.
+        TypeError: tokens that are not integers, group ids that cannot be hashed.
+    """
+    prompt_list, response_list = sequence_list("prompts", prompts), sequence_list("responses", responses)
+    if len(prompt_list) != len(response_list):
+        raise ValueError(f"responses has {len(response_list)} entries for {len(prompt_list)} prompts, expected as many")
+    if not _is_grouped(response_list, group_ids is not None):
+        return _pack_rollouts(
+            [token_tensor(f"prompts[{i}]", p) for i, p in enumerate(prompt_list)],
+            [token_tensor(f"responses[{i}]", r) for i, r in enumerate(response_list)],
+            labels,
+            group_ids,
+            device,
+        )
+    if group_ids is not None:
+        raise ValueError(
+            "group_ids is given and responses is grouped already, expected one prompt and response a rollout"
+        )
+    for g, group in enumerate(response_list):
+        if isinstance(group, (torch.Tensor, np.ndarray)) or not isinstance(group, Sequence):
+            raise TypeError(f"responses[{g}] is a {type(group).__name__}, expected a list of responses like the others")
+        if len(group) == 0:
+            raise ValueError(f"responses[{g}] is empty, expected at least one response a prompt")
+    group_prompts = [token_tensor(f"prompts[{g}]", p) for g, p in enumerate(prompt_list)]
+    _check_prompts(group_prompts)
+    return _assemble(
+        group_prompts,
+        [token_tensor(f"responses[{g}][{i}]", r) for g, group in enumerate(response_list) for i, r in enumerate(group)],
+        np.array([len(group) for group in response_list], np.int64),
+        labels,
+        device,
+    )
+
+
+def pack_padded(
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    response_ids: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    labels: LabelStyle = "gather",
+    group_ids: GroupIds | None = None,
+    device: torch.device | str | None = None,
+) -> PackedBatch:
+    """Pack a padded batch, as veRL and TRL hold it.
+
+    Prompts are padded on the left and responses on the right, or in any other way that leaves the tokens of a row
+    together. `unpack(form="padded")` gives rows of Rmax columns back.
+
+    Args:
+        prompt_ids: [N, Pmax] integers.
+        prompt_mask: [N, Pmax] integers or booleans, nonzero for the prompt's tokens.
+        response_ids: [N, Rmax] integers.
+        response_mask: [N, Rmax] nonzero for the response's tokens: the attention mask, not a mask of those in the loss.
+        labels: as for :func:`pack`.
+        group_ids: [N] as for :func:`pack`; by equal prompts without it.
+        device: as for :func:`pack`.
+
+    Raises:
+        ValueError: shapes that do not match, a mask with holes, and what :func:`pack` refuses.
+        TypeError: tokens that are not integers, group ids that cannot be hashed.
+    """
+    runs = []
+    for name, ids, mask in (("prompt", prompt_ids, prompt_mask), ("response", response_ids, response_mask)):
+        check_integers(f"{name}_ids", ids)
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(f"{name}_mask must be a tensor, got a {type(mask).__name__}")
+        if ids.dim() != 2:
+            raise ValueError(f"{name}_ids must have two dimensions [N, tokens], got shape {tuple(ids.shape)}")
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"{name}_mask has shape {tuple(mask.shape)}, expected that of {name}_ids, {tuple(ids.shape)}"
+            )
+        if mask.device != prompt_ids.device:
+            raise ValueError(f"{name}_mask is on {mask.device}, prompt_ids on {prompt_ids.device}, expected one device")
+        runs.append(_mask_runs(mask))
+    if len(prompt_ids) != len(response_ids):
+        raise ValueError(f"response_ids has {len(response_ids)} rows, prompt_ids {len(prompt_ids)}, expected as many")
+    if len(prompt_ids) == 0:
+        raise ValueError("prompt_ids has no rows, expected at least one rollout")
+    # One copy to the host for both masks: [2, 3, N].
+    split = []
+    for (name, ids), (first, last, count) in zip(
+        (("prompt", prompt_ids), ("response", response_ids)), torch.stack(runs).cpu().numpy(), strict=True
+    ):
+        holes = (count > 0) & (count != last - first + 1)
+        if holes.any():
+            at = int(np.argmax(holes))
+            raise ValueError(
+                f"{name}_mask[{at}] has holes, expected the tokens of a row together (pass the attention mask, not the "
+                "mask of tokens that count in the loss)"
+            )
+        begin = np.arange(len(ids)) * ids.shape[1] + first
+        cuts = np.stack([begin, begin + count], 1).reshape(-1)
+        split.append(list(ids.reshape(-1).long().tensor_split(cuts.tolist())[1::2]))
+    batch = _pack_rollouts(split[0], split[1], labels, group_ids, device)
+    return PackedBatch(batch.input_ids, batch.layout, labels, batch.order, response_ids.shape[1])
+
+
+def _mask_runs(mask: torch.Tensor) -> torch.Tensor:
+    """mask [N, L] -> int64 [3, N]: first column set, last column set, columns set; on the mask's device."""
+    width = mask.shape[1]
+    if width == 0:
+        return torch.zeros(3, len(mask), dtype=torch.int64, device=mask.device)
+    is_set = (mask != 0).view(torch.uint8)
+    return torch.stack([is_set.argmax(1), width - 1 - is_set.flip(1).argmax(1), is_set.sum(1)])
+
+
+def label_copies(style: LabelStyle) -> int:
+    """Copies of the prompt's last token at the start of each response."""
+    return int(style == "roll")
+
+
+def check_label_style(style: object) -> None:
+    if style not in get_args(LabelStyle):
+        raise ValueError(f"labels is {style!r}, expected 'gather' or 'roll'")
+
+
+def _is_grouped(responses: Sequence[Any], has_group_ids: bool) -> bool:
+    """Whether the entries are lists of responses; the first entry that tells decides."""
+    for entry in responses:
+        if isinstance(entry, (torch.Tensor, np.ndarray)) or not isinstance(entry, Sequence):
+            return False
+        if len(entry) > 0:
+            return np.ndim(entry[0]) > 0
+    return not has_group_ids
+
+
+def _pack_rollouts(
+    prompts: list[torch.Tensor],
+    responses: list[torch.Tensor],
+    labels: LabelStyle,
+    group_ids: GroupIds | None,
+    device: torch.device | str | None,
+) -> PackedBatch:
+    """One prompt for each rollout: group them, then pack in the order of the groups."""
+    _check_prompts(prompts)
+    host = to_host(prompts)
+    keys: list[Hashable] = [p.tobytes() for p in host] if group_ids is None else _group_keys(group_ids, len(prompts))
+    group_of: dict[Hashable, int] = {}
+    leader: list[int] = []  # the first rollout of each group
+    group = np.empty(len(prompts), np.int64)
+    for i, key in enumerate(keys):
+        try:
+            g = group[i] = group_of.setdefault(key, len(leader))
+        except TypeError:
+            raise TypeError(f"group_ids[{i}] is a {type(key).__name__}, expected a value that can be hashed") from None
+        if g == len(leader):
+            leader.append(i)
+        elif group_ids is not None and not np.array_equal(host[i], host[leader[g]]):
+            raise ValueError(
+                f"prompts of rollouts {leader[g]} and {i} differ, but group_ids puts both into group {key!r}"
+            )
+    order = np.argsort(group, kind="stable")
+    return _assemble(
+        [prompts[i] for i in leader], [responses[i] for i in order.tolist()], np.bincount(group), labels, device, order
+    )
+
+
+def _check_prompts(prompts: list[torch.Tensor]) -> None:
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompts[{i}] is empty, expected at least one token")
+
+
+def _group_keys(group_ids: GroupIds, rollouts: int) -> list[Hashable]:
+    if isinstance(group_ids, (torch.Tensor, np.ndarray)):
+        group_ids = group_ids.tolist()
+    keys = list(group_ids) if isinstance(group_ids, Iterable) else group_ids
+    if not isinstance(keys, list) or len(keys) != rollouts:
+        found = len(keys) if isinstance(keys, list) else "no"
+        raise ValueError(f"group_ids has {found} entries for {rollouts} rollouts, expected one a rollout")
+    return cast(list[Hashable], keys)
+
+
+def _assemble(
+    prompts: list[torch.Tensor],
+    responses: list[torch.Tensor],
+    counts: IntArray,
+    labels: LabelStyle,
+    device: torch.device | str | None,
+    order: IntArray | None = None,
+) -> PackedBatch:
+    """prompts [G], responses [N] of all groups in packed order, counts [G] responses a group."""
+    check_label_style(labels)
+    check_one_device(prompts + responses)
+    copies = label_copies(labels)
+    pieces: list[torch.Tensor] = []
+    ends = np.cumsum(counts)
+    for prompt, begin, end in zip(prompts, (ends - counts).tolist(), ends.tolist(), strict=True):
+        shared, last = prompt[: len(prompt) - copies], prompt[len(prompt) - copies :]
+        pieces.append(shared)
+        for response in responses[begin:end]:
+            pieces.extend((last, response))
+    input_ids = torch.cat(pieces)
+    if order is None:
+        order = np.arange(len(responses))
+    prompt_lens = np.array([len(p) for p in prompts], np.int64)
+    response_lens = np.array([len(r) for r in responses], np.int64)
+    layout = Layout.from_lengths(
+        prompt_lens - copies,
+        np.split(response_lens + copies, ends[:-1]),
+        input_ids.device if device is None else device,
+    )
+    if input_ids.device.type == "cpu" and (lowest := int(input_ids.min())) < 0:
+        # A prompt's tokens are those of its first response's sequence.
+        leaf = layout.parent.numpy() >= 0
+        segment = np.searchsorted(layout.offsets.numpy(), int(input_ids.argmin()), side="right") - 1
+        at = order[np.count_nonzero(leaf[:segment])]
+        raise ValueError(f"token ids must be 0 or more, got {lowest} in the prompt or response of rollout {at}")
+    input_ids = input_ids.to(layout.device)[None]
+    return PackedBatch(input_ids, layout, labels, order, int(response_lens.max()))

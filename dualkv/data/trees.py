@@ -1,0 +1,305 @@
+"""Rollouts that share more than a prompt: turns that branch, searches, samples of samples.
+
+`pack_sequences` finds what whole sequences have in common, at any token, and packs each shared part once. A token that
+several rollouts train on is one row: its log-probability is computed once, `unpack` hands it to each of them, and the
+gradients that come back through `unpack` add up.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualkv.arrays import IntArray, TokenIds, positive, ranges, sequence_list
+from dualkv.data.packing import PackedBatch
+from dualkv.data.rows import Form, as_rows, check_unpacked
+from dualkv.layout import Layout
+from dualkv.prefixes import PrefixTree, read_sequences
+
+CPU = torch.device("cpu")
+
+Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedSequences:
+    """Sequences packed as trees, and the way back to one row per rollout. Made by :func:`pack_sequences`.
+
+    T packed tokens, N rollouts, M trained tokens: rows that at least one rollout's mask names, each once.
+
+    Attributes:
+        input_ids: [1, T] int64.
+        layout: the segments, of any depth.
+    """
+
+    input_ids: torch.Tensor
+    layout: Layout
+    _rows: IntArray  # [sum of lengths] packed row of each token of each rollout
+    _lens: IntArray  # [N] tokens of each rollout
+    _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
+
+    @classmethod
+    def from_batch(cls, batch: PackedBatch, loss_masks: Sequence[Mask] | torch.Tensor | None = None) -> PackedSequences:
+        """The same packed rows, prompts shared alone, with a mask of the tokens that count in each rollout.
+
+        Args:
+            batch: what :func:`dualkv.pack` or `pack_padded` returned.
+            loss_masks: N masks of the lengths of the responses, in the order of the input; all tokens by default.
+
+        Raises:
+            ValueError: masks of other lengths, or without any token.
+        """
+        rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
+        lens = np.array(batch.response_lens)
+        masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
+        whole = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
+        lens = np.array([len(r) for r in rows])
+        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(whole)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where input_ids, and what is made from them, are."""
+        return self.input_ids.device
+
+    @property
+    def num_rollouts(self) -> int:
+        """N."""
+        return len(self._lens)
+
+    @property
+    def trained_lens(self) -> list[int]:
+        """Tokens that count of each rollout."""
+        return self._trained_lens.tolist()
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[1, T] int64: the position of each token in its own sequence."""
+        return self.layout.position_ids[None]
+
+    @cached_property
+    def predict_rows(self) -> torch.Tensor:
+        """[M] int64: the packed row that predicts each trained token."""
+        return torch.from_numpy(self._before[self._trained]).to(self.device)
+
+    @cached_property
+    def targets(self) -> torch.Tensor:
+        """[M] int64: the trained tokens, in the order of their rows."""
+        return self.input_ids[0].index_select(0, torch.from_numpy(self._trained).to(self.device))
+
+    def unpack(
+        self, values: torch.Tensor, form: Form = "list", padding_value: float = 0, *, whole: bool = False
+    ) -> Any:
+        """Values of trained tokens as one row per rollout, in the order of the input; differentiable.
+
+        A row that several rollouts train on goes to each of them, and the gradients that come back add up.
+
+        Args:
+            values: [M, ...] what belongs to each trained token, such as log-probabilities.
+            form: "list" for N tensors [trained_lens[i], ...]; "padded" for one tensor [N, max(trained_lens), ...];
+                "nested" for a jagged nested tensor of N rows.
+            padding_value: what "padded" holds behind each row, and `whole` at tokens that do not count.
+            whole: rows of whole sequences, values where their tokens are: they go with the masks, advantages and old
+                log-probs of rollouts that are held that way.
+
+        Raises:
+            ValueError: another number of values than trained tokens, or an unknown form.
+        """
+        check_unpacked(values, len(self._trained), "trained token", form)
+        place = torch.from_numpy((np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]).to(values.device)
+        of_tokens, lens = _repeated(values, place), self._trained_lens
+        if whole:
+            at = torch.from_numpy(np.flatnonzero(self._mask)).to(values.device)
+            rows = values.new_full((len(self._mask), *values.shape[1:]), padding_value)
+            of_tokens, lens = rows.index_copy(0, at, of_tokens), self._lens
+        return as_rows(of_tokens, lens, form, int(lens.max()), padding_value)
+
+    def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Values of packed rows as full sequences, in the order of the input; differentiable.
+
+        Args:
+            values: [T, ...] or [1, T, ...] what belongs to each packed row, such as `input_ids` or hidden states.
+
+        Returns:
+            N tensors [length_i, ...].
+
+        Raises:
+            ValueError: another number of values than packed rows.
+        """
+        total = self.layout.num_tokens
+        if values.dim() > 1 and values.shape[:2] == (1, total):
+            values = values[0]
+        check_unpacked(values, total, "packed row", "list")
+        return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
+
+    def to(self, device: torch.device | str) -> PackedSequences:
+        """The same batch with its tensors on `device`."""
+        input_ids = self.input_ids.to(device)
+        if input_ids is self.input_ids:
+            return self
+        return PackedSequences(input_ids, self.layout.to(input_ids.device), self._rows, self._lens, self._mask)
+
+    def __repr__(self) -> str:
+        return f"PackedSequences({self.num_rollouts} rollouts, {len(self._trained)} trained tokens, {self.layout!r})"
+
+    # ------------------------------------------------------------------ host side
+    @cached_property
+    def _trained(self) -> IntArray:
+        """[M] trained rows, ascending."""
+        return np.flatnonzero(self._is_trained)
+
+    @cached_property
+    def _is_trained(self) -> npt.NDArray[np.bool_]:
+        """[T] rows whose token counts in some rollout."""
+        trained = np.zeros(self.layout.num_tokens, bool)
+        trained[self._rows[self._mask]] = True
+        return trained
+
+    @cached_property
+    def _trained_lens(self) -> IntArray:
+        ends = np.append(0, np.cumsum(self._mask))[np.append(0, np.cumsum(self._lens))]
+        return np.diff(ends)
+
+    @cached_property
+    def _before(self) -> IntArray:
+        """[T] the packed row before each on its path, -1 where a tree begins."""
+        before = np.full(self.layout.num_tokens, -1, np.int64)
+        first = np.append(0, np.cumsum(self._lens))[:-1]
+        follows = np.ones(len(self._rows), bool)
+        follows[first] = False
+        before[self._rows[follows]] = self._rows[np.flatnonzero(follows) - 1]
+        return before
+
+    @cached_property
+    def _tokens_of_row(self) -> IntArray:
+        """[U] how many trained tokens each row predicts, of the rows that predict any, in their order."""
+        predicted = np.bincount(self._before[self._trained])
+        return predicted[predicted > 0]
+
+
+def pack_sequences(
+    sequences: Sequence[TokenIds] | torch.Tensor,
+    loss_masks: Sequence[Mask] | torch.Tensor | None = None,
+    *,
+    min_shared: int = 1,
+    device: torch.device | str | None = None,
+) -> PackedSequences:
+    """Pack whole sequences (prompt, turns and responses of a rollout, end to end), each shared prefix once.
+
+    Sequences may branch at any token, end inside others, or be equal. Tokens on a GPU are copied to the host once, to
+    be compared.
+
+    Args:
+        sequences: N 1-D integer tensors, arrays or lists, or a jagged nested tensor.
+        loss_masks: N masks of the lengths of the sequences: which tokens count (are trained on) in each rollout. The
+            first token of a sequence cannot, nothing predicts it. By default every other token counts.
+        min_shared: a part is shared only if it has at least this many tokens; shorter ones are repeated, which keeps
+            segments long where texts happen to agree in a few tokens.
+        device: where the batch goes; where its tokens are by default.
+
+    Raises:
+        ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or of first tokens, masks
+            without any token, min_shared below 1.
+        TypeError: tokens that are not integers.
+    """
+    host, shared, origin = read_sequences(sequences, min_shared)
+    tree = shared.at_least(min_shared).tree()
+    mask = _mask(loss_masks, shared.lengths)
+    layout = Layout.from_segments(tree.offsets, tree.parent, origin if device is None else device)
+    packed = torch.from_numpy(tree_tokens(tree, host)).to(layout.device)
+    return PackedSequences(packed[None], layout, tree_rows(tree), shared.lengths, mask)
+
+
+def plan_sequences(
+    sequences: Sequence[TokenIds] | torch.Tensor, budget: int, *, min_shared: int = 1, min_count: int = 1
+) -> list[list[int]]:
+    """Few micro-batches that hold every sequence once, none above `budget` packed tokens; the same plan every time.
+
+    Sequences that share much stay together: a micro-batch is a run of neighbours in the tree of all of them, and what
+    two micro-batches have in common is computed in both.
+
+        for chosen in plan_sequences(sequences, budget):
+            batch = pack_sequences([sequences[i] for i in chosen], [loss_masks[i] for i in chosen])
+
+    Args:
+        sequences, min_shared: as for :func:`pack_sequences`.
+        budget: packed tokens a micro-batch may hold.
+        min_count: micro-batches to make at least. Data-parallel ranks agree on the largest count, then plan again.
+
+    Returns:
+        The sequences of each micro-batch.
+
+    Raises:
+        ValueError: a sequence beyond the budget, fewer sequences than micro-batches, and what :func:`pack_sequences`
+            refuses.
+        TypeError: tokens that are not integers.
+    """
+    budget, min_count = positive("budget", budget), positive("min_count", min_count)
+    _, shared, _ = read_sequences(sequences, min_shared)
+    open_runs = shared.at_least(min_shared).runs(budget, min_count)
+    runs: list[list[int]] = []
+    while open_runs:
+        run = open_runs.pop(0)
+        # Alone, other parts of it may be too short to share than among all sequences.
+        if len(run) > 1 and shared.select(run).at_least(min_shared).tokens > budget:
+            open_runs[:0] = np.array_split(run, 2)
+        else:
+            runs.append(run.tolist())
+    return runs
+
+
+def tree_tokens(tree: PrefixTree, sequences: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """[T] the packed tokens."""
+    begins = np.append(0, np.cumsum([len(tokens) for tokens in sequences]))
+    return np.concatenate(sequences)[ranges(begins[tree.source] + tree.begin, tree.length, CPU).numpy()]
+
+
+def tree_rows(tree: PrefixTree) -> IntArray:
+    """[sum of lengths] the packed row of each token of each sequence, end to end."""
+    path, _ = tree.paths()
+    return ranges(tree.offsets[path], tree.length[path], CPU).numpy()
+
+
+def _repeated(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """values [K, ...] at rows [n], which repeat: their gradients are always summed in the same order."""
+    return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]  # the other one uses atomics
+
+
+def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> npt.NDArray[np.bool_]:
+    """[sum(lens)] which tokens count."""
+    if loss_masks is None:
+        mask = np.ones(int(lens.sum()), bool)
+        mask[np.cumsum(lens) - lens] = False
+        return _some(mask)
+    masks = _masks(loss_masks, lens, "sequences")
+    for i, mask in enumerate(masks):
+        if mask[0]:
+            raise ValueError(f"loss_masks[{i}] counts the first token of its sequence, which nothing predicts")
+    return _some(np.concatenate(masks))
+
+
+def _masks(loss_masks: Sequence[Mask] | torch.Tensor, lens: IntArray, of: str) -> list[npt.NDArray[np.bool_]]:
+    """One mask for each of the `lens`."""
+    masks = sequence_list("loss_masks", loss_masks, "masks")
+    if len(masks) != len(lens):
+        raise ValueError(f"loss_masks has {len(masks)} entries for {len(lens)} {of}, expected as many")
+    parts = [np.asarray(m.cpu() if isinstance(m, torch.Tensor) else m) for m in masks]
+    for i, (part, length) in enumerate(zip(parts, lens.tolist(), strict=True)):
+        if part.ndim == 0 or part.dtype.kind not in "biuf":
+            wanted = "expected a list of zeros and ones, one a token"
+            raise TypeError(f"loss_masks[{i}] is {reprlib.repr(masks[i])}, {wanted}")
+        if part.shape != (length,):
+            raise ValueError(f"loss_masks[{i}] has shape {part.shape}, {of}[{i}] {length} tokens")
+    return [part.astype(bool) for part in parts]
+
+
+def _some(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    if not mask.any():
+        raise ValueError("loss_masks counts no token of any sequence, expected at least one")
+    return mask

@@ -1,0 +1,1 @@
+"""`dualkv demo`: updates of a language model, prompts replicated and packed, side by side."""

@@ -1,0 +1,160 @@
+"""Sampling of responses by the model itself: each prompt is computed once, its cache shared by the whole group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dualkv.progress import Track, untracked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CACHE_BYTES = 16 * 2**30  # groups are sampled side by side as long as their keys and values take less than this
+
+
+@torch.no_grad()
+def sample_responses(
+    model: PreTrainedModel,
+    prompts: Sequence[torch.Tensor],
+    num_responses: int,
+    response_len: int,
+    vocab_size: int,
+    eos_id: int | None,
+    seed: int,
+    track: Track = untracked,
+    what: str = "sampling",
+) -> list[list[torch.Tensor]]:
+    """`num_responses` samples at temperature 1 for each prompt.
+
+    The random numbers depend on `seed` alone, one for each response and position, and each picks a token by the inverse
+    of the cumulative distribution: two models that agree to rounding sample the same tokens, but where a random number
+    falls within that rounding of the border between two tokens.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        prompts: G tensors [P] int64, all of one length.
+        num_responses: samples a prompt.
+        response_len: most tokens of a response.
+        vocab_size: only ids below it are sampled (what the tokenizer can decode).
+        eos_id: ends a response, which keeps it as its last token; None: every response has `response_len` tokens.
+        seed: of the random numbers.
+        track: shows progress.
+        what: the name of the progress bar.
+
+    Returns:
+        G lists of `num_responses` tensors [1 to response_len] int64, on the CPU.
+    """
+    group_bytes = num_responses * (len(prompts[0]) + response_len) * _cache_bytes_per_token(model)
+    at_once = max(1, CACHE_BYTES // group_bytes)
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(len(prompts), num_responses, response_len, generator=generator, dtype=torch.float64)
+
+    def columns() -> Iterator[torch.Tensor]:
+        """The next token of each response of some groups, `response_len` times, then of the next groups."""
+        for first in range(0, len(prompts), at_once):
+            some = torch.stack(list(prompts[first : first + at_once]))
+            numbers = uniform[first : first + at_once].flatten(0, 1)
+            yield from _sampled(model, some, num_responses, numbers.to(model.device), vocab_size, eos_id)
+
+    total = -(-len(prompts) // at_once) * response_len
+    taken = [column.cpu() for column in track(columns(), what, total)]
+    rows = [row for i in range(0, total, response_len) for row in torch.stack(taken[i : i + response_len], 1)]
+    flat = [_until(row, eos_id) for row in rows]
+    return [flat[g * num_responses : (g + 1) * num_responses] for g in range(len(prompts))]
+
+
+def sample_turns(
+    model: PreTrainedModel,
+    prompts: Sequence[torch.Tensor],
+    environment: Sequence[Sequence[torch.Tensor]],
+    num_rollouts: int,
+    turn_len: int,
+    vocab_size: int,
+    seed: int,
+    track: Track = untracked,
+    what: str = "sampling",
+) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """`num_rollouts` rollouts of several turns for each prompt: a tree, as searches and resampled turns make it.
+
+    Every turn is sampled twice from each that came before, until there are `num_rollouts`; the last turn makes as many
+    as are missing. Between turns an environment answers.
+
+    Args:
+        model, prompts, vocab_size, seed, track, what: as for :func:`sample_responses`.
+        environment: G lists of the same number of tensors [E] int64, all of one length: the answers after each turn but
+            the last one, so one more turn is sampled than there are answers.
+        num_rollouts: of each prompt.
+        turn_len: tokens of each sampled turn.
+
+    Returns:
+        G lists of `num_rollouts` tensors [R] int64, what follows the prompt, and of as many [R] bool: sampled tokens.
+    """
+    answers = len(environment[0])
+    texts = [[prompt] for prompt in prompts]
+    masks = [[torch.zeros(len(prompt), dtype=torch.bool)] for prompt in prompts]
+    for turn in range(answers + 1):
+        before = len(texts[0])
+        after = num_rollouts if turn == answers else min(2 * before, num_rollouts)
+        flat = [text for group in texts for text in group]
+        sampled = sample_responses(
+            model, flat, -(-after // before), turn_len, vocab_size, None, seed + (turn << 20), track, what
+        )
+        up = [i * before // after for i in range(after)]  # what each new turn follows
+        child = [i - up.index(u) for i, u in enumerate(up)]
+        for g, (group, mask) in enumerate(zip(texts, masks, strict=True)):
+            answer = environment[g][turn] if turn < answers else group[0][:0]
+            new = torch.arange(turn_len + len(answer)) < turn_len
+            texts[g] = [
+                torch.cat([group[u], sampled[g * before + u][k], answer]) for u, k in zip(up, child, strict=True)
+            ]
+            masks[g] = [torch.cat([mask[u], new]) for u in up]
+    lens = [len(prompt) for prompt in prompts]
+    responses = [[text[n:] for text in group] for n, group in zip(lens, texts, strict=True)]
+    return responses, [[mask[n:] for mask in group] for n, group in zip(lens, masks, strict=True)]
+
+
+def _sampled(
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    num_responses: int,
+    uniform: torch.Tensor,
+    vocab_size: int,
+    eos_id: int | None,
+) -> Iterator[torch.Tensor]:
+    """prompts [G, P], uniform [G * num_responses, R] in [0, 1) -> R times token ids [G * num_responses]."""
+    from transformers import DynamicCache
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings().weight[:vocab_size]
+    cache = DynamicCache(config=model.config)
+
+    def last_hidden(ids: torch.Tensor) -> torch.Tensor:
+        return decoder(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+
+    hidden = last_hidden(prompts.to(model.device)).repeat_interleave(num_responses, 0)
+    cache.batch_repeat_interleave(num_responses)
+    finished = torch.zeros(len(hidden), dtype=torch.bool, device=model.device)
+    for t in range(uniform.shape[1]):
+        cumulative = torch.softmax((hidden @ head.T).double(), -1).cumsum(-1)
+        numbers = uniform[:, t] * cumulative[:, -1]
+        sampled = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0].clamp_(max=head.shape[0] - 1)
+        if eos_id is not None:
+            finished |= sampled == eos_id
+        yield sampled
+        if t + 1 < uniform.shape[1] and not finished.all():
+            hidden = last_hidden(sampled[:, None])
+
+
+def _until(row: torch.Tensor, eos_id: int | None) -> torch.Tensor:
+    """The tokens of a row up to and with the first `eos_id`."""
+    ends = (row == eos_id).nonzero() if eos_id is not None else row.new_zeros(0, 1)
+    return row[: int(ends[0]) + 1].clone() if len(ends) else row.clone()
+
+
+def _cache_bytes_per_token(model: PreTrainedModel) -> int:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize

@@ -1,0 +1,251 @@
+"""`flash_attn_dualkv_varlen_func`: the call of the DualKV paper's kernels, served by this package's attention.
+
+A causal call becomes one packed group, `[context | decoded 0 | decoded 1 | ...]`, in which every query has its row.
+Rows that nobody asks for hold zeros and cost their share of the work. Queries that reach back into the context from any
+but the first sequence need rows of their own there: then each sequence carries its own copy of the context's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dualkv.arrays import IntArray, Lengths, cumulative_array, positions
+from dualkv.layout import Layout
+from dualkv.ops import hopper
+from dualkv.ops.attention import attention, casts, check_local
+from dualkv.ops.dispatch import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, check_scale
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+LAYOUTS_KEPT = 16  # of the last calls with other lengths: as many micro-batches may take turns without new plans
+
+
+def _eager(function: Function) -> Function:
+    """`function` as it is, which torch.compile leaves out of its graphs."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+@_eager
+def flash_attn_dualkv_varlen_func(
+    q: torch.Tensor,
+    k_context: torch.Tensor,
+    v_context: torch.Tensor,
+    k_decoded: torch.Tensor,
+    v_decoded: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k_decoded: torch.Tensor,
+    max_seqlen_q: int,
+    context_seqlen: int,
+    max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention of N sequences that share one context of P tokens and each go on for R_i tokens of their own.
+
+    Sequence i's queries are the last `len_q[i]` of its P + R_i positions, 0 <= len_q[i] <= P + R_i. With `causal` each
+    sees its sequence up to its own position, else the whole context and all of its own R_i tokens. Fastest where
+    `len_q` is P + R_0 for the first sequence and R_i for the others: nothing but the answer is computed.
+
+    Reads both `cu_seqlens` on the host, once for each tensor as long as it lives and is not written to: every layer of
+    a model should be given the same tensors. (A CUDA graph can be captured after one such call; `torch.compile` breaks
+    its graph here. `dualkv.attention` has neither limit.)
+
+    Args:
+        q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 256.
+        k_context, v_context: [P, Hk, D] of the shared context, H a multiple of Hk; dtype and device of q.
+        k_decoded, v_decoded: [sum(R), Hk, D] of the sequences' own tokens.
+        cu_seqlens_q: [N+1] int32, 0 and the running sums of len_q.
+        cu_seqlens_k_decoded: [N+1] int32, 0 and the running sums of R.
+        max_seqlen_q: at least the largest len_q.
+        context_seqlen: P.
+        max_seqlen_k_decoded: at least the largest R.
+        softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
+        causal: whether a query is hidden from the positions after its own.
+
+    Returns:
+        [sum(len_q), H, D] in q's dtype, differentiable in all five tensors.
+
+    Raises:
+        ValueError: shapes, devices or lengths that do not fit; a scale out of range.
+        TypeError: dtypes that differ or are not supported; lengths that are no integers.
+    """
+    tensors = {
+        "q": q, "k_context": k_context, "v_context": v_context, "k_decoded": k_decoded, "v_decoded": v_decoded
+    }  # fmt: skip
+    _check_tensors(tensors)
+    q_lens = _lengths("cu_seqlens_q", cu_seqlens_q)
+    k_lens = _lengths("cu_seqlens_k_decoded", cu_seqlens_k_decoded)
+    _check_lengths(q, k_context, k_decoded, q_lens, k_lens, max_seqlen_q, context_seqlen, max_seqlen_k_decoded)
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
+    if not causal:
+        return _unmasked(q, k_context, v_context, k_decoded, v_decoded, q_lens, k_lens, softmax_scale)
+    place = _placement(context_seqlen, q_lens.tobytes(), k_lens.tobytes(), q.device)
+    k, v = torch.cat([k_context, k_decoded]), torch.cat([v_context, v_decoded])
+    if place.key_rows is not None:
+        k, v = _gathered(k, place.key_rows), _gathered(v, place.key_rows)
+    if place.query_rows is None:
+        padding = place.layout.num_tokens - q.shape[0]
+        packed = F.pad(q, (0, 0, 0, 0, padding, 0)) if padding else q
+        return attention(packed, k, v, place.layout, softmax_scale)[padding:]
+    packed = q.new_zeros(place.layout.num_tokens, *q.shape[1:]).index_copy(0, place.query_rows, q)
+    return attention(packed, k, v, place.layout, softmax_scale)[place.query_rows]
+
+
+# ---------------------------------------------------------------- where queries and keys go in a packed group
+@dataclass(frozen=True)
+class Placement:
+    """A packed group and what its rows hold.
+
+    Attributes:
+        layout: the group.
+        query_rows: [sum(len_q)] int64, the packed row of each query; None: the last ones, in order.
+        key_rows: [T] int64, which row of `[context | decoded]` each packed row's key is; None: just these.
+    """
+
+    layout: Layout
+    query_rows: torch.Tensor | None
+    key_rows: torch.Tensor | None
+
+
+@lru_cache(LAYOUTS_KEPT)
+def _placement(context: int, q_lens_bytes: bytes, k_lens_bytes: bytes, device: torch.device) -> Placement:
+    q_lens, k_lens = np.frombuffer(q_lens_bytes, np.int64), np.frombuffer(k_lens_bytes, np.int64)
+    reach = np.maximum(q_lens - k_lens, 0)  # queries of each sequence that are positions of the context
+    copied = int(reach[1:].max(initial=0))  # context positions, its last ones, that every sequence has for itself
+    shared, own = context - copied, k_lens + copied
+    layout = Layout.from_lengths([shared], [own], device)
+    if reach[:1].sum() <= copied:  # no row of the shared part is a query
+        layout = layout.without_prompt_queries()
+    # A sequence's position p lies in row p where it is shared, else p - shared rows after its own begin.
+    own_begin = shared + np.cumsum(own) - own
+    sequence = np.repeat(np.arange(len(q_lens)), q_lens)
+    position = (context + k_lens - q_lens)[sequence] + positions(q_lens)
+    rows = np.where(position < shared, position, own_begin[sequence] + position - shared)
+    if copied == 0:
+        last = np.array_equal(rows, np.arange(layout.num_tokens - len(rows), layout.num_tokens))
+        return Placement(layout, None if last else torch.from_numpy(rows).to(device), None)
+    owner, within = np.repeat(np.arange(len(own)), own), positions(own)
+    decoded_begin = context + np.cumsum(k_lens) - k_lens
+    keys = np.where(within < copied, shared + within, decoded_begin[owner] + within - copied)
+    keys = np.concatenate([np.arange(shared), keys])
+    return Placement(layout, torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device))
+
+
+def _gathered(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows], whose backward adds the gradients of a row's copies in fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))[rows].to(x.dtype)
+
+
+def _unmasked(
+    q: torch.Tensor, k_context: torch.Tensor, v_context: torch.Tensor, k_decoded: torch.Tensor, v_decoded: torch.Tensor,
+    q_lens: IntArray, k_lens: IntArray, scale: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Every query against its whole sequence: PyTorch's own attention, one sequence at a time.
+
+    Not cuDNN's, which fails on tensors that do not begin at a multiple of 16 bytes; for the others such are copied.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    contexts = [x.to(wide) for x in (k_context, v_context)]  # gradients of all sequences add up in fp32
+    outs = []
+    for query, *decoded in zip(
+        q.split(q_lens.tolist()), k_decoded.split(k_lens.tolist()), v_decoded.split(k_lens.tolist()), strict=True
+    ):
+        whole = [torch.cat([x.to(y.dtype), y]) for x, y in zip(contexts, decoded, strict=True)]
+        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (hopper.tma_ready(query), *whole)]
+        with sdpa_kernel(BACKENDS):
+            out = F.scaled_dot_product_attention(
+                heads_first[0], heads_first[1], heads_first[2], scale=scale, enable_gqa=True
+            )
+        out = out.squeeze(0).transpose(0, 1)
+        if out.requires_grad:
+            out.register_hook(_aligned)
+        outs.append(out)
+    return torch.cat([q[:0], *outs])
+
+
+def _aligned(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else hopper.tma_ready(grad)
+
+
+# ---------------------------------------------------------------- lengths on the host
+_READ = WeakTensorKeyDictionary()  # of tensors on a device: (their version, the lengths that were read)
+
+
+def _lengths(name: str, cu_seqlens: Lengths) -> IntArray:
+    """The N lengths behind N+1 running sums. Waits for the device the first time it sees a tensor there."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
+        return np.diff(cumulative_array(name, cu_seqlens))
+    known = _READ.get(cu_seqlens)
+    if known is None or known[0] != cu_seqlens._version:
+        known = _READ[cu_seqlens] = cu_seqlens._version, np.diff(cumulative_array(name, cu_seqlens))
+    lengths: IntArray = known[1]
+    return lengths
+
+
+# ---------------------------------------------------------------- checks: one sentence each, before anything runs
+def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
+    for name, x in tensors.items():
+        check_local(name, x)
+    q, k_context = tensors["q"], tensors["k_context"]
+    autocast = casts(q.device)  # all are cast to one dtype then
+    for name, x in tensors.items():
+        if x.dim() != 3:
+            rows = {"q": "sum(len_q), H", "k_context": "P, Hk", "v_context": "P, Hk"}.get(name, "sum(R), Hk")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected [{rows}, D]")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}, expected bfloat16, float16, float32 or float64")
+        if x.dtype != q.dtype and not autocast:
+            raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}, expected one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}, expected one device")
+        if x.shape[2] != q.shape[2]:
+            raise ValueError(f"{name} has head_dim {x.shape[2]} and q {q.shape[2]}, expected the same")
+        if name != "q" and x.shape[1] != k_context.shape[1]:
+            raise ValueError(f"{name} has {x.shape[1]} heads and k_context {k_context.shape[1]}, expected the same")
+    for part in ("context", "decoded"):
+        k_rows, v_rows = tensors[f"k_{part}"].shape[0], tensors[f"v_{part}"].shape[0]
+        if k_rows != v_rows:
+            raise ValueError(f"v_{part} has {v_rows} tokens and k_{part} {k_rows}, expected the same")
+    (_, heads, head_dim), kv_heads = q.shape, k_context.shape[1]
+    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
+        raise ValueError(f"q has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k_context {kv_heads}, expected q's to be a multiple of k_context's")
+
+
+def _check_lengths(
+    q: torch.Tensor, k_context: torch.Tensor, k_decoded: torch.Tensor, q_lens: IntArray, k_lens: IntArray,
+    max_seqlen_q: int, context_seqlen: int, max_seqlen_k_decoded: int,
+) -> None:  # fmt: skip
+    if context_seqlen != k_context.shape[0]:
+        raise ValueError(f"context_seqlen is {context_seqlen}, k_context has {k_context.shape[0]} tokens")
+    if len(q_lens) != len(k_lens):
+        raise ValueError(
+            f"cu_seqlens_q describes {len(q_lens)} sequences, cu_seqlens_k_decoded {len(k_lens)}, expected equally many"
+        )
+    for name, x, cu_name, lens, max_name, longest in (
+        ("q", q, "cu_seqlens_q", q_lens, "max_seqlen_q", max_seqlen_q),
+        ("k_decoded", k_decoded, "cu_seqlens_k_decoded", k_lens, "max_seqlen_k_decoded", max_seqlen_k_decoded),
+    ):
+        if lens.sum() != x.shape[0]:
+            raise ValueError(f"{cu_name} ends at {lens.sum()}, {name} has {x.shape[0]} tokens")
+        if longest < lens.max(initial=0):
+            raise ValueError(f"{max_name} is {longest}, expected at least the longest of {cu_name}, {lens.max()}")
+    too_long = q_lens > context_seqlen + k_lens
+    if too_long.any():
+        at = int(np.argmax(too_long))
+        raise ValueError(
+            f"cu_seqlens_q gives sequence {at} {q_lens[at]} queries, it has {context_seqlen + k_lens[at]} positions "
+            f"(context_seqlen {context_seqlen} and {k_lens[at]} of its own)"
+        )

@@ -1,0 +1,312 @@
+"""The Hopper kernels behind the ops: which calls they serve, their plan on the device, and the launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from codegen import store
+from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
+from codegen.store import Kernel
+from codegen.tiles import BackwardTile, ForwardTile
+from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
+from dualkv.layout import Segments
+from dualkv.ops.plan import backward as plan_backward
+from dualkv.ops.plan import forward as plan_forward
+from dualkv.ops.plan import paths as plan_paths
+from dualkv.ops.plan import schedule
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+CAPABILITY = (9, 0)
+ALIGNMENT = 16  # bytes: what the copy engine asks of base addresses and strides
+MAX_STRIDE = 2**40  # bytes: likewise
+
+
+# ---------------------------------------------------------------- which calls
+def unsupported(q: torch.Tensor) -> str | None:
+    """Why no kernel serves q [T, H, D], or None. All layouts, head dims and GQA ratios are served."""
+    if q.dtype not in DTYPES:
+        return f"{q.dtype} inputs"
+    return device_unsupported(q.device)
+
+
+@cache
+def device_unsupported(device: torch.device) -> str | None:
+    """Why the kernels do not run on this device, or None."""
+    if device.type != "cuda":
+        return f"{device.type} devices"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability == CAPABILITY else f"compute capability {capability[0]}.{capability[1]}"
+
+
+# ---------------------------------------------------------------- plans on a device
+class Plan:
+    """Tensors that kernels read of a layout on one device."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+        self._used_on: set[int] = set()
+
+    def use(self, device: torch.device) -> None:
+        """Keep the tensors' memory until the device's current stream has finished with them, should the layout be
+        dropped before that."""
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # what the launches use; a Stream object takes 2 us
+        if stream not in self._used_on:
+            for tensor in self._tensors:
+                tensor.record_stream(torch.cuda.current_stream(device))
+            self._used_on.add(stream)
+
+
+class ForwardPlan(Plan):
+    """What the forward reads, for one kernel and numbers of heads.
+
+    Attributes:
+        tables: int32, as the kernel takes them: work items, schedule and segment_begin [T], or of trees work items,
+            schedule, regions and visible_end [T + tile_n].
+    """
+
+    def __init__(
+        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
+    ) -> None:
+        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
+        tiles = segments.made(key, lambda: ForwardTiles(segments, device, spec))
+        clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 4 * spec.head_dim * segments.total
+        head_groups = heads // spec.packed_heads
+        items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
+        self.tables = tiles.work, _upload(items, device), *tiles.tables
+        super().__init__(*self.tables)
+
+
+class ForwardTiles:
+    """The part of a plan that numbers of heads share, for one operation, tokens a tile and keys a block.
+
+    Attributes:
+        work: work items.
+        tables: what the kernel takes after the schedule.
+        cost: [n] numpy, time that each item takes, of one head group.
+        longest_first: items come so.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> None:
+        tokens, tile_n = spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
+        if spec.trees:
+            made = plan_paths.path_work(segments, tokens, tile_n)
+            work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
+            visible_end = segments.made(
+                ("visible_end", device, tile_n),
+                lambda: _upload(np.append(segments.visible_end, np.zeros(tile_n)).astype(np.int32), device),
+            )
+            self.tables = [_upload(made.regions, device), visible_end]
+        else:
+            work = plan_forward.forward_work(segments, tokens, tile_n)
+            self.cost, near_rows = plan_forward.tile_cost(work, tile_n), plan_forward.L2_ROWS
+            self.tables = [
+                segments.made(("segment_begin", device), lambda: _upload(plan_forward.segment_begin(segments), device))
+            ]
+        self.work, self.longest_first = _upload(work, device), segments.total <= near_rows
+
+
+class BackwardPlan(Plan):
+    """What the backward reads, for one tile configuration and numbers of heads.
+
+    Attributes:
+        work: [n, BackwardFields.NUM_FIELDS] int32.
+        sums: [m, BackwardFields.NUM_SUM_FIELDS] int32, no rows where no item is split.
+        num_slabs: partial sums that the items write.
+        visible_end: [T] int32.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int) -> None:
+        made = plan_backward.backward_work(segments, tile, heads, kv_heads, _num_sms(device), tile.deterministic)
+        self.num_slabs = made.num_slabs
+        self.work, self.sums = _upload(made.items, device), _upload(made.sums, device)
+        self.visible_end = segments.made(
+            ("visible_end", device), lambda: _upload(segments.visible_end.astype(np.int32), device)
+        )
+        super().__init__(self.work, self.sums, self.visible_end)
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[[], AnyPlan]) -> AnyPlan:
+    """The plan, made at a layout's first call and kept with it; ready for the current stream.
+
+    Raises:
+        RuntimeError: the first call is inside a CUDA graph capture.
+    """
+
+    def first() -> AnyPlan:
+        _refuse_capture(device, "this layout has no work plan")
+        return make()
+
+    found = segments.made((key, device), first)
+    found.use(device)
+    return found
+
+
+def forward_plan(
+    segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
+) -> ForwardPlan:
+    """The forward's plan; see `_planned`."""
+    key = "forward", spec.operation, spec.head_dim, spec.tile, heads, kv_heads
+    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads))
+
+
+def backward_plan(
+    segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int
+) -> BackwardPlan:
+    """The backward's plan; see `_planned`."""
+    key = "backward", tile, heads, kv_heads
+    return _planned(segments, device, key, lambda: BackwardPlan(segments, device, tile, heads, kv_heads))
+
+
+@cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: the allocator keeps memory apart by stream, so plans can use what dropped ones leave."""
+    return torch.cuda.Stream(device)
+
+
+def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on the device, complete on return. Waits for a stream of its own alone: no other work is held up."""
+    stream = _upload_stream(device)
+    with torch.cuda.stream(stream):
+        tensor = torch.from_numpy(array).to(device)
+    stream.synchronize()
+    return tensor
+
+
+def _refuse_capture(device: torch.device, lacking: str) -> None:
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise RuntimeError(
+            f"a CUDA graph is being captured and {lacking} on {device} yet: "
+            "run the same call once before the capture, and keep the layout as long as the graph"
+        )
+
+
+# ---------------------------------------------------------------- launches
+@cache
+def _kernel(
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False
+) -> tuple[KernelSpec[ForwardTile], Kernel]:
+    """The specialization that serves these; nothing of a batch's lengths is in it."""
+    _refuse_capture(device, "the kernel is not loaded")
+    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees)
+    return spec, store.load(spec)
+
+
+@cache
+def _backward_kernels(
+    dtype: torch.dtype, head_dim: int, deterministic: bool, gradients: str, device: torch.device
+) -> tuple[BackwardSpecs, dict[str, Kernel]]:
+    """The specializations that serve these, whatever the batch and the GQA ratio; kernels by operation."""
+    _refuse_capture(device, "the backward's kernels are not loaded")
+    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients)
+    operations = [spec.operation for spec in specs.present]
+    return specs, dict(zip(operations, store.load_all(specs.present), strict=True))
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tma_ready(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] itself if the copy engine can read it as it lies (a slice of a wider tensor too), else a copy."""
+    size = x.element_size()
+    (st, sh, sd), unit, limit = x.stride(), ALIGNMENT // size, MAX_STRIDE // size
+    aligned = x.data_ptr() % ALIGNMENT == 0 and st % unit == 0 and sh % unit == 0
+    if aligned and sd == 1 and 0 < st < limit and 0 < sh < limit:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, D] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
+
+    A specialization's first call loads its kernel (and compiles it if no store has it), a layout's first call makes its
+    plan. Later calls wait for nothing.
+
+    Args:
+        q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
+        k, v: [T, Hk, D], H a multiple of Hk.
+        segments: the layout of the T rows.
+        softmax_scale: from 2^-100 to 2^100.
+
+    Raises:
+        RuntimeError: the kernel cannot be compiled or loaded, or a CUDA graph is captured at one of those first calls.
+    """
+    device, (rows, heads, head_dim) = q.device, q.shape
+    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, segments.max_depth > 2)
+    planned = forward_plan(segments, device, spec, heads, k.shape[1])
+    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((heads, rows), dtype=torch.float32)
+    if not segments.prompts_ask:  # rows that no tile has
+        out.zero_()
+        lse.fill_(math.inf)
+    kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device))
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    segments: Segments, softmax_scale: float, deterministic: bool, gradients: str = "qkv",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, in two to four launches on the current stream.
+
+    Serves what :func:`forward` serves, and first calls are like its own. dk and dv are bitwise equal from run to run;
+    dq, which key blocks add to in fp32, is if deterministic, else up to the order of these sums. Workspace: dq in fp32,
+    and at most a quarter of that for the sums of split key blocks.
+
+    Args:
+        dout, out: [T, H, D], dtype of q.
+        q, k, v, segments, softmax_scale: what the forward was given.
+        lse: [H, T] fp32, natural log, from the forward.
+        deterministic: bitwise equal dq from run to run.
+        gradients: which of them are made, letters of "qkv" in that order; the others come empty, [0], and work that
+            only they need is left out.
+
+    Raises:
+        RuntimeError: as :func:`forward`.
+        ValueError: no such gradients.
+    """
+    device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
+    specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device)
+    tile, native = specs.main.tile, specs.main.head_dim
+    planned = backward_plan(segments, device, tile, heads, kv_heads)
+    q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
+    lse = lse if lse.stride(1) == 1 else lse.contiguous()
+    dq, dk, dv = (
+        torch.empty(x.shape if name in gradients else 0, dtype=x.dtype, device=device)
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+
+    def workspace(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    blocks = -(-rows // tile.tile_m)  # of query rows
+    stats = workspace(heads, blocks * tile.tile_m * STAT_COLUMNS, dtype=torch.bfloat16)
+    dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
+    locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
+    locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
+    slabs = workspace(planned.num_slabs * tile.slab_floats(native) if specs.slab_sum else 0)
+    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
+    kernels["bwd"](
+        q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, planned.work, planned.visible_end, softmax_scale
+    )
+    if specs.slab_sum and planned.num_slabs:
+        kernels["bwd_sum"](slabs, planned.sums, dk, dv)
+    if specs.postprocess:
+        kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)
+    return dq, dk, dv

@@ -1,0 +1,1 @@
+"""What kernels are told to do, planned on the host: work items of forward, paths and backward, and their schedule."""

@@ -1,0 +1,19 @@
+"""How a long loop reports its progress: to a bar of the command line, or to nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+Item = TypeVar("Item", covariant=True)
+
+
+class Track(Protocol):
+    """Reports the progress of a loop: `for x in track(items, "what it does", how_many)`."""
+
+    def __call__(self, items: Iterable[Item], what: str, total: int) -> Iterable[Item]: ...
+
+
+def untracked(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
+    """No progress shown."""
+    return items

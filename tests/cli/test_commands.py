@@ -1,0 +1,259 @@
+"""The command line: what it prints, where, and that every failure is one sentence and a non-zero exit."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import dualkv.demo.run
+from dualkv.bench import command
+from dualkv.bench.workloads import NAMED
+from dualkv.cli import commands, doctor
+from dualkv.demo.settings import ON_CUDA, DemoSettings
+
+SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
+Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "demo.png"
+    code, out, err = run(*SMALL, "--plot", str(plot), "--json", str(tmp_path / "demo.json"))
+    assert code == 0, err
+    for text in (
+        "GRPO, 1 update of tiny",
+        "tokens computed",
+        "forward",
+        "backward",
+        "total time",
+        "log-probs, absolute",
+        "gradients, relative",
+        "updated weights, relative",
+        "reward, packed",
+        "EXACT TO ROUNDING: largest difference",
+    ):
+        assert text in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "demo.json").read_text())["settings"]["prompt_len"] == 40
+
+
+def test_demo_of_several_turns(run: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "demo.svg"
+    code, out, err = run(*SMALL, "--turns", "2", "--responses", "3", "--plot", str(plot), "--json", str(tmp_path / "x"))
+    assert code == 0, err
+    for text in ("tree saves", "reward, tree", "EXACT TO ROUNDING: packed: largest difference", "tree runs at"):
+        assert text in " ".join(out.split())
+    assert set(json.loads((tmp_path / "x").read_text())["updates"]) == {"packed", "tree"}
+    assert "tree" in plot.read_text()
+
+
+def test_json_has_standard_output_to_itself(run: Run) -> None:
+    code, out, err = run(*SMALL, "--json", "-", "--check")
+    assert code == 0
+    data = json.loads(out)
+    assert data["exact"] is True
+    assert set(data["to_truth"]) == {"replicated", "packed"}
+    assert "distance from float64" in err
+
+
+def test_two_ways_that_differ_exit_non_zero(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dualkv.demo.run.TOLERANCE, "float32", 0.0)
+    code, out, _ = run(*SMALL)
+    assert code == 1
+    assert "DIFFERENT: largest difference" in out
+
+
+def test_rollouts_from_a_file(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"prompt": "What is a tuple?", "responses": ["A list.", "Fixed."], "rewards": [0, 1]}\n')
+    code, out, err = run(
+        "demo", "--rollouts", str(path), "--device", "cpu", "--algorithm", "dapo", "--plot", f"{path}.svg"
+    )
+    assert code == 0, err
+    assert "DAPO, 3 updates" in out
+    assert "reward" not in out
+    assert Path(f"{path}.svg").exists()
+
+
+def bad_file(folder: Path, text: str) -> str:
+    (folder / "bad.jsonl").write_text(text)
+    return str(folder / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["demo", "--algorithm", "ppo"], "algorithm is 'ppo', expected one of grpo, dapo"),
+        (["demo", "--steps", "0"], "steps is 0, expected 1 or more"),
+        (["demo", "--steps", "many"], "--steps"),
+        (["demo", "--colour", "red"], "--colour"),
+        (["demon"], "demon"),
+        (["demo", "--model", "gpt-9"], "model 'gpt-9' is neither a local folder nor one of tiny"),
+        (["demo", "--rollouts", "/absent/r.jsonl"], "/absent/r.jsonl: No such file or directory"),
+        (["demo", "--tokenizer", "/absent/t"], "tokenizer '/absent/t' is no local file or folder"),
+        (["demo", "--plot", "/absent/p.png"], "there is no folder /absent to write it to"),
+        (["demo", "--json", "/absent/p.json"], "there is no folder /absent to write it to"),
+        (["demo", "--plot", "p.docx"], "a plot is written as .png, .pdf, .svg"),
+        (["demo", "--budget", "50", "--prompt-len", "50", "--response-len", "9"], "budget is 50 tokens, the longest"),
+        (["demo", "--prompt-len", "99999999"], "prompt_len is 99999999, expected 1 to "),
+        (["demo", "--device", "cuda:99"], "device is 'cuda:99'"),
+        (["demo", "--rollouts", '{"prompt": "a", "responses": ["b"]}'], "bad.jsonl:1: 'rewards' is missing"),
+        (["demo", "--rollouts", '{"prompt": "a", "responses": ["b"], "rewards": [NaN]}'], "bad.jsonl:1: rewards[0]"),
+        (["demo", "--rollouts", '{"prompt": "a", "responses": [""], "rewards": [1]}'], "no response tokens"),
+    ],
+)
+def test_failures_are_one_sentence(run: Run, tmp_path: Path, words: list[str], says: str) -> None:
+    words = [bad_file(tmp_path, word) if word.startswith("{") else word for word in words]
+    code, out, err = run(*words)
+    assert code != 0
+    assert out == ""
+    assert err.startswith("dualkv: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            ModuleNotFoundError("No module named 'transformers'", name="transformers"),
+            "pip install 'dualkv[transformers]'",
+        ),
+        (ModuleNotFoundError("No module named 'spam.ham'", name="spam.ham"), "spam is missing: pip install spam"),
+        (torch.OutOfMemoryError("CUDA out of\nmemory"), "lower --budget, or add --gradient-checkpointing"),
+        (RuntimeError("something\nelse"), "RuntimeError: something else (run again with --debug"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_failures_inside(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, says: str) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(dualkv.demo.run, "run_demo", fails)
+    code, out, err = run(*SMALL)
+    assert out == ""
+    assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert err.startswith("dualkv: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["dualkv", "demo", "--steps", "0", "--debug"])
+    with pytest.raises(ValueError, match="steps is 0"):
+        commands.main()
+
+
+def test_no_command_shows_the_help_and_nothing_else(run: Run) -> None:
+    code, out, err = run()
+    assert code == 2
+    assert "demo" in out
+    assert err == ""
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"dualkv {dualkv.__version__}\n", "")
+
+
+def test_every_setting_is_an_option(run: Run) -> None:
+    code, out, _ = run("demo", "--help")
+    assert code == 0
+    for field in fields(DemoSettings):
+        assert f"--{field.name.replace('_', '-')}" in out
+
+
+def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert out.startswith(f"dualkv {dualkv.__version__}, Python ")
+    assert version("torch") in out
+    assert "the chunked reference" in out
+    code, out, _ = run("doctor", "--json", "-")
+    found = json.loads(out)
+    assert found["healthy"] is True
+    assert {p["name"] for p in found["packages"]} >= {"torch", "transformers", "nvidia-cutlass-dsl"}
+    assert len(found["runs"]) == 1 + torch.cuda.device_count()
+
+
+def test_doctor_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("rich", "transformers") else right(name))
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "rich is missing and dualkv needs it: pip install 'rich>=14'" in out
+    assert "pip install 'dualkv[transformers]'" in out
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpus", "says"),
+    [
+        (None, [], "no NVIDIA GPU with a working driver"),
+        (None, ["NVIDIA H200"], "is built without CUDA: pip install --force-reinstall torch"),
+        ("13.0", ["NVIDIA H200"], "update the driver to one for CUDA 13.0"),
+    ],
+)
+def test_doctor_on_machines_without_a_usable_gpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpus: list[str], says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert says in doctor._advice("580.1" if gpus else None, gpus, [])[0]
+
+
+@pytest.mark.parametrize(
+    ("no_kernel", "no_composition", "half"),
+    [
+        (None, None, doctor.KERNEL),
+        ("compute capability 8.0", None, doctor.COMPOSITION),
+        ("compute capability 7.5", "compute capability 7.5", doctor.REFERENCE),
+    ],
+)
+def test_doctor_says_what_runs_on_a_gpu(no_kernel: str | None, no_composition: str | None, half: str) -> None:
+    rows = doctor._on_gpu("cuda:0", "NVIDIA X", no_kernel, no_composition)
+    assert [row.what for row in rows] == [half, doctor.REFERENCE]
+    assert all(row.where.startswith("cuda:0") for row in rows)
+    assert (no_kernel or "Hopper") in rows[0].why
+
+
+def test_doctor_reads_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '580.65, NVIDIA H200, 9.0, 143771 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor._driver() == ("580.65", ["NVIDIA H200, compute capability 9.0, 143771 MiB"])
+    tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
+    assert doctor._driver() == (None, [])
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "dualkv", "demo", "--steps", "0"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "dualkv: steps is 0, expected 1 or more\n"
+    assert done.stdout == ""
+
+
+def test_names_of_workloads_can_be_copied_from_a_narrow_terminal() -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(command.listing(list(NAMED.values())))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    for name in NAMED:
+        assert any(f" {name} " in line for line in lines), name
+
+
+def test_defaults_of_the_demo_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DemoSettings.given() == DemoSettings()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert DemoSettings.given(device="cpu", seed=3) == DemoSettings(device="cpu", seed=3)
+    there = DemoSettings.given(steps=None, groups=5, prompt_len=100)
+    assert there == DemoSettings(**ON_CUDA | {"groups": 5, "prompt_len": 100})
+    assert (there.dtype, there.steps) == ("bfloat16", 1)

@@ -1,0 +1,122 @@
+"""What `dualkv doctor` says of kernels: which are ready, where they are looked for, and what becomes of the others."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from codegen import store, toolchain
+from codegen.spec import backward_specs, forward_spec
+from dualkv.cli import commands, doctor
+from tests.codegen import stand_in
+
+
+def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
+    assert doctor._kernels()[0] == []
+    for _ in store.fill([forward_spec("bf16", 128, 4), *backward_specs("bf16", 128).present], store.cache_dir()):
+        pass
+    store.cache_dir().chmod(0o700)
+    there = tmp_path / "there"
+    for _ in store.fill([forward_spec("bf16", 128, 8), forward_spec("fp16", 64, 1)], there):
+        pass
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(there))
+    ready, lookup, wrong = doctor._kernels()
+    assert ready == [
+        doctor.Ready("bf16", 128, [4, 8], True, False),
+        doctor.Ready("fp16", 64, [1], False, False),
+    ]
+    assert (
+        f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (5 kernels)" in lookup
+    )
+    assert re.search(r"compiled at their first use by nvidia-cutlass-dsl 4.8.\d of this environment", lookup)
+    assert wrong == []
+    monkeypatch.setenv("DUALKV_JIT", "0")
+    assert "refused, because of DUALKV_JIT=0" in doctor._kernels()[1]
+
+
+def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
+    for _, entry in store.fill([forward_spec("bf16", 128, 4)], tmp_path / "k"):
+        stand_in.changed(entry / "kernel.json", sources="others")
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "k"))
+    ready, _, wrong = doctor._kernels()
+    assert ready == []
+    assert wrong == [
+        f"1 of the kernels in {tmp_path / 'k'} are not used here ({entry.name} was made from other kernel sources): "
+        "make the kernels again, with this version"
+    ]
+
+
+def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert doctor._kernels()[2] == [
+        "there are no kernels: no C compiler is on PATH (gcc, cc or clang), by which kernels are linked: install one"
+    ]
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "absent"))
+    assert "expected an existing folder" in doctor._kernels()[2][0]
+
+
+def test_what_it_tells_to_install_is_what_the_package_asks_for():
+    """With what each extra is for: one of those it brings is among the optional packages."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert list(doctor.NEEDED) == project["dependencies"]
+    told = {
+        extra: name
+        for name, _, how in doctor.OPTIONAL
+        for extra in project["optional-dependencies"]
+        if f"[{extra}]" in how
+    }
+    assert set(told) == set(project["optional-dependencies"]) - {"dev"}
+    for extra, name in told.items():
+        assert any(requirement.startswith(name) for requirement in project["optional-dependencies"][extra])
+
+
+def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
+    """The wheel, the cache, this environment's compiler, the private one, nothing: and nothing is enough for no GPU."""
+    hopper = doctor.Runs("cuda:0, bf16 or fp16", doctor.KERNEL, "a Hopper GPU")
+    monkeypatch.setattr(doctor, "_runs", lambda: [hopper])
+    found = doctor.examine()
+    assert re.fullmatch(r"nvidia-cutlass-dsl 4.8.\d of this environment", found.compiler)
+    assert found.healthy
+    monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl is not installed")
+    found = doctor.examine()
+    assert (found.compiler, found.healthy) == (None, False)
+    assert found.advice[0].startswith("there are no kernels: nothing here compiles kernels (nvidia-cutlass-dsl is not")
+    monkeypatch.setattr(doctor, "_runs", list)
+    assert doctor.examine().healthy
+
+    monkeypatch.setattr(doctor, "_runs", lambda: [hopper])
+    package = tmp_path / "site" / "dualkv_kernels"
+    private = toolchain.Toolchain(tmp_path / "toolchain", tmp_path / "toolchain" / "nvidia_cutlass_dsl", "cu13")
+    monkeypatch.setattr(toolchain, "_private", lambda: private)
+    found = doctor.examine()
+    assert found.compiler == f"nvidia-cutlass-dsl absent in the private toolchain {tmp_path / 'toolchain'}"
+    entry = store.add(forward_spec("bf16", 128, 4), package)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(toolchain, "_private", lambda: "there is no private toolchain")
+    found = doctor.examine()
+    assert "looked for in the wheel dualkv-kernels None (1 kernel), then the cache" in found.lookup
+    assert "others are refused, because of nothing here compiles kernels" in found.lookup
+    assert found.kernels == [doctor.Ready("bf16", 128, [4], False, False)]
+    assert found.healthy
+    stand_in.changed(entry / "kernel.json", sources="others")
+    assert any("make the wheel dualkv-kernels again" in sentence for sentence in doctor.examine().advice)
+
+
+def test_the_command_prints_them(compiles, monkeypatch, capsys):
+    for _ in store.fill([forward_spec("bf16", 96, 7)], store.cache_dir()):
+        pass
+    store.cache_dir().chmod(0o700)
+    monkeypatch.setattr(sys, "argv", ["dualkv", "doctor"])
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as caught:
+        commands.main()
+    assert not caught.value.code
+    out = capsys.readouterr().out
+    assert "bf16, head dim 96" in out
+    assert f"the cache {store.cache_dir()}" in out

@@ -1,0 +1,282 @@
+"""`dualkv precompile`: which kernels a model needs, and the command from end to end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+import shlex
+import shutil
+import sys
+import zipfile
+
+import pytest
+
+from codegen import KernelError, select, store
+from codegen.spec import backward_specs, forward_spec, table
+from dualkv.cli import precompile
+from dualkv.cli.precompile import Heads, heads_of, requested, shape
+from dualkv.models import CONFIGS
+from tests.codegen import stand_in
+
+POST = backward_specs("bf16", 64).postprocess
+
+
+@pytest.fixture
+def run(run):
+    """Runs `dualkv precompile ...`."""
+    return functools.partial(run, "precompile")
+
+
+# ---------------------------------------------------------------- models
+def test_models_by_name():
+    assert heads_of("qwen3-8b") == Heads(32, 8, 128)
+    assert heads_of("Qwen/Qwen3-235B-A22B") == Heads(64, 4, 128)
+    assert heads_of("qwen2.5-0.5b") == Heads(14, 2, 64)
+    assert heads_of("meta-llama/Llama-3.2-1B") == Heads(32, 8, 64)
+    assert not set(precompile.HEADS) & set(CONFIGS), "said twice"
+    for name in precompile.names():
+        assert requested([name]), name
+
+
+def test_models_of_the_issue_are_known():
+    qwen3 = ["0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b"]
+    qwen2 = ["0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"]
+    for name in [*(f"qwen3-{n}" for n in qwen3), *(f"qwen2.5-{n}" for n in qwen2), "llama-3-8b", "mistral-7b"]:
+        assert heads_of(name).head_dim in (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 96}),
+        ("qwen3_moe", {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
+        ("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896}),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": None, "hidden_size": 512}),
+        ("mistral", {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": None}),
+    ],
+)
+def test_configs_that_transformers_writes(tmp_path, kind, settings):
+    """Heads and head dim as transformers itself reads them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.save_pretrained(tmp_path)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    expected = Heads(config.num_attention_heads, config.num_key_value_heads, head_dim)
+    assert heads_of(str(tmp_path)) == heads_of(str(tmp_path / "config.json")) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", "gemma2", "gemma3_text", "mistral", "deepseek_v3", "qwen3_next", "llama4_text"]
+)
+def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"asks for .*, which dualkv does not compute"):
+        heads_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "is no configuration of a model"),
+        ({}, "has num_attention_heads=None, expected an integer of 1 or more"),
+        ({"num_attention_heads": 8}, "has head_dim=None"),
+        ({"num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 3}, "8 query heads for 3 KV heads"),
+        ({"num_attention_heads": "8", "head_dim": 64}, "has num_attention_heads='8'"),
+        ({"num_attention_heads": 8, "head_dim": 64, "sliding_window": 4096}, "asks for a sliding window"),
+    ],
+)
+def test_configs_that_say_no_shape(tmp_path, config, says):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=says):
+        heads_of(str(path))
+
+
+def test_configs_of_vision_models_have_a_text_part(tmp_path):
+    path = tmp_path / "c.json"
+    text = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "use_sliding_window": False}
+    path.write_text(json.dumps({"text_config": text | {"sliding_window": 4096}, "vision_config": {}}))
+    assert heads_of(str(path)) == Heads(8, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("gpt-oss-20b", "gpt-oss-20b has attention sinks and sliding windows, which dualkv does not compute"),
+        ("qwen9-1b", "model 'qwen9-1b' is neither the path of a config.json nor one of "),
+        ("/absent/config.json", "/absent/config.json cannot be read: No such file"),
+    ],
+)
+def test_models_that_there_are_no_kernels_for(model, says):
+    with pytest.raises(ValueError, match=says):
+        heads_of(model)
+
+
+def test_a_file_that_is_no_configuration(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"c\.json is no JSON: "):
+        heads_of(str(path))
+
+
+def test_tensor_parallel_ranks_share_the_heads():
+    big = Heads(64, 4, 128)
+    assert [shape(big, tp).heads_per_kv for tp in (1, 2, 4, 8, 16)] == [16, 16, 16, 8, 4]
+    assert requested(["qwen3-235b-a22b"], tensor_parallel=[1, 8])[0].packed_heads == 16
+    assert {s.packed_heads for s in requested(["qwen3-235b-a22b"], [1, 8], directions=["forward"])} == {16, 8}
+    with pytest.raises(ValueError, match="tp is 3, expected a divisor of the model's 64 query heads"):
+        shape(big, 3)
+    with pytest.raises(ValueError, match="tp is 6, expected a divisor or a multiple of the model's 4 KV heads"):
+        shape(Heads(12, 4, 128), 6)
+    with pytest.raises(ValueError, match="tp is 0"):
+        shape(big, 0)
+
+
+def test_requests():
+    assert requested(["qwen3-8b", "llama-3-8b"]) == [forward_spec("bf16", 128, 4), *backward_specs("bf16", 128).present]
+    assert requested(head_dims=[64], directions=["backward"]) == backward_specs("bf16", 64).present
+    assert requested(head_dims=[64, 96], gqa=[1, 2], directions=["forward"], dtypes=["fp16"]) == [
+        forward_spec("fp16", d, h) for d in (64, 96) for h in (1, 2)
+    ]
+    assert requested(head_dims=[64], gqa=[2], directions=["forward"], trees=True) == [
+        forward_spec("bf16", 64, 2, trees) for trees in (False, True)
+    ]
+    with pytest.raises(ValueError, match=r"head_dims is \[64\] and gqa is \[\], expected both or neither"):
+        requested(head_dims=[64])
+
+
+# ---------------------------------------------------------------- the command
+def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
+    """Real compiles of one small kernel: those of its selection that are larger are left out."""
+    monkeypatch.setattr(precompile, "select", lambda *given: [s for s in select.select(*given) if s == POST])
+    out, words = tmp_path / "kernels", ("--head-dims", "64", "--directions", "backward")
+    code, said, err = run(
+        "--out", str(out), *words, "-j", "2", "--emit", "cubin,ptx,sass", "--json", str(tmp_path / "r")
+    )
+    assert code == 0, err
+    assert "bwd_postprocess bf16 D=64 dqkv" in said
+    assert "1 kernel in" in said
+    assert "1 compiled in" in said
+    assert f"DUALKV_KERNEL_DIR={out} DUALKV_JIT=0" in " ".join(said.split()), "wrapped or not"
+    assert json.loads((tmp_path / "r").read_text())["compiled"] == 1
+    assert sorted(p.suffix for p in (out / "code").iterdir()) == [".cubin", ".ptx", ".sass"]
+    assert list(json.loads((out / "manifest.json").read_text())["kernels"]) == [p.name for p in out.glob("dualkv_*")]
+
+    code, said, _ = run("--out", str(out), *words, "-j", "2", "--json", "-")
+    assert (code, json.loads(said)["compiled"]) == (0, 0)
+    old = shutil.copytree(next(out.glob("dualkv_*")), out / "dualkv_bwd-old")
+    stand_in.changed(old / "kernel.json", sources="others")
+    assert "1 of other versions lie there too and are not used, remove them" in run("--out", str(out), *words)[1]
+    code, said, err = run("--check", str(out), *words)
+    assert code == 0, said
+    assert said.startswith("1 kernel: hashes and records agree, all load here")
+
+    monkeypatch.undo()
+    code, said, _ = run("--check", str(out), "--models", "qwen3-8b")
+    assert code == 1
+    assert f"no usable kernel {forward_spec('bf16', 128, 4)}" in said
+    assert "5 problems in a folder of 1 kernel" in said
+    shutil.rmtree(old)
+    stand_in.flipped(next(out.glob("dualkv_*")) / "kernel.so", 100)
+    code, said, _ = run("--check", str(out))
+    assert code == 1
+    assert "is corrupt (kernel.so does not have the recorded hash)" in said
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*[s for s in table() if s.head_dim == 96 and s.dtype == "fp16"][::4], forward_spec("fp16", 96, 7, trees=True)],
+    ids=str,
+)
+def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkeypatch, tmp_path, spec):
+    """DUALKV_JIT=0 without a kernel: the words of its error, run, and the kernel is there."""
+    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda *_: {})  # stand-ins have no registers
+    monkeypatch.setattr(precompile, "rows", lambda result: [])
+    monkeypatch.setenv("DUALKV_JIT", "0")
+    with pytest.raises(KernelError) as caught:
+        store.entry(spec)
+    command = str(caught.value).split("`")[1]
+    words = [str(tmp_path / "made") if word == "DIR" else word for word in shlex.split(command)]
+    assert words[:2] == ["dualkv", "precompile"]
+    code, _, err = run(*words[2:], "-j", "4")
+    assert code == 0, err
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "made"))
+    assert store.where(spec) == "kernel_dir"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "expected --out DIR (compile into it) or --check DIR (look at it), one of them"),
+        (["--out", "a", "--check", "b"], "expected --out DIR"),
+        (["--out", "a"], "nothing to compile: expected --models, --head-dims with --gqa, or --all"),
+        (["--out", "a", "--models", "gpt-oss-120b"], "gpt-oss-120b has attention sinks"),
+        (["--out", "a", "--models", "qwen3-8b", "--tp", "two"], "--tp is 'two', expected integers by commas"),
+        (["--out", "a", "--models", "qwen3-8b", "--dtypes", "fp8"], "dtypes is fp8, expected some of bf16,fp16"),
+        (["--out", "a", "--models", "qwen3-8b", "--emit", "elf"], "code is written out as cubin, ptx, sass, got 'elf'"),
+        (["--out", "a", "--head-dims", "60", "--gqa", "1"], "head_dim is 60, expected a multiple of 8"),
+        (["--out", "a", "--models", "qwen3-8b", "-j", "0"], "-j"),
+        (["--check", "/absent"], "--check is '/absent', expected a folder that `dualkv precompile --out` made"),
+        (["--out", "/proc/kernels", "--head-dims", "64", "--gqa", "1"], "kernels cannot be written to /proc/kernels"),
+    ],
+)
+def test_failures_are_one_sentence(run, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*words)
+    assert code != 0
+    assert out.strip() == ""
+    assert err.startswith("dualkv: ")
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir()), "something was begun"
+
+
+def test_a_machine_that_cannot_compile_says_so(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    code, _, err = run("--out", str(tmp_path / "a"), "--head-dims", "64", "--gqa", "1")
+    assert code == 1
+    assert "must be compiled and no C compiler is on PATH (gcc, cc or clang)," in err
+
+
+def test_tools_has_the_same_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["precompile.py", "--out", "a"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("tools.precompile", run_name="__main__")
+    assert capsys.readouterr().err.startswith("dualkv: nothing to compile: expected --models")
+
+
+# ---------------------------------------------------------------- the wheel
+def test_a_wheel_of_what_was_asked(run, compiles, monkeypatch, tmp_path):
+    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda *_: {})  # stand-ins have no registers
+    monkeypatch.setattr(precompile, "rows", lambda result: [])
+    folder, dist = tmp_path / "k", tmp_path / "dist"
+    asked = ["--head-dims", "64", "--gqa", "1", "--directions", "forward"]
+    store.add(forward_spec("fp16", 96, 7), folder)  # lies there, was not asked for
+    code, out, err = run("--out", str(folder), "--wheel", str(dist), "--json", str(tmp_path / "j"), *asked)
+    assert code == 0, err
+    (wheel,) = dist.iterdir()
+    assert f"To use them: pip install {wheel} (0.0 MiB), or DUALKV_KERNEL_DIR=" in " ".join(out.split())
+    assert json.loads((tmp_path / "j").read_text())["wheel"] == [str(wheel), wheel.stat().st_size]
+    (entry,) = {name.split("/")[1] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert entry.startswith(forward_spec("bf16", 64, 1).symbol)
+
+
+def test_all_is_the_table(run, monkeypatch, tmp_path):
+    asked = []
+
+    def none(specs, *_):
+        asked.extend(specs)
+        raise KernelError("seen")
+
+    monkeypatch.setattr(precompile, "precompile", none)
+    assert run("--all", "--out", str(tmp_path))[0] == 1
+    assert asked == table()
+    for words, says in (
+        (["--all", "--out", "k", "--head-dims", "64", "--gqa", "1"], "--all is every kernel, expected no --models"),
+        (["--check", "k", "--wheel", "d"], "--wheel packs what --out compiles, expected no --check beside it"),
+    ):
+        code, _, err = run(*words)
+        assert code == 1
+        assert says in err

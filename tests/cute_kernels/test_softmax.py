@@ -1,0 +1,198 @@
+"""The forward's online softmax, its own source run on numbers that round and flush to zero as the GPU's do.
+
+A row's reference moves in masked blocks only, so scores can outgrow the reference in blocks without a mask, and the
+reference can move afterwards by more than 2^126. Whatever the order of blocks, a tile must end with the right row or
+with a sum that calls for the recompute pass.
+"""
+
+import operator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+from codegen.tiles import forward_tile, packed_heads
+from cute_kernels import accumulator, softmax
+from cute_kernels.abi import ForwardFields as items
+from dualkv.layout import Segments
+from dualkv.ops.plan.forward import forward_work, segment_begin
+from tests.fuzz.case import far_heights, seeded
+from tests.ops.plan import test_forward as plans
+
+THREADS, ELEMENTS = 4, 8  # threads that hold a row; a thread's elements of a block, of two rows
+TINY = np.finfo(np.float32).tiny
+TILES, BOUND = 150, 2.0**-10
+SCALE = float(np.float32(0.3))  # times log2(e)
+RECOMPUTE_ABOVE = softmax.SUM_LIMIT
+
+
+class Number:
+    """fp32 numbers of the four threads that hold a row; results below 2^-126 are 0."""
+
+    def __init__(self, x):
+        self.wide = np.broadcast_to(np.asarray(x, np.float64), THREADS)
+        x = self.wide.astype(np.float32)
+        self.x = np.where(np.abs(x) < TINY, np.float32(0), x)
+
+    def _with(self, other, operation):
+        with np.errstate(all="ignore"):
+            return Number(operation(self.x, number(other).x))
+
+    def __add__(self, other):
+        return self._with(other, operator.add)
+
+    def __sub__(self, other):
+        with np.errstate(all="ignore"):
+            return Number(self.wide - number(other).x)  # of a product: one instruction, rounded once
+
+    def __mul__(self, other):
+        with np.errstate(all="ignore"):
+            return Number(self.x.astype(np.float64) * number(other).x)
+
+    def __gt__(self, other):
+        return self.x > number(other).x
+
+
+def number(x):
+    return x if isinstance(x, Number) else Number(x)
+
+
+def exp2(x, fastmath):
+    with np.errstate(all="ignore"):
+        return Number(np.exp2(x.x))
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """The functions of `softmax` on Numbers."""
+    cute = SimpleNamespace(
+        size=len,
+        math=SimpleNamespace(exp2=exp2),
+        arch=SimpleNamespace(
+            fmax=lambda a, b: Number(np.fmax(a.x, number(b).x)),
+            warp_reduction_max=lambda x, threads_in_group: Number(x.x.max()),
+        ),
+    )
+    select = SimpleNamespace(select_=lambda where, a, b: Number(np.where(where, number(a).x, number(b).x)))
+    for name, value in (("cute", cute), ("cutlass", select), ("Float32", Number)):
+        monkeypatch.setattr(softmax, name, value)
+    monkeypatch.setattr(accumulator, "cute", cute)
+
+
+def tile(rng):
+    """Scores [blocks, ELEMENTS, THREADS], most near one another and a few far; whether each block is masked."""
+    blocks = rng.integers(2, 7)
+    scores = rng.uniform(-3, 3, (blocks, ELEMENTS, THREADS))
+    for _ in range(rng.integers(1, 4)):
+        scores[rng.integers(blocks), rng.integers(ELEMENTS), rng.integers(THREADS)] += rng.choice(
+            (60, 100, 124, 126, 130)
+        )
+    scores += rng.choice((-140, 0, 0, 90)) + rng.choice((0, 0, 3), (blocks, 1, 1))
+    if rng.random() < 0.2:
+        scores = scores * 0 + rng.choice((-1e38, -1e31, -1e6, 1e6, 1e31, 1e38))
+    masked = rng.random(blocks) < 0.5
+    masked[0] = True
+    hidden = masked[:, None, None] & (rng.random(scores.shape) < 0.3)
+    return np.where(hidden, -np.inf, scores / SCALE).astype(np.float32), masked
+
+
+def rows(scores, values, masked):
+    """Sums of p * value and of p of the tile's two rows, as a warp group makes them, and whether each fits."""
+    row_max, row_sum = [Number(softmax.FIRST_MAX)] * 2, [Number(0.0)] * 2
+    out, factor = [Number(0.0)] * 2, [Number(1.0)] * 2
+    for block, value, mask in zip(scores, values, masked, strict=True):
+        acc = [Number(x) for x in block]
+        if mask:
+            softmax.online_softmax(acc, row_max, row_sum, factor, SCALE)
+            out = [o * f for o, f in zip(out, factor, strict=True)]
+        else:
+            softmax.fixed_softmax(acc, row_max, row_sum, SCALE)
+        for r in range(2):
+            for e in accumulator.row_elements(acc, r):
+                out[r] = out[r] + acc[e] * value[e]
+    with np.errstate(all="ignore"):
+        found, total = ([x.x.astype(np.float64).sum() for x in row] for row in (out, row_sum))
+        fits = [
+            t + f * 0.0 <= RECOMPUTE_ABOVE and abs(m.x[0]) * SCALE <= softmax.REFERENCE_LIMIT
+            for f, t, m in zip(found, total, row_max, strict=True)
+        ]
+    return found, total, fits
+
+
+def right(row, scores, values, found, total):
+    """Whether found / total is the softmax-weighted mean of a row's values."""
+    elements = accumulator.row_elements([0] * ELEMENTS, row)
+    s, v = scores[:, elements].astype(np.float64), values[:, elements]
+    p = np.exp2((s - s.max()) * SCALE)
+    with np.errstate(all="ignore"):
+        return abs(found[row] / total[row] - (p * v).sum() / p.sum()) <= BOUND * (p * abs(v)).sum() / p.sum()
+
+
+def wrong_rows():
+    """(rows that are wrong, rows that need the recompute pass) of TILES random tiles."""
+    rng, wrong, again = np.random.default_rng(0), 0, 0
+    for _ in range(TILES):
+        scores, masked = tile(rng)
+        values = rng.uniform(-1, 1, scores.shape)
+        first, second = rows(scores, values, masked), rows(scores, values, np.ones(len(masked), bool))
+        for r in range(2):
+            if np.isneginf(scores[:, accumulator.row_elements([0] * ELEMENTS, r)]).all():
+                continue
+            again += not first[2][r]
+            wrong += not right(r, scores, values, *(first if first[2][r] else second)[:2])
+    return wrong, again
+
+
+def test_a_row_is_right_or_computed_again():
+    wrong, again = wrong_rows()
+    assert wrong == 0
+    assert 0 < again < TILES  # of 2 * TILES rows
+
+
+@pytest.mark.parametrize("limit", ["SUM_LIMIT", "REFERENCE_LIMIT"])
+def test_without_a_limit_rows_are_wrong(limit, monkeypatch):
+    monkeypatch.setattr(softmax, limit, float("inf"))  # the sum's in online_softmax alone
+    assert wrong_rows()[0] > 0
+
+
+def test_with_a_greater_first_reference_rows_are_wrong(monkeypatch):
+    monkeypatch.setattr(softmax, "FIRST_MAX", -1e30)
+    assert wrong_rows()[0] > 0
+
+
+def drawn_rows(case):
+    """(scores, masked) of rows of a drawn call, in tiles that straddle responses, block by block as in the plan."""
+    seg = Segments(np.cumsum([0, *case.lengths]), np.array(case.parent))
+    tile, heads = forward_tile(case.head_dim), packed_heads(case.heads // case.kv_heads)
+    begin, heights = segment_begin(seg), far_heights(case, seg.total) / SCALE
+    for item in forward_work(seg, tile.tokens(heads), tile.tile_n).tolist():
+        for first, end in plans.warp_group_tokens(item, tile, heads):
+            if not item[items.STRADDLES] or first >= end:
+                continue
+            walk, q = plans.walk_of(item, begin, first, end - 1, tile.tile_n), np.array([[end - 1]])
+            scores, masked = [], []
+            for i, (row, own, _) in enumerate(plans.key_blocks(item, tile.tile_n)):
+                if walk.begin <= i < walk.end or i >= walk.rest:
+                    keys = np.arange(row, row + tile.tile_n)
+                    seen = plans.visible(item, q, begin[q], keys[None], own)[0]
+                    scores.append(np.where(seen, heights[np.minimum(keys, seg.total - 1)], -np.inf))
+                    masked.append(i < walk.masked or i in (walk.begin, walk.rest))
+            yield np.array(scores, np.float32), np.array(masked)
+
+
+def test_the_fuzzer_draws_rows_that_need_the_limit(monkeypatch):
+    """Its far keys, in the order of real plans: without the limit some rows lose keys, with it none does."""
+    lost = {softmax.SUM_LIMIT: 0, float("inf"): 0}
+    tried = (seeded("far", index, "cuda") for index in range(830, 1010))
+    for case in (c for c in tried if c.values == "far keys" and len(c.lengths) == 3 and c.parent == (-1, 0, 0)):
+        for scores, masked in drawn_rows(case):
+            monkeypatch.setitem(globals(), "THREADS", scores.shape[1] // 4)
+            of_both = scores.reshape(len(scores), 2, 2, -1).repeat(2, 1).reshape(len(scores), 8, -1)
+            values = np.random.default_rng(case.seed).uniform(-1, 1, of_both.shape)
+            for limit in lost:
+                monkeypatch.setattr(softmax, "SUM_LIMIT", limit)
+                found, total, fits = rows(of_both, values, masked)
+                lost[limit] += any(fits[r] and not right(r, of_both, values, found, total) for r in range(2))
+    assert lost[RECOMPUTE_ABOVE] == 0
+    assert lost[float("inf")] > 0

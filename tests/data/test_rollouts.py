@@ -1,0 +1,246 @@
+"""Rollouts from files, good and bad, the byte-level tokenizer, prompts and rewards, and live sampling."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualkv.data.rollouts import ByteTokenizer, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
+from dualkv.demo.sampling import sample_responses, sample_turns
+from dualkv.models import load_model
+
+GOOD = {"prompt": "hi", "responses": ["a", "bc"], "rewards": [0, 1.5]}
+
+
+def write(folder: Path, *lines: object) -> Path:
+    path = folder / "rollouts.jsonl"
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
+    return path
+
+
+def test_reads_text_and_token_ids(tmp_path: Path) -> None:
+    ids = {"prompt": [5, 6, 7], "responses": [[], [319]], "rewards": [-1, 2], "from": "elsewhere"}
+    rollouts = read_rollouts(write(tmp_path, GOOD, b"  ", ids), ByteTokenizer(), 320)
+    assert [p.tolist() for p in rollouts.prompts] == [[104, 105], [5, 6, 7]]
+    assert [[r.tolist() for r in group] for group in rollouts.responses] == [[[97], [98, 99]], [[], [319]]]
+    assert rollouts.rewards == [[0.0, 1.5], [-1.0, 2.0]]
+    assert rollouts.group_sizes == [2, 2]
+    assert rollouts.response_lens == [1, 2, 0, 1]
+    assert rollouts.mean_reward == pytest.approx(2.5 / 4)
+    assert all(r.dtype == torch.int64 for group in rollouts.responses for r in group)
+
+
+def without(key: str) -> dict[str, Any]:
+    return {k: v for k, v in GOOD.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"prompt": "hi", ', "not valid JSON"),
+        (b"\xff\xfe\xfa", "not UTF-8"),
+        ([1, 2], "expected a JSON object, got a list"),
+        (without("prompt"), "'prompt' is missing"),
+        (without("responses"), "'responses' is missing"),
+        (without("rewards"), "'rewards' is missing, found ['prompt', 'responses']"),
+        (GOOD | {"prompt": ""}, "'prompt' is empty"),
+        (GOOD | {"prompt": []}, "'prompt' is empty"),
+        (GOOD | {"prompt": None}, "'prompt' must be text or a list of token ids, got null"),
+        (GOOD | {"responses": [], "rewards": []}, "'responses' is empty"),
+        (GOOD | {"responses": "ab"}, "'responses' must be a list, got text"),
+        (GOOD | {"rewards": 1.0}, "'rewards' must be a list, got a number"),
+        (GOOD | {"rewards": [1.0]}, "1 rewards for 2 responses"),
+        (GOOD | {"rewards": [1.0, None]}, "rewards[1] is null, expected a finite number"),
+        (GOOD | {"rewards": [True, 1.0]}, "rewards[0] is true"),
+        (GOOD | {"rewards": [1.0, float("nan")]}, "rewards[1] is NaN"),
+        (GOOD | {"rewards": [float("-inf"), 1.0]}, "rewards[0] is -Infinity"),
+        (GOOD | {"responses": ["a", [3, 320]]}, "responses[1][1] is token 320, outside the model's vocabulary of 320"),
+        (GOOD | {"prompt": [-1]}, "prompt[0] is token -1, outside"),
+        (GOOD | {"prompt": [1.5]}, "prompt[0] is 1.5, expected a token id"),
+        (GOOD | {"prompt": [False]}, "prompt[0] is false, expected a token id"),
+        (GOOD | {"prompt": ["hi"]}, 'prompt[0] is "hi", expected a token id'),
+    ],
+)
+def test_bad_lines_name_file_and_line(tmp_path: Path, line: object, says: str) -> None:
+    path = write(tmp_path, GOOD, line)
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        read_rollouts(path, ByteTokenizer(), 320)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert "\n" not in str(caught.value)
+
+
+TURNS = {"sequences": [[5, 6, 7, 8], [5, 6, 9], [5, 6]], "loss_masks": [[0, 0, 0, 1], [0, 0, 1], [0, 0]],
+         "rewards": [1, 2, 3]}  # fmt: skip
+
+
+def test_reads_rollouts_of_several_turns(tmp_path: Path) -> None:
+    """The prompt is what all begin with, up to the first token that counts."""
+    early = {"sequences": [[1, 2, 3], [1, 2, 3]], "loss_masks": [[0, 1, 1], [False, False, True]], "rewards": [0, 0]}
+    rollouts = read_rollouts(write(tmp_path, TURNS, GOOD, early), ByteTokenizer(), 320)
+    assert [p.tolist() for p in rollouts.prompts] == [[5, 6], [104, 105], [1]]
+    assert [[r.tolist() for r in g] for g in rollouts.responses] == [[[7, 8], [9], []], [[97], [98, 99]], [[2, 3]] * 2]
+    assert [[m.tolist() for m in g] for g in rollouts.masks or []] == [
+        [[False, True], [True], []],
+        [[True], [True, True]],
+        [[True, True], [False, True]],
+    ]
+    assert rollouts.trained_lens == [1, 1, 0, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"loss_masks": [[0] * 4, [0] * 3]}, "'loss_masks' must be a list of 3 masks, one a sequence, got 2 masks"),
+        ({"loss_masks": 1}, "'loss_masks' must be a list of 3 masks, one a sequence, got a number"),
+        ({"loss_masks": [[0] * 4, [0] * 2, [0] * 2]}, "'loss_masks[1]' must be a list of 3 values 0 or 1, one a token"),
+        ({"loss_masks": [[0, 0, 0, 2], [0] * 3, [0] * 2]}, "'loss_masks[0]' must be a list of 4 values 0 or 1"),
+        ({"loss_masks": [[0] * 4, [1, 0, 0], [0] * 2]}, "sequences[1] begins with a token that counts"),
+        ({"sequences": [[5, 6, 7, 8], [6, 6, 9], [5, 6]]}, "sequences[0] and sequences[1] differ in their first token"),
+        ({"sequences": [[5, 6, 7, 8], [5, 6, 320], [5, 6]]}, "sequences[1][2] is token 320, outside the model's"),
+        ({"sequences": ["text", [5, 6, 9], [5, 6]]}, "'sequences[0]' must be a list of token ids, got text"),
+        ({"sequences": [], "rewards": []}, "'sequences' is empty, expected at least one sequence"),
+        ({"rewards": [1]}, "1 rewards for 3 sequences, expected one a sequence"),
+    ],
+)
+def test_bad_turns_name_file_and_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        read_rollouts(write(tmp_path, TURNS | change), ByteTokenizer(), 320)
+    assert str(caught.value).startswith(f"{tmp_path / 'rollouts.jsonl'}:1: ")
+
+
+def test_text_outside_a_small_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompt\[0\] is token 104, outside the model's vocabulary of 100"):
+        read_rollouts(write(tmp_path, GOOD), ByteTokenizer(), 100)
+
+
+def test_empty_and_absent_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no rollouts in it"):
+        read_rollouts(write(tmp_path, b"", b" "), ByteTokenizer(), 320)
+    with pytest.raises(FileNotFoundError):
+        read_rollouts(tmp_path / "absent.jsonl", ByteTokenizer(), 320)
+
+
+@given(st.text())
+def test_byte_tokenizer_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert all(0 <= i < 256 for i in ids)
+    assert tokenizer.decode([*ids, ByteTokenizer.eos_id]) == text
+
+
+def test_byte_tokenizer_takes_text_that_utf8_cannot_hold() -> None:
+    """JSON can carry half of a surrogate pair."""
+    assert ByteTokenizer().decode(ByteTokenizer().encode("a\ud800")).startswith("a")
+
+
+def test_bytes_that_are_no_text() -> None:
+    assert ByteTokenizer().decode([0xFF, 97]) == "\ufffda"
+
+
+def test_absent_tokenizer() -> None:
+    with pytest.raises(ValueError, match="'/no/such/folder' is no local file or folder"):
+        load_tokenizer("/no/such/folder")
+
+
+def test_hugging_face_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "hello": 2, "world": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path / "t")
+    tokenizer = load_tokenizer(tmp_path / "t")
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (4, 1)
+    assert tokenizer.encode("world hello") == [3, 2]
+    assert tokenizer.decode([3, 2, 1]) == "world hello"
+    line = {"prompt": "hello", "responses": ["world", [1]], "rewards": [0, 1]}
+    assert read_rollouts(write(tmp_path, line), tokenizer, 4).responses[0][0].tolist() == [3]
+
+
+def test_topic_prompts_are_windows_of_real_text() -> None:
+    tokenizer = ByteTokenizer()
+    prompts = topic_prompts(tokenizer, 500, 3, seed=0)
+    again, other = topic_prompts(tokenizer, 500, 3, seed=0), topic_prompts(tokenizer, 500, 3, seed=1)
+    assert [len(p) for p in prompts] == [500] * 3
+    assert all(torch.equal(a, b) for a, b in zip(prompts, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(prompts, other, strict=True))
+    assert plain_text_reward(tokenizer.decode(prompts[0].tolist())) > 0.5
+    for length in (0, 10**9):
+        with pytest.raises(ValueError, match=f"prompt_len is {length}, expected 1 to "):
+            topic_prompts(tokenizer, length, 1, seed=0)
+
+
+def test_plain_text_reward() -> None:
+    assert plain_text_reward("a b") == 1.0
+    assert plain_text_reward("aB1\ufffd") == 0.25
+    assert plain_text_reward("") == 0.0
+
+
+def test_sampling_follows_the_model() -> None:
+    """Samples equal those drawn with the same random numbers from full forward passes without a cache."""
+    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
+    prompts = topic_prompts(ByteTokenizer(), 9, 2, seed=0)
+    got = sample_responses(model, prompts, 3, 6, vocab_size=257, eos_id=256, seed=7)
+    uniform = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for g, group in enumerate(got):
+        for i, response in enumerate(group):
+            ids = prompts[g].tolist()
+            with torch.no_grad():
+                for t in range(6):
+                    cumulative = model(torch.tensor([ids])).logits[0, -1, :257].softmax(-1).cumsum(-1)
+                    ids.append(int((cumulative <= uniform[g, i, t]).sum()))
+                    if ids[-1] == 256:
+                        break
+            assert response.tolist() == ids[9:]
+
+
+def test_sampling_stops_at_the_end_of_text() -> None:
+    model = load_model("tiny", torch.float32, torch.device("cpu"), seed=0)
+    prompts = topic_prompts(ByteTokenizer(), 5, 2, seed=0)
+    (free, _), seen = sample_responses(model, prompts, 2, 8, vocab_size=257, eos_id=None, seed=0), []
+    eos = int(free[0][3])
+    track = lambda items, what, total: (seen.append(total), items)[1]  # noqa: E731
+    stopped = sample_responses(model, prompts, 2, 8, vocab_size=257, eos_id=eos, seed=0, track=track)
+    assert free[0].shape == (8,)
+    first = free[0].tolist().index(eos)
+    assert stopped[0][0].tolist() == free[0].tolist()[: first + 1]
+    assert seen == [8]
+
+
+def test_sampling_in_several_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
+    prompts = topic_prompts(ByteTokenizer(), 5, 3, seed=0)
+    whole = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
+    monkeypatch.setattr("dualkv.demo.sampling.CACHE_BYTES", 1)
+    apart = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
+    assert [[r.tolist() for r in g] for g in whole] == [[r.tolist() for r in g] for g in apart]
+
+
+@pytest.mark.parametrize(("rollouts", "turns", "distinct"), [(6, 3, [2, 4, 6]), (5, 2, [2, 5]), (1, 3, [1, 1, 1])])
+def test_sampled_turns_branch(rollouts: int, turns: int, distinct: list[int]) -> None:
+    """Each turn is what the model samples behind all that came before; some turns are shared, answers by everybody."""
+    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
+    texts = topic_prompts(ByteTokenizer(), 9, 2, seed=0)
+    answers = [topic_prompts(ByteTokenizer(), 3, turns - 1, seed=g + 1) for g in range(2)]
+    responses, masks = sample_turns(model, texts, answers, rollouts, 4, vocab_size=257, seed=7)
+    for prompt, group, mask, answer in zip(texts, responses, masks, answers, strict=True):
+        assert [len(r) for r in group] == [4 * turns + 3 * (turns - 1)] * rollouts
+        for turn in range(turns):
+            at = turn * 7
+            assert len({tuple(r[: at + 4].tolist()) for r in group}) == distinct[turn]
+            if turn + 1 < turns:
+                assert all(torch.equal(r[at + 4 : at + 7], answer[turn]) for r in group)
+        assert all(m.tolist() == (([True] * 4 + [False] * 3) * turns)[:-3] for m in mask)
+        # The first of the last turn, sampled once more from its whole context.
+        context = torch.cat([prompt, group[0][:-4]])
+        before = min(rollouts, 2 ** (turns - 1))
+        again = sample_responses(
+            model, [context], -(-rollouts // before), 4, vocab_size=257, eos_id=None, seed=7 + ((turns - 1) << 20)
+        )
+        if prompt is texts[0]:  # the random numbers of the first context are the same alone
+            assert torch.equal(again[0][0], group[0][-4:])

@@ -1,0 +1,330 @@
+"""Whole sequences packed as trees against the same sequences one by one."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualkv
+from dualkv import Layout, pack, pack_sequences, plan_sequences
+from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
+from dualkv.layout import Segments
+from dualkv.prefixes import shared_prefixes
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)
+
+
+def prefix_tree(sequences, min_shared=1):
+    return shared_prefixes(sequences).at_least(min_shared).tree()
+
+
+def prefixes(sequences):
+    return {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
+
+
+# ---------------------------------------------------------------- the trie
+@settings(max_examples=500, deadline=None)
+@given(SEQUENCES, st.integers(1, 4))
+def test_every_sequence_is_a_path(sequences, min_shared):
+    tree = prefix_tree([np.array(s) for s in sequences], min_shared)
+    Segments(tree.offsets, tree.parent)  # depth-first, or it raises
+    assert (tree.length > 0).all()
+    path, counts = tree.paths()
+    passes = np.bincount(path, minlength=len(tree.parent))
+    ends = np.cumsum(counts)
+    for i, s in enumerate(sequences):
+        segments = path[ends[i] - counts[i] : ends[i]]
+        assert segments[-1] == tree.last[i]
+        assert list(tree.parent[segments]) == [-1, *segments[:-1]]
+        parts = [sequences[tree.source[a]][tree.begin[a] : tree.begin[a] + tree.length[a]] for a in segments]
+        assert list(itertools.chain(*parts)) == s
+    assert (tree.length[passes > 1] >= min_shared).all()
+    if min_shared == 1:
+        assert tree.length.sum() == len(prefixes(sequences)), "every prefix once"
+    # Trees and branches in the order of their first sequences.
+    for up in {-1, *tree.parent.tolist()}:
+        sources = tree.source[tree.parent == up]
+        assert (np.diff(sources) > 0).all()
+
+
+def test_what_is_shared_by_hand():
+    tree = prefix_tree([np.array(s) for s in ([7, 1, 2, 3], [9], [7, 1, 5], [7, 1, 2], [9])])
+    assert tree.parent.tolist() == [-1, 0, 1, 0, -1]
+    assert tree.length.tolist() == [2, 1, 1, 1, 1]
+    assert tree.last.tolist() == [2, 4, 3, 1, 4]
+    held = prefix_tree([np.array(s) for s in ([7, 1, 2, 3], [9], [7, 1, 5], [7, 1, 2], [9])], 2)
+    assert held.parent.tolist() == [-1, 0, 0, 0, -1, -1]  # 2 alone and 9 are too short to share
+    assert held.length.tolist() == [2, 2, 1, 1, 1, 1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES, st.integers(1, 4), st.data())
+def test_some_of_the_sequences_are_a_tree_too(sequences, min_shared, data):
+    shared = shared_prefixes([np.array(s) for s in sequences]).at_least(min_shared)
+    chosen = np.array(data.draw(st.permutations(range(len(sequences))))[: data.draw(st.integers(1, len(sequences)))])
+    some = shared.select(chosen)
+    tree = some.tree()
+    assert some.tokens == tree.length.sum() <= shared.tokens
+    rows = np.split(tree_rows(tree), np.cumsum(some.lengths)[:-1])
+    tokens = tree_tokens(tree, [np.array(sequences[i]) for i in chosen])
+    assert [tokens[r].tolist() for r in rows] == [sequences[i] for i in chosen]
+    if min_shared == 1:
+        assert some.tokens == len(prefixes([sequences[i] for i in chosen]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES, st.integers(1, 4), st.integers(0, 20), st.integers(1, 8))
+def test_micro_batches_hold_every_sequence_once(sequences, min_shared, more, min_count):
+    budget, min_count = max(map(len, sequences)) + more, min(min_count, len(sequences))
+    plan = plan_sequences(sequences, budget, min_shared=min_shared, min_count=min_count)
+    assert sorted(itertools.chain(*plan)) == list(range(len(sequences)))
+    assert len(plan) >= min_count
+    for run in plan:
+        assert (
+            pack_sequences([sequences[i] for i in run] + [[9, 9]], min_shared=min_shared).layout.num_tokens
+            <= budget + 2
+        )
+    if min_shared == min_count == 1:
+        assert (len(plan) == 1) == (len(prefixes(sequences)) <= budget)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEQUENCES, st.integers(0, 20))
+def test_micro_batches_repeat_as_little_as_possible(sequences, more):
+    """Against every way to cut the sequences in the order of the tree."""
+    shared = shared_prefixes([np.array(s) for s in sequences])
+    budget = max(map(len, sequences)) + more
+    found = []
+    for cuts in itertools.product([False, True], repeat=len(sequences) - 1):
+        runs = np.split(shared.order, 1 + np.flatnonzero(cuts))
+        tokens = [len(prefixes([sequences[i] for i in run])) for run in runs]
+        if max(tokens) <= budget:
+            found.append((sum(tokens), len(runs), max(tokens)))
+    tokens = [shared.select(run).tokens for run in shared.runs(budget)]
+    assert (sum(tokens), len(tokens), max(tokens)) == min(found)
+
+
+def test_micro_batches_keep_what_is_shared_together():
+    sequences = [[*[i % 4] * 10, 7, i, i] for i in range(16)]  # 10 + 1 + 4 * 2 tokens a prompt
+    plan = plan_sequences(sequences, 19)
+    assert sorted(map(sorted, plan)) == [[p, p + 4, p + 8, p + 12] for p in range(4)]
+    assert [len(run) for run in plan_sequences(sequences, 75)] == [8, 8]  # 76 tokens in all
+    assert [len(run) for run in plan_sequences(sequences, 1000, min_count=3)] == [4, 4, 8]
+    assert [len(run) for run in plan_sequences(sequences, 1000, min_count=5)] == [2, 2, 4, 4, 4]
+    with pytest.raises(ValueError, match="budget is 12 tokens, rollout 0 needs 13 for itself alone"):
+        plan_sequences(sequences, 12)
+    with pytest.raises(ValueError, match="17 micro-batches need 17 rollouts at least, got 16"):
+        plan_sequences(sequences, 99, min_count=17)
+
+
+def test_parts_too_short_to_share_in_a_micro_batch_alone_count():
+    """Among all, [:5] and [5:10] are long enough; without the first sequence it is [:7], and [7:10] is too short."""
+    sequences = [[0] * 5 + [1] * 9, [0] * 7 + [2], [0] * 10 + [3], [0] * 10 + [4]]
+    alone = pack_sequences(sequences[1:], min_shared=5).layout.num_tokens
+    among_all = shared_prefixes([np.array(s) for s in sequences]).at_least(5).select(np.array([1, 2, 3])).tokens
+    assert (among_all, alone) == (15, 16)
+    for run in plan_sequences(sequences, 15, min_shared=5):
+        assert pack_sequences([sequences[i] for i in run], min_shared=5).layout.num_tokens <= 15
+
+
+def test_a_million_tokens_take_less_than_a_second():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 150_000, 8192)
+    for sequences in (
+        [np.concatenate([prompt, rng.integers(0, 150_000, 250)]) for _ in range(120)],
+        [rng.integers(0, 2, 100) for _ in range(10_000)],  # 20,000 segments
+        [np.zeros(n, np.int64) for n in range(1, 1414)],  # as deep as a million tokens can be
+    ):
+        assert sum(map(len, sequences)) > 990_000
+        assert min(timed(lambda s=sequences: Layout.from_token_sequences(s)) for _ in range(3)) < 1.0
+        assert min(timed(lambda s=sequences: pack_sequences(s).predict_rows) for _ in range(3)) < 1.5
+
+
+def timed(run):
+    start = time.process_time()  # of this process: the machine may be busy
+    run()
+    return time.process_time() - start
+
+
+# ---------------------------------------------------------------- packing
+@settings(max_examples=200, deadline=None)
+@given(SEQUENCES, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_the_way_back(sequences, min_shared, random):
+    masks = [[False, *(random.random() < 0.6 for _ in s[1:])] for s in sequences]
+    if not any(map(any, masks)):
+        return
+    batch = pack_sequences(sequences, masks, min_shared=min_shared)
+    assert batch.layout == Layout.from_token_sequences(sequences, min_shared)
+    assert batch.layout.nominal_tokens >= max(map(len, sequences))
+    assert [x.tolist() for x in batch.unpack_sequences(batch.input_ids)] == sequences
+    assert [x.tolist() for x in batch.unpack_sequences(batch.position_ids)] == [list(range(len(s))) for s in sequences]
+    want = [[t for t, m in zip(s, mask, strict=True) if m] for s, mask in zip(sequences, masks, strict=True)]
+    assert batch.trained_lens == list(map(len, want))
+    assert [x.tolist() for x in batch.unpack(batch.targets)] == want
+    assert [x.tolist() for x in batch.unpack(batch.targets, "nested").unbind()] == want
+    table = batch.unpack(batch.targets, "padded", padding_value=-1)
+    assert table.tolist() == [row + [-1] * (table.shape[1] - len(row)) for row in want]
+    kept = [[t if m else -1 for t, m in zip(s, mask, strict=True)] for s, mask in zip(sequences, masks, strict=True)]
+    assert [x.tolist() for x in batch.unpack(batch.targets, padding_value=-1, whole=True)] == kept
+    table = batch.unpack(batch.targets, "padded", -1, whole=True)
+    assert table.tolist() == [row + [-1] * (table.shape[1] - len(row)) for row in kept]
+    # The row before a trained token on its own path predicts it.
+    before = [
+        [p for p, m in zip([None, *s[:-1]], mask, strict=True) if m] for s, mask in zip(sequences, masks, strict=True)
+    ]
+    assert [x.tolist() for x in batch.unpack(batch.input_ids[0][batch.predict_rows])] == before
+    counts = torch.unique(batch.predict_rows, return_counts=True)[1]
+    assert counts.tolist() == batch._tokens_of_row.tolist()
+
+
+def test_attention_and_gradients_are_those_of_the_sequences_alone():
+    """A shared token takes part in every sequence that passes it: gradients of all of them add up."""
+    torch.manual_seed(0)
+    sequences = [[5, 6, 7, 1, 2, 3], [5, 6, 7, 1, 2, 4, 4], [5, 6, 8], [5, 6, 7], [9, 9], [5, 6, 7, 1, 2, 3]]
+    masks = [[i >= 2 for i in range(len(s))] for s in sequences[:-2]] + [[False, True], [False] * 5 + [True]]
+    batch = pack_sequences(sequences, masks)
+    assert batch.layout.depth == 4
+    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.randn(sum(map(sum, masks)), dtype=torch.float64)  # as advantages: another one for every rollout
+
+    def hidden(ids, layout):
+        x = embedding[ids].view(-1, 4, 8)
+        k, v = x[:, :2] * 0.7, x[:, 2:] + 0.1
+        return dualkv.attention(x, k, v, layout).flatten(1)
+
+    logp, entropy = dualkv.response_logprobs(hidden(batch.input_ids[0], batch.layout), head, batch)
+    rows = [torch.cat(batch.unpack(x)) for x in (logp, entropy)]
+    got = torch.autograd.grad((weights * (rows[0] + 0.3 * rows[1])).sum(), (embedding, head))
+
+    want_logp, want_entropy = [], []
+    for s, mask in zip(sequences, masks, strict=True):
+        ids = torch.tensor(s)
+        z = torch.log_softmax(hidden(ids, Layout.from_lengths([len(s)], [[]])) @ head.T, -1)[:-1][mask[1:]]
+        want_logp.append(z.gather(1, ids[1:][mask[1:]][:, None])[:, 0])
+        want_entropy.append(-(z.exp() * z).sum(1))
+    want_rows = [torch.cat(want_logp), torch.cat(want_entropy)]
+    want = torch.autograd.grad((weights * (want_rows[0] + 0.3 * want_rows[1])).sum(), (embedding, head))
+    for a, b in zip((*rows, *got), (*want_rows, *want), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def dense_logps(embedding, head, ids):
+    """[length - 1] log-probs of all tokens but the first of one sequence, by a small attention model."""
+    x = embedding[ids].view(len(ids), 4, 8)
+    k, v = (y.repeat_interleave(2, 1) for y in (x[:, :2] * 0.7, x[:, 2:] + 0.1))
+    scores = torch.einsum("qhd,khd->hqk", x, k) / 8**0.5
+    scores = scores.masked_fill(torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1), float("-inf"))
+    hidden = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+    return torch.log_softmax(hidden @ head.T, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def packed_logps(embedding, head, batch):
+    x = embedding[batch.input_ids[0]].view(-1, 4, 8)
+    hidden = dualkv.attention(x, x[:, :2] * 0.7, x[:, 2:] + 0.1, batch.layout).flatten(1)
+    return dualkv.response_logprobs(hidden, head, batch)[0]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+@pytest.mark.parametrize("prompt_only", [False, True])
+def test_policy_losses_are_those_of_the_rollouts_alone(algorithm, prompt_only):
+    """Masks, advantages, old log-probs and weights are each rollout's own, on tokens that several of them share too."""
+    torch.manual_seed(1)
+    prompt, turns = [3, 1, 4], [[[5, 6, 6], [5, 6, 2]], [[8, 8], [8, 0]], [[7], [2, 2], [7]]]
+    sequences = [[*prompt, *a, 9, *b, 9, *c] for a in turns[0] for b in turns[1] for c in turns[2]]
+    masks = [[False] * 3 + [t != 9 for t in s[3:]] for s in sequences]  # 9 is the environment's answer
+    masks[1][4] = masks[7][5] = False  # a shared token that one rollout trains on and its neighbours do not
+    objective = dualkv.grpo.ALGORITHMS[algorithm]
+    advantages = dualkv.grpo.group_advantages(torch.randn(12, dtype=torch.float64), [12])
+    lens = [sum(m) for m in masks]
+    weights = dualkv.grpo.token_weights(lens, objective.mean)
+    noise, away = (0.3 * torch.randn(sum(lens), dtype=torch.float64) for _ in range(2))
+    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def loss_and_gradients(logps):
+        rows = torch.cat(logps)
+        loss, metrics = dualkv.grpo.policy_loss(
+            rows, old, advantages.repeat_interleave(torch.tensor(lens)), weights, objective.clip_low,
+            objective.clip_high, old + away, 0.1,
+        )  # fmt: skip
+        return loss, *torch.autograd.grad(loss, (embedding, head)), *metrics.values()
+
+    alone = [
+        dense_logps(embedding, head, torch.tensor(s))[torch.tensor(m[1:])]
+        for s, m in zip(sequences, masks, strict=True)
+    ]
+    old = (torch.cat(alone) + noise).detach()  # other ratios in every rollout, for the same token too
+    want = loss_and_gradients(alone)
+    assert want[3] > 0, "nothing was clipped"
+    if prompt_only:
+        batch = PackedSequences.from_batch(pack([prompt] * 12, [s[3:] for s in sequences]), [m[3:] for m in masks])
+    else:
+        batch = pack_sequences(sequences, masks)
+        assert batch.layout.depth == 4
+    got = loss_and_gradients(batch.unpack(packed_logps(embedding, head, batch)))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_micro_batches_of_trees_add_up():
+    torch.manual_seed(2)
+    sequences = [[1, 2, *a, *b] for a in ([3], [4, 4]) for b in ([5], [6, 7], [8])]
+    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = [torch.randn(len(s) - 1, dtype=torch.float64) for s in sequences]
+
+    def gradients(plan):
+        loss = torch.zeros((), dtype=torch.float64)
+        for run in plan:
+            batch = pack_sequences([sequences[i] for i in run])
+            rows = batch.unpack(packed_logps(embedding, head, batch))
+            loss = loss + sum((weights[i] * row).sum() for i, row in zip(run, rows, strict=True))
+        return torch.autograd.grad(loss, (embedding, head))
+
+    plan = plan_sequences(sequences, 7)
+    assert len(plan) > 2
+    for a, b in zip(gradients(plan), gradients([range(6)]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_a_packed_batch_with_masks_of_its_responses(labels):
+    prompts, responses = [[1, 2], [3], [1, 2], [3]], [[4, 5, 6], [7], [], [8, 8]]
+    masks = [[1, 0, 1], [1], [], [0, 1]]
+    packed = pack(prompts, responses, labels=labels)
+    batch = PackedSequences.from_batch(packed, masks)
+    assert [x.tolist() for x in batch.unpack(batch.targets)] == [[4, 6], [7], [], [8]]
+    assert [x.tolist() for x in batch.unpack(batch.input_ids[0][batch.predict_rows])] == [[2, 5], [3], [], [8]]
+    everything = PackedSequences.from_batch(packed)
+    assert [x.tolist() for x in everything.unpack(everything.targets)] == responses
+    assert set(everything.predict_rows.tolist()) == set(packed.predict_rows.tolist())
+    for wrong, says in (([[1], [1], [], [0, 1]], r"loss_masks\[0\] has shape \(1,\), responses\[0\] 3 tokens"),
+                        ([[0] * 3, [0], [], [0] * 2], "counts no token")):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            PackedSequences.from_batch(packed, wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([],), ValueError, "sequences is empty, expected at least one entry"),
+        (([[1], []],), ValueError, r"sequences\[1\] is empty, expected at least one token"),
+        (([[1, -2]],), ValueError, r"sequences\[0\] has token -2, expected 0 to 4294967295"),
+        (([[1, 2**32]],), ValueError, r"sequences\[0\] has token 4294967296"),
+        (([[0.5]],), TypeError, r"sequences\[0\] must hold integers"),
+        (([[1, 2]], [[0, 1], [1]]), ValueError, "loss_masks has 2 entries for 1 sequences"),
+        (([[1, 2]], [[0]]), ValueError, r"loss_masks\[0\] has shape \(1,\), sequences\[0\] 2 tokens"),
+        (([[1, 2]], [[1, 1]]), ValueError, r"loss_masks\[0\] counts the first token"),
+        (([[1, 2]], [[0, 0]]), ValueError, "loss_masks counts no token of any sequence"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        pack_sequences(*arguments)
+
+
+def test_min_shared_is_checked():
+    with pytest.raises(ValueError, match="min_shared is 0, expected 1 or more"):
+        pack_sequences([[1, 2]], min_shared=0)

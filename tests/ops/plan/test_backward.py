@@ -1,0 +1,508 @@
+"""The backward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
+
+import bisect
+import heapq
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
+from cute_kernels.abi import LOCKS, MAX_ROWS
+from cute_kernels.abi import BackwardFields as items
+from cute_kernels.bwd_walk import Walk, first_block, part_rows
+from dualkv import Layout
+from dualkv.bench.workloads import NAMED
+from dualkv.layout import Segments, segments_of
+from dualkv.ops.plan.backward import backward_work
+from tests.pace import against_writing
+from tests.strategies import random_tree, trees
+
+BLOCKS = [items.BLOCK_BEGIN, items.BLOCK_END]
+TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=80, cluster=1)}, key=repr)
+
+
+def of(layout):
+    return segments_of(layout.offsets, layout.parent)
+
+
+def segments(prompts, responses):
+    return of(Layout.from_lengths(prompts, responses))
+
+
+def computed(tile, item, rank, key_visible):
+    """What of its blocks a CTA computes: (keys, the first of its N; query rows from one to below another).
+
+    Up to head dim 128 a warp group leaves out blocks and half blocks whose rows see none of its keys.
+    """
+    M, N, begin, end = tile.tile_m, tile.tile_n, item[items.BLOCK_BEGIN], item[items.BLOCK_END]
+    if N != 128:
+        return [(0, N, mb * M, mb * M + M) for mb in range(begin, end)]
+    n0, part, found, mine = item[items.KEY] + rank * N, part_rows(M), [], begin
+    if not tile.deterministic:
+        mine = first_block(begin, end, n0, item[items.KEY_END], M)
+    for wg in range(2):
+        walk = Walk.of(mine, end, n0 + 64 * wg, key_visible[64 * wg : 64 * wg + 64].max(), M)
+        for mb in range(walk.begin, walk.end):
+            rows = (0, part) if mb >= walk.whole_end else (M - part, M) if mb < walk.whole_begin else (0, M)
+            found.append((64 * wg, 64, mb * M + rows[0], mb * M + rows[1]))
+    return found
+
+
+def walk(seg, tile, plan, kv_heads):
+    """What the kernels would do: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV."""
+    total, M, N = seg.total, tile.tile_m, tile.tile_n
+    pairs = np.zeros((kv_heads, total + M, total + 2 * N), int)
+    stores = np.zeros((kv_heads, total), int)
+    slabs = {}
+    visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
+    for item in plan.items.astype(int):
+        kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
+        assert item[items.BLOCK_BEGIN] < item[items.BLOCK_END]
+        assert item[items.KEY] < key_end <= item[items.KEY] + tile.cluster * N
+        if item[items.SLAB] < 0:
+            stores[kv_head, item[items.KEY] : key_end] += 1
+        else:
+            assert item[items.SLAB] not in slabs
+            slabs[item[items.SLAB]] = kv_head, item[items.KEY], key_end
+        for rank in range(tile.cluster):
+            n0 = item[items.KEY] + rank * N
+            n = np.arange(n0, n0 + N)
+            key_visible = np.where(n < key_end, visible_end[n], 0)
+            for first, count, row, row_end in computed(tile, item, rank, key_visible):
+                q, own = np.arange(row, row_end)[:, None], slice(first, first + count)
+                masked = row < n0 + N - 1 or row_end > item[items.CLEAN_END + rank]
+                seen = (n[own] <= q) & (q < key_visible[own]) if masked else np.ones((len(q), count), int)
+                pairs[kv_head, q, n[own]] += seen
+    for entry in plan.sums.astype(int):
+        parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
+        where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
+        assert len(parts) > 1
+        assert all(slabs.pop(slab) == where for slab in parts)
+        stores[where[0], where[1] : where[2]] += 1
+    assert not slabs, "slabs that nothing adds up"
+    return pairs, stores
+
+
+def check(seg, tile, plan, heads, kv_heads):
+    assert plan.items.dtype == plan.sums.dtype == np.int32
+    assert plan.num_slabs == plan.sums[:, items.SUM_COUNT].sum()
+    slab_floats = 2 * tile.cluster * tile.tile_n
+    assert plan.num_slabs * slab_floats <= seg.total * heads / 4, "slabs take at most a quarter of dQ"
+    pairs, stores = walk(seg, tile, plan, kv_heads)
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (stores == 1).all()
+    for of_head in pairs:
+        assert (of_head[: seg.total, : seg.total] == rule).all()
+        assert not of_head[seg.total :].any()
+        assert not of_head[:, seg.total :].any()
+
+
+def check_turns(seg, tile, plan, kv_heads):
+    """Items that start in order never wait for a later one, and add to each row of dQ in the order of their keys.
+
+    Turns are counted as the kernels count them where the CTAs of a cluster add to the same rows.
+    """
+    locks = np.zeros((kv_heads, seg.total // tile.tile_m + 2), int)
+    last_key = np.full((kv_heads, seg.total + tile.tile_m), -1)
+    for item in plan.items.astype(int):
+        kv_head, place, before = item[items.KV_HEAD], item[items.ORDER], item[items.PREVIOUS] + 1
+        for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
+            turn = (place if mb < item[items.PREVIOUS_END] else before) * tile.cluster
+            for rank in range(tile.cluster):
+                assert locks[kv_head, mb] == (place * tile.cluster + rank if rank else turn)
+                locks[kv_head, mb] = place * tile.cluster + rank + 1
+            rows = slice(mb * tile.tile_m, (mb + 1) * tile.tile_m)
+            assert (last_key[kv_head, rows] <= item[items.KEY]).all()
+            last_key[kv_head, rows] = item[items.KEY]
+
+
+def check_waits(tile, plan):
+    """Whatever the order in which items begin, as long as it is theirs: each waits for items before it only.
+
+    For every lock of every query block, as `add_up` (up to head dim 128: a lock a warp group, both CTAs of a cluster
+    one after the other) and `await_turns` (beyond: a lock a CTA) wait for it and pass it on. Values come from nobody
+    else, and CTAs of a cluster run together: so the first item that is not done waits for nothing.
+    """
+    both, written, awaited = tile.tile_n == 128, {}, []
+    for i, item in enumerate(plan.items.astype(int)):
+        place, before = item[items.ORDER], item[items.PREVIOUS] + 1
+        for mb in range(item[items.BLOCK_BEGIN], item[items.BLOCK_END]):
+            turn = place if mb < item[items.PREVIOUS_END] else before
+            for rank in range(tile.cluster):
+                value, after = (turn, place + 1) if not both else (turn * tile.cluster, place * tile.cluster + rank + 1)
+                value = place * tile.cluster + 1 if both and rank else value
+                for lock in range(LOCKS) if both else [rank]:
+                    where = item[items.KV_HEAD], mb, lock
+                    awaited.append((where, value, (i, rank)))
+                    assert written.setdefault((where, after), (i, rank)) == (i, rank), "one item a value"
+    for where, value, asks in awaited:
+        if value:
+            assert written[where, value] < asks, "waits for an item that may not have begun"
+
+
+lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))
+groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
+ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
+
+
+@settings(max_examples=1500, deadline=None)
+@given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
+@example([(129, [])], TILES[0], 1, 1, 132)
+@example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)
+@example([(1, [1] * 300)], TILES[0], 4, 1, 132)
+@example([(500, [200, 100])], TILES[-1], 40, 1, 132)
+def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_sms):
+    groups = list(groups)
+    while sum(p + sum(rs) for p, rs in groups) > 1000:
+        groups.pop()
+    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
+
+
+@settings(max_examples=400, deadline=None)
+@given(groups, st.sampled_from(TILES), ratios, kv_heads_, st.booleans())
+def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_heads, deterministic):
+    """Every pair of a response's query, every key's gradients, and no block of rows that do not ask."""
+    while sum(p + sum(rs) for p, rs in groups) > 1000:
+        groups.pop()
+    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
+    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, 20, deterministic)
+    pairs, stores = walk(seg, tile, plan, kv_heads)
+    assert (stores == 1).all()
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
+    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
+    for of_head in pairs:
+        assert (of_head[: seg.total, : seg.total][before <= 0] == rule[before <= 0]).all()
+        assert not of_head[: seg.total][before > tile.tile_m].any()
+        assert not (of_head[: seg.total, : seg.total] & ~rule).any()
+    if deterministic:
+        check_turns(seg, tile, plan, kv_heads)
+
+
+@settings(max_examples=800, deadline=None)
+@given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
+@example([(500, [200, 100])], TILES[-1], 40, 1, 132)
+def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sms):
+    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic=True)
+    check_turns(seg, tile, plan, kv_heads)
+    check_waits(tile, plan)
+    if seg.total <= 1000:
+        check(seg, tile, plan, ratio * kv_heads, kv_heads)
+
+
+def test_responses_start_behind_the_next_prompt():
+    """Where sums have a fixed order, so that they need not wait for their prompt's items to come to their rows."""
+    tile = backward_tile(128, True)
+    seg = segments([1000] * 32, [[500] * 8] * 32)
+    plan = backward_work(seg, tile, 32, 8, 132, True)
+    check_turns(seg, tile, plan, 8)
+    check_waits(tile, plan)
+    key, order = plan.items[:, items.KEY], np.arange(len(plan.items))
+    for group in range(31):
+        begin = group * 5000
+        last_prompt = order[(key >= begin + 5000) & (key < begin + 6000)]
+        first_response = order[(key >= begin + 1000) & (key < begin + 5000)].min()
+        assert np.sort(last_prompt)[-9] < first_response, "the last of each KV head shares a block with the responses"
+    assert plan.num_slabs == 16 * 8 * 2, "of every second group: 10000 rows are whole blocks"
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(length=lengths), st.sampled_from(TILES))
+def test_deeper_trees(tree, tile):
+    seg = of(Layout.from_segments(*tree))
+    if seg.total <= 1500:
+        check(seg, tile, backward_work(seg, tile, 2, 1, 132), 2, 1)
+        plan = backward_work(seg, tile, 2, 1, 132, deterministic=True)
+        check(seg, tile, plan, 2, 1)
+        check_turns(seg, tile, plan, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees(max_segments=200, length=st.integers(0, 20)), st.sampled_from(TILES), ratios, num_sms_)
+def test_deterministic_sums_of_tiny_segments_have_one_order(tree, tile, ratio, num_sms):
+    seg = of(Layout.from_segments(*tree))
+    plan = backward_work(seg, tile, ratio, 1, num_sms, deterministic=True)
+    check(seg, tile, plan, ratio, 1)
+    check_turns(seg, tile, plan, 1)
+    check_waits(tile, plan)
+
+
+def test_deep_trees_of_many_segments():
+    for tree in (random_tree(0, 700, 64, 4), (range(801), range(-1, 799))):
+        seg = of(Layout.from_segments(*tree))
+        for deterministic in (False, True):
+            plan = backward_work(seg, backward_tile(128), 4, 1, 132, deterministic)
+            check(seg, backward_tile(128), plan, 4, 1)
+        check_turns(seg, backward_tile(128), plan, 1)
+        check_waits(backward_tile(128), plan)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_an_item_that_waits_for_a_later_one_is_noticed(head_dim):
+    seg, tile = segments([2000, 100], [[300] * 8, [700] * 2]), backward_tile(head_dim, True)
+    plan = backward_work(seg, tile, 8, 2, 132, deterministic=True)
+    check_waits(tile, plan)
+    plan.items[:] = plan.items[::-1].copy()
+    with pytest.raises(AssertionError, match="may not have begun"):
+        check_waits(tile, plan)
+
+
+def test_items_of_trees_that_read_the_same_queries_start_together():
+    plan = backward_work(of(NAMED["binary-p4096-r1024"].layout()), backward_tile(128), 32, 8, 132).items
+    assert (plan[:, items.SLAB] < 0).all()
+    begins, steps = plan[:, items.BLOCK_END], plan[:, items.BLOCK_END] - plan[:, items.BLOCK_BEGIN]
+    last = int(np.flatnonzero(np.diff(begins) > 0)[0])  # from about here on longest first
+    assert 0 < steps[last:].sum() < 0.1 * steps.sum()
+    assert (np.diff(begins[:last]) <= 0).all()
+    assert (np.diff(steps[last + 1 :]) <= 0).all()
+    head = plan[begins == begins.max(), items.KV_HEAD]
+    assert (np.diff(head[: 8 * 16]) != 0).sum() == 7, "wave by wave, a KV head after the other"
+
+
+def test_an_unmasked_block_with_an_invisible_key_is_noticed():
+    seg, tile = segments([300], [[130, 200]]), TILES[0]
+    plan = backward_work(seg, tile, 4, 1, 132)
+    check(seg, tile, plan, 4, 1)
+    plan.items[:, items.CLEAN_END] += tile.tile_m
+    with pytest.raises(AssertionError):
+        check(seg, tile, plan, 4, 1)
+
+
+def test_a_long_context_is_split_where_it_would_dominate():
+    tile = backward_tile(128)
+    seg = segments([8192], [[2048] * 32])
+    assert backward_work(seg, tile, 32, 8, 132).num_slabs == 0
+    for kv_heads in (1, 2):
+        plan = backward_work(seg, tile, 4 * kv_heads, kv_heads, 132)
+        steps = 4 * (plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN])
+        assert plan.num_slabs * 2 * 256 <= seg.total * kv_heads
+        assert plan.num_slabs or kv_heads == 2, "576 items end together as they are"
+        load = np.zeros(132 // 2)
+        for length in steps + 4:  # in order, each to the first free cluster
+            load[load.argmin()] += length
+        assert load.mean() / load.max() > 0.93
+
+
+def test_short_responses_share_key_blocks():
+    plan = backward_work(segments([256], [[8] * 64]), backward_tile(128), 4, 1, 132)
+    assert plan.num_slabs == 0
+    assert len(plan.items) == 3, "768 keys in pairs of 128"
+
+
+def test_responses_that_fill_an_item_begin_with_one_of_their_own():
+    plan = backward_work(segments([300], [[700, 256, 600, 100, 60, 255, 400]]), backward_tile(128), 4, 1, 2)
+    assert sorted(set(plan.items[:, items.KEY])) == [
+        *(0, 256),
+        *(300, 556, 812),
+        1000,
+        *(1256, 1512, 1768),  # with the three short ones behind
+        *(2024, 2271, 2527),
+    ]
+
+
+def test_branches_fill_the_last_item_up_or_begin_one_of_their_own():
+    layout = Layout.from_segments(np.cumsum([0, 300, 90, 500, 40, 300, 900, 100, 100]), [-1, 0, 1, 1, 0, 4, 4, 0])
+    plan = backward_work(of(layout), backward_tile(128), 4, 1, 2)
+    assert sorted(set(plan.items[:, items.KEY])) == [
+        *(0, 256, 512, 768),  # what continues a segment fills its last item up; so do 40 keys behind
+        *(930, 1186, 1442, 1698, 1954),  # but not the next branch, whose first rows many others see
+        2130,  # nor the last two, which fit into one
+    ]
+
+
+def fewest_rows(seg, step, more):
+    """Query rows, and `more` an item, of the best of all ways to cut one group's keys into items of up to `step`."""
+    begin, visible_end = seg.offsets[:-1].tolist(), seg.subtree_end.tolist()
+    best = [0] * (seg.total + 1)
+    for key in reversed(range(seg.total)):
+        own, found = bisect.bisect_right(begin, key) - 1, []
+        sees = visible_end[own]
+        for s in range(own + 1, bisect.bisect_left(begin, min(key + step, seg.total))):
+            found.append(sees + best[begin[s]])
+            sees = max(sees, visible_end[s])
+        best[key] = min([*found, sees + best[min(key + step, seg.total)]]) - key + more
+    return best[0]
+
+
+def test_trees_of_any_lengths_take_about_as_few_steps_as_they_can():
+    tile, more = backward_tile(128), 160
+    for seed, segments, depth, longest in ((0, 60, 10, 900), (1, 60, 10, 900), (2, 100, 6, 300), (3, 300, 30, 60)):
+        lengths = np.random.default_rng(seed).integers(longest // 8, longest, segments)
+        _, parent = random_tree(seed, segments, depth, 0)
+        seg = of(Layout.from_segments([0, *np.cumsum(lengths).tolist()], parent))
+        plan = backward_work(seg, tile, 1, 1, 2).items
+        assert (plan[:, items.SLAB] < 0).all()
+        begin, end = plan[:, items.KEY], plan[:, items.KEY_END]
+        rows = sum(seg.visible_end[a:b].max() - a + more for a, b in zip(begin, end, strict=True))
+        assert rows <= 1.01 * fewest_rows(seg, 256, more)
+
+
+def test_items_of_a_head_stay_together_and_long_ones_come_first():
+    plan = backward_work(segments([4096, 600], [[512] * 8, [100] * 4]), backward_tile(128), 8, 2, 8)
+    steps = plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]
+    head = plan.items[:, items.KV_HEAD]
+    assert (plan.items[: 2 * 16, items.KEY] < 4096).all()
+    assert (np.diff(head[: 2 * 16]) != 0).sum() == 1
+    assert steps[-1] <= 7
+
+
+def schedule(plan, clusters):
+    """When each item begins, in query blocks, and when each cluster is done, if they take items in order."""
+    begins, loads = [], [0] * clusters
+    for item in plan.items:
+        begins.append(loads[0])
+        heapq.heapreplace(loads, loads[0] + int(item[items.BLOCK_END] - item[items.BLOCK_BEGIN]))
+    return begins, loads
+
+
+def balance(plan, clusters):
+    """Mean over longest time of clusters that take items in order, each when it is done with the last."""
+    _, loads = schedule(plan, clusters)
+    return sum(loads) / clusters / max(loads)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "head_dim", "kv_heads", "least"),
+    [
+        (11245, [270, 400, 500, 648], 128, 2, 0.96),
+        (4110, [1309] * 2, 64, 2, 0.95),
+        (10622, [38] * 8, 128, 4, 0.95),
+        (3706, [148] * 7, 64, 8, 0.95),
+        (8751, [700] * 12, 256, 4, 0.99),  # eight items and more a cluster
+        (51040, [1057] * 14, 64, 2, 0.99),
+        (2578, [151, 313, 156, 255], 96, 4, 0.75),  # 66 clusters for 56 items, 5 of which it may split
+    ],
+)
+def test_few_items_end_together(prompt, responses, head_dim, kv_heads, least):
+    seg, tile = segments([prompt], [responses]), backward_tile(head_dim)
+    plan = backward_work(seg, tile, 32, kv_heads, 132)
+    if seg.total < 14000:  # all pairs of longer ones do not fit into memory
+        check(seg, tile, plan, 32, kv_heads)
+    assert balance(plan, 66) > least
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "heads", "kv_heads", "sorts"),
+    [
+        (4096, [256] * 64, 32, 8, False),  # ten items a cluster, as even in waves
+        (11245, [270, 400, 500, 648], 32, 2, True),
+        (8192, [2048] * 32, 4, 1, True),  # 3 % earlier
+        (8192, [2048] * 32, 8, 2, False),  # 1.5 %
+    ],
+)
+def test_few_items_start_longest_first_where_that_ends_earlier(prompt, responses, heads, kv_heads, sorts):
+    plan = backward_work(segments([prompt], [responses]), backward_tile(128), heads, kv_heads, 132)
+    assert len(plan.items) < 16 * 66
+    longest_first = (np.diff(plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]) <= 0).all()
+    assert longest_first == sorts
+
+
+def test_long_prompts_go_in_waves_of_key_blocks():
+    seg = segments([16384], [[2048] * 8])
+    tile = backward_tile(128)
+    plan = backward_work(seg, tile, 8, 2, 8)  # 64 of them, for 4 clusters
+    assert plan.num_slabs == 0
+    for wave in range(4):
+        first = plan.items[22 * wave : 22 * wave + 22]
+        assert (first[:, items.KV_HEAD] == wave % 2).all()
+        assert (first[:, items.KEY] == (wave // 2 * 22 + np.arange(22)) * 256).all()
+    plan = backward_work(seg, replace(tile, heads_inside=False), 8, 2, 8)
+    assert (plan.items[:64, items.KV_HEAD] == 0).all()
+
+
+def misses(plan, clusters, kept):
+    """How many query blocks of a KV head a cache misses that keeps so many of them and forgets what was used longest
+    ago, and how many there are.
+
+    A miss reads Q and dO and writes dQ's sums, and reads these too but for the first time.
+    """
+    begins, _ = schedule(plan, clusters)
+    times = [begin + np.arange(n) for begin, n in zip(begins, np.ptp(plan.items[:, BLOCKS], axis=1), strict=True)]
+    reads = [item[items.KV_HEAD] * 2**20 + np.arange(*(item[BLOCKS] - 1)[::-1], -1) for item in plan.items]
+    reads = np.concatenate(reads)[np.argsort(np.concatenate(times), kind="stable")]
+    cache, missed = dict.fromkeys(range(-kept, 0)), 0
+    for read in reads.tolist():
+        if read not in cache:
+            missed += 1
+            del cache[next(iter(cache))]
+        cache.pop(read, None)
+        cache[read] = None
+    return missed, len(np.unique(reads))
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "least"),  # times that a block is missed, and at least so much of the time clusters are busy
+    [
+        ("g64-n8", 1.1, 0.998),
+        ("n28-p4096-r2048", 2, 0.99),
+        ("n32-p8192-r2048", 2.1, 0.995),
+        ("n28-p16384-r2048", 5, 0.99),
+    ],
+)
+def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, most, least):
+    """Of four heads an H200's L2 keeps 95 to 110 blocks (docs/tuning.md). In waves: 2.0, 3.0, 4.5 and 8.3 times."""
+    seg = of(NAMED[name].layout())
+    plan = backward_work(seg, backward_tile(128), 32, 8, 132)
+    missed, blocks = misses(plan, 66, 95)
+    assert missed < most * blocks
+    assert balance(plan, 66) > least
+
+
+def test_items_start_in_waves_where_clusters_would_idle_otherwise():
+    seg = segments([1612], [[1400] * 4 + [300] * 9])
+    tile = backward_tile(96)
+    plan = backward_work(seg, tile, 32, 32, 132)
+    assert len(plan.items) >= 16 * 66
+    assert balance(plan, 66) > 0.99, "0.979 in the order of what they read"
+
+
+def test_empty_layouts():
+    deep = of(Layout.from_segments([0] * 4, [-1, 0, 1]))
+    for seg in (segments([], []), segments([0], [[]]), segments([0, 0], [[0, 0], []]), deep):
+        plan = backward_work(seg, TILES[0], 4, 2, 132)
+        assert plan.items.shape == (0, items.NUM_FIELDS)
+        assert plan.sums.shape == (0, items.NUM_SUM_FIELDS)
+
+
+def test_rows_up_to_int32():
+    plan = backward_work(segments([MAX_ROWS - 1], [[1]]), BackwardTile(tile_m=2**20, tile_n=2**20), 1, 1, 132)
+    assert plan.items[:, items.KEY : items.SLAB].min() >= 0
+    assert plan.items[:, items.KEY_END].max() == MAX_ROWS
+
+
+def test_rows_that_tiles_reach_past_the_last_one_are_int32():
+    """Of a block of queries, the keys of a cluster, a tile of the forward and its last block of keys."""
+    past = [max(tile.tile_m, tile.cluster * tile.tile_n) for tile in TILES]
+    past += [tile.tokens(1) + tile.tile_n for tile in FORWARD_TILES.values()]
+    assert MAX_ROWS + max(past) < 2**31
+
+
+def test_every_head_dim_has_a_tile():
+    assert {backward_tile(d) for d in range(8, 257, 8)} == set(BACKWARD_TILES.values())
+    assert set(BACKWARD_TILES) == set(HEAD_DIMS)
+
+
+def test_a_plan_is_quick():
+    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
+    slow cores it may take eight times as long as sorting and writing so many items (2.2 to 3.3 times alone, 5.4 beside
+    other work that fills the machine)."""
+    rng = np.random.default_rng(0)
+    seg = segments([1024] * 64, rng.integers(64, 2048, (64, 32)))
+    made = backward_work(seg, backward_tile(128), 32, 8, 132)  # derived arrays of the layout are made once
+
+    def milliseconds():
+        start = time.thread_time()
+        backward_work(seg, backward_tile(128), 32, 8, 132)
+        return (time.thread_time() - start) * 1e3
+
+    best, pace = against_writing(milliseconds, len(made.items), items.NUM_FIELDS)
+    assert best < max(5, 8 * pace)

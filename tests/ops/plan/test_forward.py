@@ -1,0 +1,301 @@
+"""The forward's plan: walked in numpy as the kernel walks it, for every tile configuration, against the one rule."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
+from cute_kernels import fwd_walk
+from cute_kernels.abi import MAX_ROWS
+from cute_kernels.abi import ForwardFields as items
+from dualkv import Layout
+from dualkv.layout import Segments, segments_of
+from dualkv.ops.plan import forward as plan_forward
+from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
+from tests.pace import against_writing
+
+TILES = list(FORWARD_TILES.values())
+
+
+def segments(prompts, responses):
+    layout = Layout.from_lengths(prompts, responses)
+    return segments_of(layout.offsets, layout.parent)
+
+
+def blocks_of(item, tile_n):
+    """Blocks of the own region and of the context, whole and masked."""
+    own = -(-(item[items.ROW_END] - item[items.OWN_BEGIN]) // tile_n)
+    return own, -(-(item[items.CONTEXT_END] - item[items.CONTEXT_BEGIN]) // tile_n)
+
+
+def key_blocks(item, tile_n):
+    """(first key row, in the own region, masked) of each block in the kernel's order; see cute_kernels/work.py."""
+    own, context = blocks_of(item, tile_n)
+    own_masked, masked = item[items.OWN_MASKED], item[items.OWN_MASKED] + item[items.CONTEXT_MASKED]
+    context_whole = context - item[items.CONTEXT_MASKED]
+    for i in range(own + context):
+        if i < own_masked:
+            yield item[items.OWN_BEGIN] + (own - 1 - i) * tile_n, True, True
+        elif i < masked:
+            yield item[items.CONTEXT_BEGIN] + (context - 1 - (i - own_masked)) * tile_n, False, True
+        elif i < masked + context_whole:
+            yield item[items.CONTEXT_BEGIN] + (i - masked) * tile_n, False, False
+        else:
+            yield item[items.OWN_BEGIN] + (i - masked - context_whole) * tile_n, True, False
+
+
+def visible(item, q, begin, keys, own):
+    """What the kernel's mask leaves of a masked block: q [rows, 1], begin [rows, 1], keys [1, tile_n]."""
+    limit = item[items.ROW_END] if own else item[items.CONTEXT_END]
+    seen = keys < np.minimum(q + 1, limit)
+    return seen & (keys >= begin) if own and item[items.STRADDLES] else seen
+
+
+def warp_group_tokens(item, tile, heads):
+    """[first, end) of the tokens of each warp group of the cluster; past the tile's end, end is not above first."""
+    per_wg = 64 // heads
+    for wg, rank in itertools.product(range(tile.warp_groups), range(tile.cluster)):
+        first = item[items.ROW] + (wg * tile.cluster + rank) * per_wg
+        yield first, min(first + per_wg, item[items.ROW_END])
+
+
+def walk_of(item, begin, first, last, tile_n):
+    """What the kernel's producer says of a warp group with rows [first, last]."""
+    own, context = blocks_of(item, tile_n)
+    masked, straddles = item[items.OWN_MASKED] + item[items.CONTEXT_MASKED], bool(item[items.STRADDLES])
+    tile = SimpleNamespace(
+        tile_n=tile_n, own_begin=item[items.OWN_BEGIN], own_blocks=own, context_begin=item[items.CONTEXT_BEGIN],
+        context_blocks=context, own_masked=item[items.OWN_MASKED], masked=masked, straddles=straddles,
+    )  # fmt: skip
+    begins = (begin[first], begin[last]) if straddles else (item[items.OWN_BEGIN],) * 2
+    return fwd_walk.walk(tile, first, last, *begins)
+
+
+def walk(seg, tile, heads):
+    """Counts of what the kernel would do: stores [T, heads], pairs [T, T + tile_n] of query and key rows added."""
+    total, begin = seg.total, segment_begin(seg)
+    stores, pairs = np.zeros((total, heads), int), np.zeros((total, total + tile.tile_n), int)
+    work = forward_work(seg, tile.tokens(heads), tile.tile_n)
+    assert work.dtype == np.int32
+    for item in work.tolist():
+        blocks = list(key_blocks(item, tile.tile_n))
+        assert blocks[0][2], "a tile begins with a masked block"
+        walks = []
+        for first, end in warp_group_tokens(item, tile, heads):
+            stores[first:end] += 1
+            walk = walk_of(item, begin, min(first, end - 1), end - 1, tile.tile_n)
+            assert 0 <= walk.begin < walk.end <= walk.rest <= len(blocks)
+            assert walk.rest < len(blocks) or walk.end == len(blocks), "a walk ends with the tile's last block"
+            if first < end:
+                walks.append((slice(first - item[items.ROW], end - item[items.ROW]), walk))
+        walk_blocks(item, blocks, walks, begin, tile.tile_n, pairs)
+    return stores, pairs
+
+
+def walk_blocks(item, blocks, walks, begin, tile_n, pairs):
+    """Add a tile's pairs of rows and keys, its rows as slices with their walks."""
+    q = np.arange(item[items.ROW], item[items.ROW_END])[:, None]
+    referenced = np.zeros(len(q), bool)
+    for i, (row, own, needs_mask) in enumerate(blocks):
+        keys = np.arange(row, row + tile_n)[None]
+        seen = visible(item, q, begin[q], keys, own)
+        assert needs_mask or seen.all(), "a block without a mask needs none"
+        for rows, walk in walks:
+            if walk.begin <= i < walk.end or i >= walk.rest:
+                masked = i < walk.masked or i in (walk.begin, walk.rest)
+                assert masked or seen[rows].all(), "nor does one that a warp group walks without"
+                pairs[q[rows], keys] += seen[rows]
+                referenced[rows] |= masked & seen[rows].any(1)
+            else:
+                assert not seen[rows].any(), "no row sees a block that is passed over"
+    assert referenced.all(), "every row sees a key of a masked block"
+
+
+def check(seg, tile, heads):
+    stores, pairs = walk(seg, tile, heads)
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (stores == 1).all()
+    assert (pairs[:, : seg.total] == rule).all()
+    assert not pairs[:, seg.total :].any()
+
+
+lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 112, 127, 128, 129, 256]))
+groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
+
+
+@settings(max_examples=2500, deadline=None)
+@given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+@example([(129, [])], TILES[0], 1)
+@example([(128, [128, 128]), (0, [1])], TILES[0], 4)
+@example([(1, [1] * 300)], TILES[0], 4)
+@example([(128, [1, 300])], TILES[0], 4)
+def test_items_cover_each_visible_pair_once(groups, tile, heads):
+    groups = [(p, rs) for p, rs in groups]
+    while sum(p + sum(rs) for p, rs in groups) > 1200:
+        groups.pop()
+    check(segments([p for p, _ in groups], [rs for _, rs in groups]), tile, heads)
+
+
+@settings(max_examples=400, deadline=None)
+@given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, heads):
+    while sum(p + sum(rs) for p, rs in groups) > 1200:
+        groups.pop()
+    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
+    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    stores, pairs = walk(seg, tile, heads)
+    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
+    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
+    assert (stores[before <= 0] == 1).all()
+    assert (stores[before > 1] == 0).all()
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (pairs[:, : seg.total][before <= 0] == rule[before <= 0]).all()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=repr)
+def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch, tile):
+    seg = segments([200], [[300, 100]])
+    work = forward_work(seg, tile.tokens(4), tile.tile_n)
+    work[:, items.OWN_MASKED] -= work[:, items.OWN_MASKED] > 1
+    monkeypatch.setitem(globals(), "forward_work", lambda *args: work)
+    with pytest.raises(AssertionError):
+        check(seg, tile, 4)
+
+
+@pytest.mark.parametrize("change", [
+    lambda walk: walk._replace(begin=walk.begin + (walk.begin + 1 < walk.end)),
+    lambda walk: walk._replace(rest=walk.rest + 1),
+    lambda walk: walk._replace(masked=1),
+])  # fmt: skip
+def test_a_walk_that_leaves_out_too_much_is_noticed(monkeypatch, change):
+    seg, tile, right = segments([200], [[300, 100]]), forward_tile(128), fwd_walk.walk
+    check(seg, tile, 4)
+    monkeypatch.setattr(fwd_walk, "walk", lambda *args: change(right(*args)))
+    with pytest.raises(AssertionError):
+        check(seg, tile, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "all_blocks", "walked", "with_mask"),
+    [
+        (4096, [2048] * 28, 1.018, 1.0065, 0.019),
+        (4096, [256] * 64, 1.026, 1.012, 0.025),
+        (8191, [1100] * 8, 1.015, 1.007, 0.021),  # a block of the prompt needs the mask too
+    ],
+)
+def test_warp_groups_walk_little_that_they_do_not_see(prompt, responses, all_blocks, walked, with_mask):
+    """Pairs of queries and keys that are multiplied, over those that are visible; and how many are masked."""
+    seg, tile = segments([prompt], [responses]), forward_tile(128)
+    begin, sums = segment_begin(seg), np.zeros(3)
+    for item in forward_work(seg, tile.tokens(4), tile.tile_n).tolist():
+        blocks = len(list(key_blocks(item, tile.tile_n)))
+        for first, end in warp_group_tokens(item, tile, 4):
+            walk = walk_of(item, begin, min(first, end - 1), end - 1, tile.tile_n)
+            masked = sum(i < walk.masked or i in (walk.begin, walk.rest)
+                         for i in (*range(walk.begin, walk.end), *range(walk.rest, blocks)))  # fmt: skip
+            sums += 64 // 4 * tile.tile_n * np.array([blocks, walk.end - walk.begin + blocks - walk.rest, masked])
+    position = np.arange(seg.total) - begin
+    visible = (position + 1 + np.where(begin > 0, prompt, 0)).sum()
+    assert (sums / visible < [all_blocks + 0.002, walked, with_mask]).all()
+    assert sums[0] / visible > all_blocks - 0.002
+
+
+def test_long_contexts_are_mostly_unmasked():
+    work = forward_work(segments([8192], [[2048] * 32]), 64, 128)
+    masked = work[:, items.OWN_MASKED] + work[:, items.CONTEXT_MASKED]
+    blocks = -(-(work[:, items.ROW_END] - work[:, items.OWN_BEGIN]) // 128)
+    blocks += -(-(work[:, items.CONTEXT_END] - work[:, items.CONTEXT_BEGIN]) // 128)
+    assert masked.max() == 1
+    assert (np.diff(blocks) <= 0).all(), "longest first"
+    assert blocks.sum() == 64 * 65 + 32 * (32 * 64 + sum(range(1, 17)) * 2)
+
+
+def test_tiles_of_groups_that_do_not_fit_into_l2_together_come_one_after_another():
+    work = forward_work(segments([1000] * 40, [[500] * 2] * 40), 64, 128)
+    rows = work[:, items.CONTEXT_BEGIN] // L2_ROWS
+    assert rows.max() == 39 * 2000 // L2_ROWS == 2
+    assert (np.diff(rows) >= 0).all()
+    blocks = -(-(work[:, items.ROW_END] - work[:, items.OWN_BEGIN]) // 128)
+    blocks += -(-(work[:, items.CONTEXT_END] - work[:, items.CONTEXT_BEGIN]) // 128)
+    for some in range(3):
+        assert (np.diff(blocks[rows == some]) <= 0).all(), "longest first"
+
+
+def test_deeper_trees_are_refused():
+    layout = Layout.from_segments([0, 4, 8, 12], [-1, 0, 1])
+    with pytest.raises(ValueError, match="two key regions a tile, this layout is 3 levels deep"):
+        forward_work(segments_of(layout.offsets, layout.parent), 64, 128)
+
+
+def test_empty_layouts():
+    for seg in (segments([], []), segments([0], [[]]), segments([0, 0], [[0, 0], []])):
+        assert forward_work(seg, 64, 128).shape == (0, items.NUM_FIELDS)
+        assert segment_begin(seg).shape == (0,)
+
+
+def test_rows_up_to_int32():
+    seg = segments([MAX_ROWS - 1], [[1]])
+    work = forward_work(seg, 2**20, 128)
+    assert work.dtype == np.int32
+    assert work.min() >= 0
+    assert work[:, items.ROW_END].max() == MAX_ROWS
+
+
+def test_every_head_dim_and_ratio_has_a_tile():
+    for head_dim in range(8, 257, 8):
+        assert head_dim <= kernel_head_dim(head_dim) < head_dim + 64
+    for ratio in range(1, 200):
+        heads = packed_heads(ratio)
+        assert ratio % heads == 0
+        assert heads == ratio or ratio > MAX_PACKED_HEADS
+        assert all(forward_tile(head_dim).tokens(heads) >= 1 for head_dim in FORWARD_TILES)
+    for wrong in (0, 4, 100, 264):
+        with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
+            kernel_head_dim(wrong)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9000), st.lists(st.integers(0, 9000), max_size=5)), max_size=20))
+def test_a_plan_made_in_parts_is_the_same(groups):
+    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    whole = forward_work(seg, 64, 128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_forward, "PART_TILES", 1)
+        assert (forward_work(seg, 64, 128) == whole).all()
+
+
+def test_large_plans_are_made_in_parts(monkeypatch):
+    made, tiles = [], plan_forward._tiles
+    monkeypatch.setattr(plan_forward, "_tiles", lambda work, *rest: (made.append(len(work)), tiles(work, *rest)))
+    forward_work(segments([1024] * 64, [[1024] * 32] * 64), 12, 128)
+    assert max(made) < 2 * plan_forward.PART_TILES < sum(made)
+    assert len(made) < 20
+
+
+@pytest.mark.parametrize("head_dim", FORWARD_TILES)
+@pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
+def test_a_plan_is_quick(head_dim, heads):
+    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
+    slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it
+    takes 2.5 to 3.4 times as long where there are many items)."""
+    rng = np.random.default_rng(0)
+    responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
+
+    def milliseconds():
+        seg = segments([1024] * 64, responses)  # nothing of it is derived yet
+        start = time.thread_time()
+        made.append(len(forward_work(seg, tile.tokens(heads), tile.tile_n)))
+        segment_begin(seg)
+        return (time.thread_time() - start) * 1e3
+
+    made: list[int] = []
+    milliseconds()
+    best, pace = against_writing(milliseconds, made[0], items.NUM_FIELDS)
+    assert best < max(5, 4 * pace)

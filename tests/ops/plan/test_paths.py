@@ -1,0 +1,151 @@
+"""The forward's plan of trees: walked in numpy as the kernel walks it, for every tile, against the one rule."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
+from cute_kernels.abi import PathFields as items
+from dualkv import Layout
+from dualkv.layout import segments_of
+from dualkv.ops.plan.paths import NEAR_ROWS, path_work
+from tests.strategies import binary_tree, random_tree, trees
+
+TILES = list(FORWARD_TILES.values())
+
+
+def of(layout):
+    return segments_of(layout.offsets, layout.parent)
+
+
+def key_blocks(item, regions, tile_n):
+    """(first key, limit; None of a whole block) of each block in the kernel's order; see cute_kernels/fwd_paths.py."""
+    at, more = item[items.REGION], item[items.MASKED] - 1
+    blocks = [(item[items.KEY], item[items.LIMIT])]
+    blocks += [(first, limit) for first, limit in regions[at : at + more]]
+    at += more
+    while len(blocks) < item[items.BLOCKS]:
+        first, count = regions[at]
+        blocks += [(first + j * tile_n, None) for j in range(count)]
+        at += 1
+    assert len(blocks) == item[items.BLOCKS]
+    return blocks
+
+
+def walk(seg, tokens, tile_n):
+    """Counts of what the kernel would do: rows taken [T], pairs [T, T + tile_n] of query and key rows added."""
+    total = seg.total
+    visible_end = np.append(seg.visible_end, np.zeros(tile_n, int))  # as the device has it
+    taken, pairs = np.zeros(total, int), np.zeros((total, total + tile_n), int)
+    work = path_work(seg, tokens, tile_n)
+    assert work.items.dtype == work.regions.dtype == np.int32
+    regions = work.regions.astype(int)
+    for item in work.items.astype(int):
+        row, row_end = item[items.ROW], item[items.ROW_END]
+        assert row < row_end <= row + tokens
+        taken[row:row_end] += 1
+        q = np.arange(row, row_end)[:, None]
+        blocks = key_blocks(item, regions, tile_n)
+        assert blocks[0][1] is not None, "a tile begins with a masked block"
+        own = np.zeros(row_end - row, int)  # masked blocks with the row itself
+        for first, limit in blocks:
+            keys = np.arange(first, first + tile_n)[None]
+            if limit is None:
+                seen = (keys <= q) & (q < visible_end[keys])
+                assert seen.all(), "a block without a mask needs none"
+            else:
+                seen = keys < np.minimum(q + 1, abs(limit))
+                seen = seen & (q < visible_end[keys]) if limit < 0 else seen
+                own += (keys == q).any(1)
+                # What the kernel takes out of V: the keys that no row sees, of which none is left in.
+                dead = (keys >= abs(limit)) | ((visible_end[keys] <= row) if limit < 0 else False)
+                assert (dead == ~seen.any(0)).all()
+            pairs[q, keys] += seen
+        assert (own == 1).all(), "whole blocks find a reference"
+    return taken, pairs
+
+
+def check(seg, tokens, tile_n):
+    taken, pairs = walk(seg, tokens, tile_n)
+    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
+    rule = (k <= q) & (q < seg.visible_end[k])
+    assert (taken == 1).all()
+    assert (pairs[:, : seg.total] == rule).all()
+    assert not pairs[:, seg.total :].any()
+
+
+lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 112, 127, 128, 129, 256]))
+
+
+@settings(max_examples=2000, deadline=None)
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+@example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4)
+@example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1)
+def test_items_cover_each_visible_pair_once(tree, tile, heads):
+    seg = of(Layout.from_segments(*tree))
+    if seg.total <= 1500:
+        check(seg, tile.tokens(heads), tile.tile_n)
+
+
+@settings(max_examples=500, deadline=None)
+@given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]))
+def test_tiny_segments(tree, tokens):
+    check(of(Layout.from_segments(*tree)), tokens, 64)
+
+
+def test_deep_trees_of_many_segments():
+    layout = Layout.from_segments(*random_tree(0, 700, 64, 4))
+    assert layout.depth == 64
+    check(of(layout), 64, 128)
+    chain = Layout.from_segments(range(801), range(-1, 799))
+    check(of(chain), 64, 128)
+    combs = Layout.from_segments(np.arange(601) * 2, [-1, *np.repeat(np.arange(0, 598, 2), 2), 598])
+    check(of(combs), 64, 128)
+
+
+def test_trees_pay_for_what_they_see():
+    """Aligned segments: blocks are those of the visible pairs, one of them masked a tile."""
+    layout = Layout.from_segments(*binary_tree(4, 4096, 1024))
+    work = path_work(of(layout), 64, 128)
+    seen = layout.position_ids.numpy() + 1
+    assert work.items[:, items.BLOCKS].sum() == (-(-seen[63::64] // 128)).sum()
+    assert (work.items[:, items.MASKED] == 1).all()
+    parts, blocks = work.items[:, items.ROW] // NEAR_ROWS, work.items[:, items.BLOCKS]
+    assert (np.diff(parts) >= 0).all()
+    assert (np.diff(blocks)[np.diff(parts) == 0] <= 0).all(), "longest first"
+    assert (work.items[:, items.LIMIT] >= 0).all(), "no row asks for the end of a key"
+
+
+def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
+    seg = of(Layout.from_segments(*binary_tree(3, 200, 150)))
+    check(seg, 64, 128)
+    made = path_work(seg, 64, 128)
+    for limit in (made.regions[:, 1], made.items[:, items.LIMIT]):
+        np.abs(limit, out=limit)  # rows no longer ask
+    monkeypatch.setitem(globals(), "path_work", lambda *args: made)
+    with pytest.raises(AssertionError):
+        check(seg, 64, 128)
+
+
+def test_empty_layouts():
+    for tree in (([0], []), ([0, 0, 0, 0], [-1, 0, -1])):
+        work = path_work(of(Layout.from_segments(*tree)), 64, 128)
+        assert work.items.shape == (0, items.NUM_FIELDS)
+        assert work.regions.shape == (1, 2), "not empty"
+
+
+def test_a_plan_is_quick():
+    """Ten thousand segments of up to 64 levels in 100 ms; the best of a few, as other work shares the machine."""
+    seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
+    tile = forward_tile(128)
+    path_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
+
+    def milliseconds():
+        start = time.perf_counter()
+        path_work(seg, tile.tokens(4), tile.tile_n)
+        return (time.perf_counter() - start) * 1e3
+
+    assert min(milliseconds() for _ in range(5)) < 100

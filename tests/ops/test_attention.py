@@ -1,0 +1,210 @@
+"""The ops and `dualkv.attention` on the CPU: exactness against the oracle, bad input, autograd, compile."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualkv
+from dualkv import Layout
+from dualkv.ops import reference
+from tests import oracle, strategies
+from tests.dispatched import Dispatched
+
+# What the chunked reference may differ from float64 by, for inputs of unit variance.
+BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+
+
+def qkv(layout, heads=6, kv_heads=2, head_dim=16, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(h):
+        x = torch.randn(layout.num_tokens, h, head_dim, dtype=torch.float64, generator=generator)
+        return x.to(dtype).requires_grad_()
+
+    return draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+def check(layout, dtype=torch.float64, scale=None, **shape):
+    q, k, v = qkv(layout, dtype=dtype, **shape)
+    out, lse = dualkv.attention(q, k, v, layout, softmax_scale=scale, return_lse=True)
+    dout = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = (out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    expected = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, scale, dout)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        # dk and dv sum over queries: their size, and so their rounding, grows with the number of them
+        size = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+        error = (a.double() - b).abs().max().item() if b.numel() else 0.0
+        bound = 1e-6 * size if name == "lse" and dtype != torch.float64 else BOUND[dtype] * size
+        assert error <= bound, f"{name}: {error:.2e} > {bound:.2e} at {layout}"
+    assert got[0].dtype == got[2].dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(strategies.groups(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1)]))
+def test_groups_agree_with_the_replicated_sequences(groups, dtype, heads):
+    check(Layout.from_lengths(*groups), dtype, heads=heads[0], kv_heads=heads[1], head_dim=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(strategies.trees())
+def test_trees_agree_with_the_replicated_sequences(tree):
+    check(Layout.from_segments(*tree))
+
+
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ([1], [[1]]),
+        ([1, 1], [[1, 1, 1], []]),
+        ([0], [[5, 1]]),
+        ([reference.CHUNK], [[reference.CHUNK - 1, 1, 1]]),
+        ([reference.CHUNK + 1], [[1, 2 * reference.CHUNK, reference.CHUNK - 1]]),
+        ([200, 3], [[1] * 150, [300]]),
+    ],
+    ids=str,
+)
+def test_edges(groups, dtype):
+    check(Layout.from_lengths(*groups), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
+def test_head_dims_and_scale(head_dim):
+    check(Layout.from_lengths([9], [[4, 7]]), head_dim=head_dim, scale=0.3)
+
+
+def test_large_scores_stay_finite_and_right():
+    layout = Layout.from_lengths([40], [[20, 20]])
+    q, k, v = qkv(layout, dtype=torch.float32)
+    with torch.no_grad():
+        k[:40] *= 100.0
+        k[50] *= 1000.0
+    out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
+    expected, expected_lse = oracle.attention(
+        *(x.detach().double() for x in (q, k, v)), layout.offsets, layout.parent, 0.25
+    )
+    assert (out - expected).abs().max() < 1e-2  # scores of 1e4 in fp32 carry an absolute error near 1e-3
+    assert ((lse - expected_lse) / expected_lse.abs().clamp(min=1)).abs().max() < 1e-6
+
+
+def test_no_rows():
+    layout = Layout.from_lengths([0], [[0]])
+    check(layout)
+
+
+def test_memory_is_a_chunk_of_scores():
+    layout = Layout.from_lengths([1500], [[250] * 6])
+    total, heads = layout.num_tokens, 2
+    q, k, v = (x.detach() for x in qkv(layout, heads=heads, kv_heads=1, head_dim=8, dtype=torch.float32))
+    with Dispatched() as seen:
+        out, lse = reference.forward(q, k, v, layout._segments, 0.3)
+        reference.backward(torch.ones_like(out), q, k, v, out, lse, layout._segments, 0.3)
+    assert seen.largest <= heads * reference.CHUNK * total < total * total / 8
+
+
+# ---------------------------------------------------------------- views, autograd, compile, autocast
+def test_slices_of_a_fused_projection():
+    layout = Layout.from_lengths([11], [[3, 5]])
+    fused = torch.randn(layout.num_tokens, 8, 16, dtype=torch.float64, requires_grad=True)
+    q, k, v = fused.split([4, 2, 2], dim=1)
+    out = dualkv.attention(q, k, v, layout)
+    plain = dualkv.attention(q.contiguous(), k.contiguous(), v.contiguous(), layout)
+    assert torch.equal(out, plain)
+    out.sum().backward()  # the gradient of a sum is expanded, its last stride 0
+    assert torch.isfinite(fused.grad).all()
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_some_inputs_require_a_gradient(wanted):
+    layout = Layout.from_lengths([5], [[3, 2]])
+    q, k, v = qkv(layout)
+    every = torch.autograd.grad(dualkv.attention(q, k, v, layout).square().sum(), (q, k, v))
+    some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+    dualkv.attention(*some, layout).square().sum().backward()
+    for i, x in enumerate(some):
+        if i in wanted:
+            assert torch.equal(x.grad, every[i])
+        else:
+            assert x.grad is None
+
+
+def test_lse_carries_no_gradient_and_there_is_no_second_derivative():
+    layout = Layout.from_lengths([5], [[3, 2]])
+    q, k, v = qkv(layout)
+    out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
+    assert not lse.requires_grad
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_gradcheck():
+    layout = Layout.from_lengths([3], [[2, 1]])
+    inputs = qkv(layout, heads=2, kv_heads=1, head_dim=8)
+    torch.autograd.gradcheck(lambda q, k, v: dualkv.attention(q, k, v, layout), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    layout = Layout.from_lengths([7], [[3, 0, 5]])
+    q, k, v = qkv(layout, dtype=dtype)
+    args = (q, k, v, layout.offsets, layout.parent, 0.25, False)
+    torch.library.opcheck(torch.ops.dualkv.fwd, args)
+    with torch.no_grad():
+        out, lse = torch.ops.dualkv.fwd(*args)
+        torch.library.opcheck(torch.ops.dualkv.bwd, (torch.ones_like(out), q, k, v, out, lse, *args[3:]))
+
+
+def test_one_graph_serves_every_layout():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+
+    def step(q, k, v, layout):
+        return dualkv.attention(q * 2, k, v, layout).relu()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 5, 7, 9):  # no n for which the number of offsets equals another size: sizes alike are taken for one
+        layout = Layout.from_lengths([n, 4], [[3] * n, [1]])
+        eager, fast = qkv(layout, seed=n), qkv(layout, seed=n)
+        expected, got = step(*eager, layout), compiled(*fast, layout)
+        assert torch.equal(expected, got)
+        expected.sum().backward()
+        got.sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, fast, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_autocast_casts_the_inputs_and_not_the_sums():
+    layout = Layout.from_lengths([30], [[20, 9]])
+    q, k, v = qkv(layout, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = dualkv.attention(q, k.bfloat16(), v.bfloat16(), layout, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    plain, plain_lse = dualkv.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout, return_lse=True)
+    assert torch.equal(out, plain)
+    assert torch.equal(lse, plain_lse)
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_the_graph_outlives_the_layout():
+    layout = Layout.from_lengths([6], [[3, 4]])
+    q, k, v = qkv(layout)
+    out = dualkv.attention(q, k, v, layout)
+    expected = torch.autograd.grad(out.sum(), q, retain_graph=True)[0]
+    del layout
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], expected)
+
+
+def test_nothing_is_said_on_the_cpu():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(Layout.from_lengths([3], [[2]]))

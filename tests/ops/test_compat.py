@@ -1,0 +1,204 @@
+"""`flash_attn_dualkv_varlen_func` on the CPU: every alignment of queries, gradients of all five tensors, bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualkv
+from dualkv.ops import compat
+from dualkv.ops.compat import flash_attn_dualkv_varlen_func
+from tests.strategies import LENGTH
+
+BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+
+
+def cumulative(lens, device="cpu"):
+    return torch.tensor([0, *torch.tensor(lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32).to(device)
+
+
+def dense(q, kc, vc, kd, vd, q_lens, k_lens, scale, causal):
+    """The meaning, one sequence at a time, written apart from the library; differentiable."""
+    ratio, context, outs = q.shape[1] // kc.shape[1], kc.shape[0], [q[:0]]
+    for qs, ks, vs in zip(q.split(q_lens), kd.split(k_lens), vd.split(k_lens), strict=True):
+        k, v = (torch.cat(pair).repeat_interleave(ratio, 1) for pair in ((kc, ks), (vc, vs)))
+        scores = torch.einsum("qhd,khd->hqk", qs, k) * scale
+        if causal:
+            position = context + len(ks) - len(qs) + torch.arange(len(qs), device=q.device)
+            hidden = torch.arange(len(k), device=q.device)[None] > position[:, None]
+            scores = scores.masked_fill(hidden, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outs)
+
+
+def inputs(q_lens, context, k_lens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(sum(q_lens), heads), *[(n, kv_heads) for n in (context, context, sum(k_lens), sum(k_lens))]]
+    drawn = [torch.randn(n, h, head_dim, dtype=torch.float64, generator=generator) for n, h in rows]
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def call(tensors, q_lens, context, k_lens, scale=None, causal=True):
+    cu = cumulative(q_lens, tensors[0].device), cumulative(k_lens, tensors[0].device)
+    longest = max(q_lens, default=0), context, max(k_lens, default=0)
+    return flash_attn_dualkv_varlen_func(*tensors, *cu, *longest, softmax_scale=scale, causal=causal)
+
+
+def placement(q_lens, context, k_lens):
+    q_bytes, k_bytes = (np.array(x, np.int64).tobytes() for x in (q_lens, k_lens))
+    return compat._placement(context, q_bytes, k_bytes, torch.device("cpu"))
+
+
+def check(q_lens, context, k_lens, causal, dtype=torch.float64, scale=None, **shape):
+    tensors = inputs(q_lens, context, k_lens, dtype=dtype, **shape)
+    out = call(tensors, q_lens, context, k_lens, scale, causal)
+    assert out.shape == tensors[0].shape
+    assert out.dtype == dtype
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    want = dense(*wide, q_lens, k_lens, scale or tensors[0].shape[2] ** -0.5, causal)
+    dout = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = [out.detach(), *torch.autograd.grad(out, tensors, dout, materialize_grads=True)]
+    wants = [want.detach(), *torch.autograd.grad(want, wide, dout.double(), materialize_grads=True)]
+    for name, a, b in zip(
+        ("out", "dq", "dk_context", "dv_context", "dk_decoded", "dv_decoded"), got, wants, strict=True
+    ):
+        if b.numel():
+            error, size = (a.double() - b).abs().max().item(), max(1.0, b.abs().max().item())
+            assert error <= BOUND[dtype] * size, f"{name}: {error:.2e} {(q_lens, context, k_lens, causal)}"
+
+
+@st.composite
+def calls(draw):
+    """q_lens, context, k_lens: any alignment, and often the two that packed rollouts give."""
+    context, k_lens = draw(LENGTH), draw(st.lists(LENGTH, min_size=1, max_size=5))
+    kind = draw(st.sampled_from(["first has the context", "responses", "any"]))
+    if kind == "any":
+        return [draw(st.integers(0, context + r)) for r in k_lens], context, k_lens
+    return [(context if kind != "responses" and i == 0 else 0) + r for i, r in enumerate(k_lens)], context, k_lens
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls(), st.booleans(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2)]))
+def test_any_alignment(lens, causal, dtype, heads):
+    check(*lens, causal, dtype, heads=heads[0], kv_heads=heads[1], head_dim=8)
+
+
+EDGES = {
+    "packed": ([12, 4, 5], 9, [3, 4, 5]),
+    "responses": ([3, 4, 5], 9, [3, 4, 5]),
+    "the prompt's last token in front of each": ([4, 5, 6], 9, [3, 4, 5]),
+    "all positions of all": ([12, 13, 14], 9, [3, 4, 5]),
+    "the last token of each": ([1, 1, 1], 9, [3, 4, 5]),
+    "none of some": ([0, 13, 0], 9, [3, 4, 5]),
+    "none": ([0, 0], 9, [3, 4]),
+    "no own tokens": ([9, 0, 5], 9, [0, 0, 0]),
+    "no context": ([3, 4], 0, [3, 5]),
+    "nothing at all": ([0], 0, [0]),
+    "no sequences": ([], 5, []),
+    "more than a chunk of queries": ([150, 130, 140], 140, [20, 0, 140]),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name, causal):
+    check(*EDGES[name], causal)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
+def test_head_dims_and_scale(head_dim):
+    for causal in (True, False):
+        check(*EDGES["responses"], causal, head_dim=head_dim, scale=0.3)
+
+
+def test_gradcheck():
+    for causal in (True, False):
+        lens = [3, 2], 3, [2, 1]
+        tensors = inputs(*lens, heads=2, kv_heads=1, head_dim=8)
+        torch.autograd.gradcheck(lambda *x, lens=lens, causal=causal: call(x, *lens, causal=causal), tensors)
+
+
+def test_packed_rollouts_are_one_call_and_no_more():
+    """No padding and no gathering: the answer is dualkv.attention's, bit for bit."""
+    q_lens, context, k_lens = EDGES["packed"]
+    q, kc, vc, kd, vd = inputs(q_lens, context, k_lens, dtype=torch.float32)
+    place = placement(q_lens, context, k_lens)
+    assert place.query_rows is None
+    assert place.key_rows is None
+    layout = dualkv.Layout.from_lengths([context], [k_lens])
+    assert place.layout == layout
+    plain = dualkv.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), layout)
+    assert torch.equal(call((q, kc, vc, kd, vd), q_lens, context, k_lens), plain)
+
+
+def test_rows_nobody_asks_for_are_few():
+    """What a call computes besides its answer: rows of the packed group."""
+
+    def unasked(name):
+        return placement(*EDGES[name]).layout.num_tokens - sum(EDGES[name][0])
+
+    assert unasked("packed") == 0
+    assert unasked("responses") == 9
+    assert unasked("the prompt's last token in front of each") == 8
+    assert unasked("all positions of all") == 0
+    asks = {name: placement(*EDGES[name]).layout._segments.prompts_ask for name in EDGES}
+    assert asks["packed"]
+    assert not asks["responses"], "the prompt's rows are there, and kernels leave them out"
+    assert not asks["the prompt's last token in front of each"]
+
+
+def test_keys_that_many_sequences_copy_get_their_gradient_in_fp32():
+    """300 copies of one context token: sums in bf16 would stop growing after 256."""
+    n = 300
+    q, kc, vc, kd, vd = inputs([1] * n, 1, [0] * n, heads=1, kv_heads=1, head_dim=8, dtype=torch.bfloat16)
+    call((q, kc, vc, kd, vd), [1] * n, 1, [0] * n).sum().backward()
+    assert torch.equal(vc.grad, torch.full_like(vc, n))
+
+
+def test_autocast():
+    lens = EDGES["responses"]
+    for causal in (True, False):
+        tensors = inputs(*lens, dtype=torch.float32)
+        tensors[0] = tensors[0].detach().bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(tensors, *lens, causal=causal)
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        assert [x.grad.dtype for x in tensors] == [torch.bfloat16, *[torch.float32] * 4]
+
+
+def test_it_can_be_part_of_a_compiled_function():
+    lens = EDGES["packed"]
+    tensors = inputs(*lens, dtype=torch.float32)
+    compiled = torch.compile(lambda *x: call(x, *lens) * 2, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), call(tensors, *lens) * 2)
+
+
+def test_lengths_on_a_device_are_read_again_after_a_write(monkeypatch):
+    reads = []
+    read = compat.cumulative_array
+    monkeypatch.setattr(compat, "cumulative_array", lambda name, x: reads.append(name) or read(name, x))
+
+    class OnADevice(torch.Tensor):
+        device = torch.device("meta")
+
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32).as_subclass(OnADevice)
+    for _ in range(3):
+        assert compat._lengths("cu", cu).tolist() == [3, 2]
+    assert len(reads) == 1
+    cu[1] = 4
+    assert compat._lengths("cu", cu).tolist() == [4, 1]
+    assert len(reads) == 2
+    with torch.inference_mode():
+        frozen = torch.tensor([0, 3, 5], dtype=torch.int32).as_subclass(OnADevice)
+        for _ in range(2):
+            assert compat._lengths("cu", frozen).tolist() == [3, 2]
+    assert len(reads) == 4
+
+
+def test_it_is_found_at_the_top_level():
+    assert dualkv.flash_attn_dualkv_varlen_func is flash_attn_dualkv_varlen_func
+    assert "flash_attn_dualkv_varlen_func" in dualkv.__all__

@@ -1,0 +1,300 @@
+"""The Hopper dispatch without a GPU: what it serves, what the kernel is handed, and that no length reaches its spec."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from codegen import store
+from codegen.spec import GRADIENTS, backward_specs, forward_spec
+from cute_kernels.abi import LOCKS, STAT_COLUMNS
+from cute_kernels.abi import ForwardFields as items
+from dualkv import Layout
+from dualkv.layout import segments_of
+from dualkv.ops import dispatch, hopper
+from dualkv.ops.plan import backward as plan_backward
+from dualkv.ops.plan import forward as plan_forward
+from dualkv.ops.plan import paths as plan_paths
+
+
+def segments(layout):
+    return segments_of(layout.offsets, layout.parent)
+
+
+def random_backward(tokens, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+    """dout, q, k, v, out, lse"""
+    q, k, v = random_inputs(tokens, heads, kv_heads, head_dim, dtype)
+    return torch.randn(q.shape).to(dtype), q, k, v, torch.randn(q.shape).to(dtype), torch.randn(heads, tokens)
+
+
+def random_inputs(tokens, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+    return [torch.randn(tokens, h, head_dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every launch's (spec, arguments); `specs` loaded are in `launches.loaded`. CPU tensors pass for CUDA ones."""
+
+    class Launches(list):
+        def __init__(self):
+            self.loaded = []
+
+    seen = Launches()
+
+    def load(spec):
+        seen.loaded.append(spec)
+        return lambda *arguments: seen.append((spec, arguments))
+
+    monkeypatch.setattr(store, "load", load)
+    monkeypatch.setattr(store, "load_all", lambda specs: [load(spec) for spec in specs])
+    monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array))
+    monkeypatch.setattr(hopper, "_refuse_capture", lambda device, lacking: None)
+    monkeypatch.setattr(hopper, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper.Plan, "use", lambda self, device: None)
+    loaders = hopper._kernel, hopper._backward_kernels
+    for loader in loaders:
+        loader.cache_clear()
+    yield seen
+    for loader in loaders:
+        loader.cache_clear()
+
+
+def test_each_device_has_its_own_plan_of_a_layout(launches, monkeypatch):
+    """Two GPUs in one process, of which the meta device stands for the second."""
+    monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array).to(device))
+    layout = Layout.from_lengths([300], [[77, 128]])
+    dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
+    for _ in range(2):
+        for device in ("cpu", "meta"):
+            launches.clear()
+            there = [x.to(device) for x in (dout, q, k, v, out, lse)]
+            made = hopper.forward(*there[1:4], segments(layout), 0.125)
+            made += hopper.backward(*there, segments(layout), 0.125, False)
+            assert {x.device.type for x in made} == {device}
+            handed = [x for _, arguments in launches for x in arguments if isinstance(x, torch.Tensor)]
+            assert len(handed) > 15
+            assert {x.device.type for x in handed} == {device}
+
+
+groups = st.lists(st.tuples(st.integers(0, 200), st.lists(st.integers(0, 200), max_size=5)), min_size=1, max_size=6)
+SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose queries are split
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups)
+def test_one_kernel_serves_every_length(launches, lens):
+    """Over all examples together, each shape of heads loads one kernel, whatever the batch."""
+    layout = Layout.from_lengths([p for p, _ in lens], [r for _, r in lens])
+    if not layout.num_tokens:
+        return
+    for heads, kv_heads, head_dim in ((4, 1, 64), (8, 2, 64), (6, 1, 48), (34, 2, 128)):
+        hopper.forward(*random_inputs(layout.num_tokens, heads, kv_heads, head_dim), segments(layout), 0.125)
+    assert len(launches.loaded) == len({(4, 64), (6, 48), (17, 128)})
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups, st.booleans(), st.sampled_from(GRADIENTS))
+@example(SPLIT, False, "qkv")
+@example(SPLIT, True, "qkv")
+@example(SPLIT, True, "q")
+@example(SPLIT, True, "v")
+def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, deterministic, gradients):
+    """Sizes as the kernels' docstrings ask. Over all examples, a head dim loads its kernels, each way, once."""
+    layout = Layout.from_lengths([p for p, _ in lens], [r for _, r in lens])
+    tokens = layout.num_tokens
+    if not tokens:
+        return
+    for heads, kv_heads, head_dim in ((4, 1, 64), (34, 1, 64), (6, 3, 136)):
+        specs = backward_specs("bf16", head_dim, deterministic, gradients)
+        tile, native = specs.main.tile, specs.main.head_dim
+        inputs = random_backward(tokens, heads, kv_heads, head_dim)
+        launches.clear()
+        dq, dk, dv = hopper.backward(*inputs, segments(layout), 0.125, deterministic, gradients)
+        plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, tile.deterministic)
+        assert [spec for spec, _ in launches] == [
+            spec for spec in specs.present if spec.operation != "bwd_sum" or plan.num_slabs
+        ]
+        called = {spec.operation: arguments for spec, arguments in launches}
+        dout, q, k, v, out, lse = inputs
+        assert_same(called["bwd_preprocess"][:3], (out, dout, lse))
+        *_, stats, dq_sums, locks, scale = called["bwd_preprocess"]
+        blocks = -(-tokens // tile.tile_m)
+        assert scale == 0.125
+        assert stats.shape == (heads, blocks * tile.tile_m * STAT_COLUMNS)
+        assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
+        assert (stats.dtype, dq_sums.dtype) == (torch.bfloat16, torch.float32)
+        assert locks.dtype == torch.int32
+        locked = "q" in gradients and (deterministic or native <= 128)
+        assert locks.numel() == (heads * blocks * LOCKS + 1 if locked else 0)
+        slabs, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
+        assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, slabs, locks, work, visible_end, 0.125))
+        assert slabs.numel() == (plan.num_slabs * tile.slab_floats(native) if gradients != "q" else 0)
+        assert slabs.numel() <= tokens * heads * native / 4
+        assert np.array_equal(work.numpy(), plan.items)
+        assert visible_end.dtype == torch.int32
+        assert visible_end.tolist() == segments(layout).visible_end.tolist()
+        assert plan.num_slabs or lens != SPLIT or heads != 34
+        if plan.num_slabs and gradients != "q":
+            assert np.array_equal(called["bwd_sum"][1].numpy(), plan.sums)
+            assert_same(called["bwd_sum"][::2], (slabs, dk))
+            assert called["bwd_sum"][3] is dv
+        if "q" in gradients:
+            assert_same(called["bwd_postprocess"], (dq_sums, locks, dq, 0.125))
+        for name, grad, x in (("q", dq, q), ("k", dk, k), ("v", dv, v)):
+            shape = x.shape if name in gradients else (0,)
+            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (shape, x.dtype, True)
+    assert len(launches.loaded) <= 2 * 2 * 4 * len(GRADIENTS)
+
+
+def assert_same(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a is b or (isinstance(a, float) and a == b)
+
+
+def test_the_backwards_plan_is_made_once_for_all_layers(launches, monkeypatch):
+    made = []
+    real = plan_backward.backward_work
+    monkeypatch.setattr(plan_backward, "backward_work", lambda *a: made.append(a) or real(*a))
+    layout = Layout.from_lengths([300], [[77, 200]])
+
+    def run(heads, kv_heads, deterministic, dtype=torch.bfloat16):
+        inputs = random_backward(layout.num_tokens, heads, kv_heads, 128, dtype)
+        hopper.backward(*inputs, segments(layout), 0.1, deterministic)
+
+    for _ in range(3):
+        run(8, 2, False)
+        run(8, 2, False, torch.float16)
+    assert len(made) == 1
+    run(8, 2, True)
+    run(8, 4, False)
+    run(4, 2, False)
+    assert len(made) == 4
+    assert len({id(a[11]) for spec, a in launches if spec.operation == "bwd"}) == 1, "one visible_end"
+
+
+def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
+    layout = Layout.from_lengths([30], [[7, 20]])
+    dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
+    expanded = dout[:1, :1].expand_as(dout)
+    lse_by_row = lse.t().contiguous().t()
+    hopper.backward(expanded, q, k, v, out, lse_by_row, segments(layout), 0.1, False)
+    (_, copy, copied_lse, *_), main = (arguments for _, arguments in launches[:2])
+    assert main[3] is copy
+    assert copy.is_contiguous()
+    assert torch.equal(copy, expanded)
+    assert copied_lse.is_contiguous()
+    assert torch.equal(copied_lse, lse)
+
+
+def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
+    layout = Layout.from_lengths([300, 0], [[77, 1, 200], [5]])
+    q, k, v = random_inputs(layout.num_tokens, 8, 2, 96, torch.float16)
+    out, lse = hopper.forward(q, k, v, segments(layout), 0.1)
+    ((spec, arguments),) = launches
+    assert spec == forward_spec("fp16", 96, 4)
+    assert all(a is b for a, b in zip(arguments[:3], (q, k, v), strict=True)), "no copies"
+    assert arguments[3] is out
+    assert arguments[4] is lse
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (8, layout.num_tokens), torch.float32)
+    work, items_of_clusters, begin, scale, sms = arguments[5:]
+    expected = plan_forward.forward_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
+    assert np.array_equal(work.numpy(), expected)
+    assert work.shape[1] == items.NUM_FIELDS
+    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert begin.tolist() == plan_forward.segment_begin(segments(layout)).tolist()
+    assert (scale, sms) == (0.1, 132)
+
+
+def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
+    layout = Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])
+    hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 96, torch.float16), segments(layout), 0.1)
+    ((spec, arguments),) = launches
+    assert spec == forward_spec("fp16", 96, 4, trees=True)
+    work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
+    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
+    assert np.array_equal(work.numpy(), expected.items)
+    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert np.array_equal(regions.numpy(), expected.regions)
+    assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
+    assert visible_end.dtype == torch.int32
+    assert (scale, sms) == (0.1, 132)
+
+
+def test_the_plan_is_made_once_for_all_layers_and_shapes_that_share_it(launches, monkeypatch):
+    made = []
+    real = plan_forward.forward_work
+    monkeypatch.setattr(plan_forward, "forward_work", lambda *a: made.append(a) or real(*a))
+    layout = Layout.from_lengths([300], [[77, 200]])
+    for _ in range(3):
+        hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 128), segments(layout), 0.1)
+        hopper.forward(*random_inputs(layout.num_tokens, 4, 1, 120, torch.float16), segments(layout), 0.1)
+    assert len(made) == 1
+    hopper.forward(*random_inputs(layout.num_tokens, 8, 1, 128), segments(layout), 0.1)
+    assert len(made) == 2
+    assert len({id(arguments[7]) for _, arguments in launches}) == 1, "one segment_begin"
+    assert len({id(arguments[6]) for _, arguments in launches}) == 3, "a schedule for each number of heads"
+
+
+def test_slices_of_a_fused_projection_are_read_where_they_lie():
+    fused = torch.randn(50, (8 + 2 + 2) * 64).bfloat16()
+    parts = fused.split([8 * 64, 2 * 64, 2 * 64], dim=1)
+    for part in parts:
+        x = part.view(50, -1, 64)
+        assert hopper.tma_ready(x) is x
+    x = torch.randn(4, 50, 64).bfloat16().transpose(0, 1)
+    assert hopper.tma_ready(x) is x, "heads before tokens"
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(50, 4, 68).bfloat16()[:, :, :64],
+        torch.randn(50 * 4 * 64 + 1).bfloat16()[1:].view(50, 4, 64),
+        torch.randn(50, 4, 64).bfloat16()[:, :1].expand(50, 4, 64),
+        torch.randn(1, 4, 64).bfloat16().expand(50, 4, 64),
+        torch.randn(64, 4, 50).bfloat16().permute(2, 1, 0),
+    ],
+    ids=["stride of 68", "base off by 2 bytes", "one head expanded", "one token expanded", "last dim strided"],
+)
+def test_what_the_copy_engine_cannot_read_is_copied(x):
+    copy = hopper.tma_ready(x)
+    assert copy is not x
+    assert copy.stride() == (x.shape[1] * 64, 64, 1)
+    assert copy.data_ptr() % 16 == 0
+    assert torch.equal(copy, x)
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_ops_run_the_kernels_where_they_serve(launches, monkeypatch, deterministic, switch):
+    """PyTorch's switch for deterministic algorithms asks for ordered sums as well."""
+    monkeypatch.setattr(hopper, "device_unsupported", lambda device: None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: switch)
+    layout = Layout.from_lengths([30], [[7, 20]])
+    dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
+    arguments = layout.offsets, layout.parent, 0.1, deterministic
+    got = dispatch._fwd_cuda(q, k, v, *arguments)
+    grads = dispatch._bwd_cuda(dout, q, k, v, out, lse, *arguments)
+    ((first, forward), (_, before), (main, backward), (_, after)) = launches
+    assert first == forward_spec("bf16", 64, 2)
+    assert main == backward_specs("bf16", 64, deterministic or switch).main
+    assert_same(forward[3:5], got)
+    assert_same((before[0], before[1], before[2], backward[3]), (out, dout, lse, dout))
+    assert_same((after[2], *backward[5:7]), grads)
+
+
+def test_reasons_why_no_kernel_serves():
+    q = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
+    assert hopper.unsupported(q) == "cpu devices"
+    assert hopper.unsupported(q.float()) == "torch.float32 inputs"
+
+
+def test_other_gpus_are_named(monkeypatch):
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        reason = hopper.device_unsupported.__wrapped__(torch.device("cuda:0"))
+        assert reason == (None if capability == (9, 0) else f"compute capability {capability[0]}.0")

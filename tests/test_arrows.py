@@ -1,0 +1,60 @@
+"""Imports follow the table of folders in CONTRIBUTING.md, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PLACE = re.compile(r"`(.+?)`")
+TABLE = re.findall(r"^\| (`.*) \|.*\|(.*)\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+ROWS = {tuple(PLACE.findall(places)): PLACE.findall(named) for places, named in TABLE}
+FOLDERS = sorted({place.split("/")[0] for row in ROWS for place in row})
+
+
+def row_of(file: str) -> tuple[str, ...]:
+    """The row that names the file, or else the innermost of its folders."""
+    found = [(len(place), row) for row in ROWS for place in row if file.startswith(place)]
+    assert found, f"{file} has no row in the table"
+    return max(found)[1]
+
+
+def allowed(row: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """The row itself, the rows that it names, and the rows that these may import."""
+    return {row}.union(*(allowed(row_of(named)) for named in ROWS[row]))
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of this repository that a module imports, inside functions too."""
+    names: list[tuple[str, ...]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [(name.name,) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):  # a module of the package, or else a name inside the package
+            names += [(f"{node.module}.{name.name}", str(node.module)) for name in node.names]
+    files = [[n.replace(".", "/") + end for n in either for end in (".py", "/__init__.py")] for either in names]
+    return {file for either in files for file in [f for f in either if (ROOT / f).is_file()][:1]}
+
+
+IMPORTS = {
+    str(path.relative_to(ROOT)): imports(path) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def test_imports_follow_the_table():
+    pairs = [(file, other) for file, others in IMPORTS.items() for other in sorted(others)]
+    assert [f"{file} imports {other}" for file, other in pairs if row_of(other) not in allowed(row_of(file))] == []
+
+
+def test_no_circles():
+    TopologicalSorter({file: found for file, found in IMPORTS.items() if not file.startswith("tests/")}).prepare()
+
+
+def test_the_table_forbids():
+    assert row_of("codegen/store.py") not in allowed(row_of("cute_kernels/fwd.py"))
+    assert row_of("cute_kernels/fwd.py") not in allowed(row_of("dualkv/ops/hopper.py"))
+    assert row_of("cute_kernels/abi.py") in allowed(row_of("dualkv/ops/hopper.py"))
+    assert row_of("dualkv/data/trees.py") not in allowed(row_of("dualkv/layout.py"))
+    assert "dualkv/ops/hopper.py" in IMPORTS["dualkv/ops/dispatch.py"]

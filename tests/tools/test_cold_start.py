@@ -1,0 +1,55 @@
+"""The cold start benchmark without a GPU: what it files, when, and its table. Its processes are stand-ins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dualkv.bench import run, timing
+from dualkv.cli import precompile
+from tools import cold_start
+
+
+@pytest.fixture
+def processes(monkeypatch, tmp_path):
+    """Ways in the order in which their processes ran; each takes 0.5 s a step, the compiling one ten times that."""
+    ran = []
+
+    def once(way, kernels, cache):
+        if ran[-1:] == ["compiling"]:
+            raise RuntimeError(f"{way}: killed")
+        ran.append(way)
+        step = 5.0 if way == "compiling" else 0.5
+        names = ("python", "torch", "dualkv", "tensors", "forward", "backward")
+        return {name: step * i for i, name in enumerate(names, start=1)}
+
+    monkeypatch.setattr(cold_start, "once", once)
+    monkeypatch.setattr(precompile, "precompile", lambda specs, folder, jobs: folder.mkdir())
+    monkeypatch.setattr(run, "environment", lambda meter, commit: {"commit": commit})
+    monkeypatch.setattr(timing, "Meter", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return ran
+
+
+def test_what_is_done_is_filed_though_the_rest_fails(processes, tmp_path):
+    path = tmp_path / "cold.json"
+    with pytest.raises(RuntimeError, match="killed"):
+        cold_start.main(path, repeat=3, compiling=1, commit="c" * 40)
+    assert processes == list(cold_start.WAYS)
+    recorded = json.loads(path.read_text())
+    assert recorded["commit"] == "c" * 40
+    assert {way: len(runs) for way, runs in recorded["runs"].items()} == dict.fromkeys(cold_start.WAYS, 1)
+    text = cold_start.markdown(recorded)
+    assert "| artefacts | 2.5 | 0.50 | 0.50 | 0.50 |" in text
+    assert "| compiling | 25.0 | 5.00 | 5.00 | 5.00 |" in text
+    assert "| pytorch | 2.5 |  | 0.50 | 0.50 |" in text
+
+
+def test_ways_that_did_not_run_have_no_row(processes, tmp_path):
+    cold_start.main(tmp_path / "cold.json", repeat=2, compiling=0, commit="c" * 40)
+    assert processes == [*cold_start.WAYS[:3]] * 2
+    text = cold_start.markdown(json.loads((tmp_path / "cold.json").read_text()))
+    assert "compiling" not in text
+    assert "| cache | 2.5 to 2.5 |" in text

@@ -1,0 +1,184 @@
+"""The tables in README and docs are those of the recorded figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dualkv.bench import command
+from dualkv.bench.run import SCHEMA
+from dualkv.bench.workloads import NAMED, parse
+from tools import filed, host_time, record, tables
+
+
+@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_documents_show_the_recorded_figures(path):
+    text = path.read_text()
+    assert "<!-- table" in text
+    assert tables.filled(text) == text, "run `python -m tools.tables`"
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_figures_say_where_they_come_from(path):
+    record = json.loads(path.read_text())
+    assert {"date", "commit", "changed_files", "gpu", "versions"} <= set(record)
+    assert len(record["commit"]) == 40
+    assert path.read_text() == filed.text(record), "run `python -m tools.tables`"
+
+
+def test_a_record_is_laid_out_without_losing_anything():
+    record = {"a": [{"ms": 1.0 + i, "none": None} for i in range(40)], "b": "x" * 300, "c": {}, "d": 1.23456789012}
+    text = filed.text(record)
+    assert json.loads(text) == record | {"d": 1.23456789}
+    assert filed.text(json.loads(text)) == text
+    assert max(len(line) for line in text.splitlines() if "x" not in line) <= filed.WIDTH + 10
+    assert len(text.splitlines()) == 2 + 4 + 41
+
+
+def options_of(text):
+    """Values by option of a command line that has no switches."""
+    words, found = iter(text.split()), {}
+    for option in words:
+        found.setdefault(option, []).append(next(words))
+    return found
+
+
+@pytest.mark.parametrize("name", record.RECORDS)
+def test_benchmarks_are_those_of_the_commands(name):
+    """All of what the command asks for, or the part that was recorded."""
+    path = record.RESULTS / f"{name}.json"
+    if not path.exists():
+        pytest.skip("not recorded yet")
+    made, options = json.loads(path.read_text()), options_of(record.RECORDS[name])
+    assert made["schema"] == SCHEMA
+    assert set(made["settings"]["sides"]) <= set(command.sides(options["-s"]))
+    asked = [(workload, direction) for workload in options["-w"] for direction in command.directions(*options["-d"])]
+    assert [(r["workload"]["name"], r["direction"]) for r in made["results"]] == asked[: len(made["results"])]
+
+
+def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
+    clock, begun = [100.0], []
+
+    def bench(words, **_):
+        options = dict(zip(words[-6::2], words[-5::2], strict=True))
+        begun.append((options["--json"], options.get("--time-limit"), options.get("--commit")))
+        clock[0] += 30
+        if "trees" in options["--json"]:
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(record.commands, "app", bench)
+    monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
+    names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
+    with pytest.raises(SystemExit, match="trees-h200: RuntimeError: no more"):
+        record.main([names[2], *names[:2], names[3]], tmp_path, "c" * 40, 80.0)
+    assert begun == [
+        (str(tmp_path / f"{name}.json"), limit, "c" * 40)
+        for name, limit in (("trees-h200", "25.0"), ("both-h200", "20.0"), ("peers-h200", "20.0"))
+    ], "the last one has no time left"
+    begun.clear()
+    record.main(["both-h200"], tmp_path, "c" * 40)
+    assert [limit for _, limit, _ in begun] == [None]
+    for wrong in ("both", "both-h200:x"):
+        with pytest.raises(record.typer.BadParameter, match=r"none of|NAME:SECONDS"):
+            record.main([wrong], tmp_path)
+
+
+def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, monkeypatch, capsys):
+    def made(results):
+        about = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
+        return about | {"results": [{"workload": {"name": n}, "direction": d, "sides": s} for n, d, s in results]}
+
+    def side(ms, tflops):
+        return {"sustained_ms": ms, "sustained_tflops": tflops}
+
+    ours = side(5.0, 700.0)
+    others = [
+        (name, "fwd", {"dualkv": side(1.0, rate)}) for name, rate in (("4096:16x4096", 728.0), (tables.MAIN, 750.0))
+    ]
+    trees = [
+        ("binary-p4096-r1024", "fwd", {"dualkv": ours, "fa4-replicated": side(20.0, 175.0), "flex": side(9.0, 389.0)}),
+        ("agent-t10-r512", "bwd", {"dualkv": ours, "flex": {"error": "x"}}),
+    ]
+    for name, results in (("trees-h200-two-levels", others), ("trees-h200", trees)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(made(results)))
+    assert tables.trees(tmp_path).splitlines()[2:4] == [
+        "| binary-p4096-r1024, forward | 5.00 (700) | 9.00 (389): 1.80 | 20.00 (175): 4.00 | 728: 0.96 | 750: 0.93 |",
+        "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
+    ]
+    monkeypatch.setattr(record.commands, "app", lambda *_, **__: None)
+    shown = tables.trees(tmp_path)
+    record.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
+    assert capsys.readouterr().out.rstrip().endswith(shown), "one command shows them"
+    (tmp_path / "trees-h200-two-levels.json").unlink()
+    assert tables.trees(tmp_path).splitlines()[2].endswith(": 4.00 |  |  |"), "of what is recorded"
+    assert set(tables.TWO_LEVELS) == {name for name, workload in NAMED.items() if workload.parent}
+    for tree, lengths in tables.TWO_LEVELS.items():  # the same rollouts
+        two, deep = parse(lengths).layout(), NAMED[tree].layout()
+        assert (two.depth, two.nominal_tokens) == (2, deep.nominal_tokens)
+
+
+def test_a_table_says_what_there_was_no_time_for():
+    made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": [1, 2]}
+    assert tables._recorded(made).endswith("2 rounds.")
+    assert tables._recorded(made | {"asked": 2}).endswith("2 rounds.")
+    assert tables._recorded(made | {"asked": 9}).endswith("2 rounds. The time of that run ended after 2 of 9.")
+
+
+def test_host_times_are_shown_with_the_load_they_were_measured_under():
+    figures = {"median_us": 54.4, "p10_us": 50.0, "p90_us": 61.0}
+    made = {"date": "2026-01-02", "commit": "a" * 40, "cpus": 16, "load_average": 0.52}
+    made["calls"] = {layout: dict.fromkeys(host_time.NAMES, figures) for layout in host_time.LAYOUTS}
+    text = host_time.markdown(made)
+    assert "| `torch.ops.dualkv.fwd` | 54 (50 to 61) | 54 (50 to 61) |" in text
+    assert text.endswith("commit aaaaaaa, load average 0.5 on 16 CPUs.")
+
+
+def test_what_is_not_recorded_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.filled("a\n<!-- table peers -->\nold\n<!-- end -->\nb") == (
+        "a\n<!-- table peers -->\nNot recorded yet.\n<!-- end -->\nb"
+    )
+
+
+def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
+    def result(i, head_dim, ratio):
+        workload = {"name": f"random-1-{i}", "head_dim": head_dim, "heads": 8, "kv_heads": 2}
+        workload |= {"prompt_lens": [300], "response_lens": [[5, 9]]}
+        side = {"sustained_ms": 1.0, "speed_against_reference": ratio}
+        sides = {tables.OURS: side, tables.PEER: side if ratio else {"error": "not supported"}}
+        return {"workload": workload, "direction": "fwd" if i % 2 else "bwd", "sides": sides}
+
+    results = [result(i, 64 if i < 4 else 96, r) for i, r in enumerate([1.1, 1.2, 0.96, 1.5, 0, 2.0])]
+    made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
+    for name, some in (("forward", results[1::2]), ("backward", results[::2])):
+        (tmp_path / f"random-{name}-h200.json").write_text(json.dumps(made | {"results": some}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = tables.drawn()
+    assert "| 64 | 2: 1.20, 1.35, 1.50 | 2: 0.96, 1.03, 1.10 |" in text
+    assert "| 96 | 1: 2.00, 2.00, 2.00 |  |" in text
+    slower = "Slower than the peer: random-1-2 bwd (D=64 H=8 Hk=2 P=300 N=2 R=5..9) 0.96. Not measured: 1 of 6."
+    assert slower in text
+    assert "\n\nForward. Recorded 2026-01-02 at" in text
+    assert "\n\nBackward. Recorded 2026-01-02 at" in text
+
+
+def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
+    about = {"date": "2026-01-02", "commit": "a" * 40, "gpu": {"name": "H200"}}
+    fuzz = {"seed": "5", "failed": 2, "worst_part_of_bound": 1.5, "tried": {"cases": 5000}, "gpu": {"name": "none"}}
+    reports = [{"count": 3, "false_positive": None}, {"count": 9, "false_positive": "a reason"}]
+    tools = {"memcheck": {"cases": 40, "reports": reports, "unfinished": ["killed"]}}
+    curve = [{"seconds": s, "allocated": s / 1000, "resident": s / 2} for s in (1000.0, 1690.0)]
+    soak = {"seconds": 9999.0, "steps": {"a": 1000, "b": 500}, "problems": ["resident grew"], "curve": curve}
+    modules = {"a.py": {"passed": 30, "skipped": 1}, "b.py": {"passed": 4, "failed": 2, "error": 1, "xfail": 1}}
+    suite = {"modules": modules, "notes": ["1 skipped in a.py: needs two GPUs"]}
+    for name, run in (("fuzz-x", fuzz), ("sanitizer-x", {"tools": tools}), ("soak-x", soak), ("suite-x", suite)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(about | run))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.trust().splitlines()[2:] == [
+        "| random calls, seed 5 | CPU | 5,000 | 2 | largest error 1.50 of its bound | 2026-01-02, commit aaaaaaa |",
+        "| the GPU tests | H200 | 38 tests | 3 | 1 skipped in a.py: needs two GPUs | 2026-01-02, commit aaaaaaa |",
+        "| compute-sanitizer, memcheck | H200 | 40 cases | 3 | not finished: killed | 2026-01-02, commit aaaaaaa |",
+        "| a long run, 28 minutes | H200 | 1,500 steps | 1 | resident grew; at the end 1.7 MiB on the device,"
+        " 845 MiB on the host | 2026-01-02, commit aaaaaaa |",
+    ]
