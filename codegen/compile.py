@@ -1,7 +1,7 @@
 """From a :class:`KernelSpec` to a shared object with its machine code, on any machine: no GPU is needed.
 
-The compile runs in a process of its own (`python -m codegen.compile` in the folder, the spec on stdin), because the DSL
-reads its target from the environment when it is imported, and so that nothing it does reaches the caller's process.
+The compile runs in its own process (`python -m codegen.compile` in the folder, the spec on stdin): the DSL reads its
+target from the environment when it is imported, and nothing that it does reaches the caller's process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     """Write `kernel.so`, `kernel.cubin` and `kernel.ptx` of `spec` into `folder`, which exists.
 
     Returns:
-        What the compiler says: ptxas version, registers a thread, stack and spilled bytes, threads, dynamic and static
+        The compiler's report: ptxas version, registers a thread, stack and spilled bytes, threads, dynamic and static
         shared memory of a CTA (bytes), CTAs that an SM holds, and the codes of ptxas warnings about wgmma (C7512 and
-        the like: products run one by one).
+        the like: ptxas serializes products).
 
     Raises:
-        KernelError: no CuTe DSL or C compiler here, or the compile failed; says which and why.
+        KernelError: there is no CuTe DSL or C compiler, or the compile failed. The message says which and why.
         OSError: the folder cannot be written, or has no space left.
     """
     if lacking := cannot_compile():
@@ -83,7 +83,7 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
 
 
 def ptxas_report(text: str) -> dict[str, Any]:
-    """Registers, stack, spills and wgmma warnings in what the DSL prints of ptxas, which it may wrap at any space."""
+    """Registers, stack, spills and wgmma warnings from the output of ptxas, which the DSL may wrap at any space."""
     text = " ".join(text.split())
     registers = re.findall(r"Used (\d+) registers", text)
     bytes_ = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
@@ -101,7 +101,7 @@ def ptxas_report(text: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- in the worker
 def _kernel(spec: KernelSpec) -> Any:
-    """The kernel object, which the DSL compiles, of one specification."""
+    """The kernel object of a specification, which the DSL compiles."""
     import cutlass
 
     module = importlib.import_module(f"cute_kernels.{spec.operation}")
@@ -137,7 +137,7 @@ def _shared_memory(ir: str) -> int:
 def _worker() -> None:
     """Compile the spec on stdin into the current folder."""
     spec = KernelSpec.from_json(sys.stdin.read())
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import it, a second each time, to no use here
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import torch: a second, not needed
     import cutlass
     import cutlass.cute as cute
     import tvm_ffi
@@ -155,7 +155,7 @@ def _worker() -> None:
     Path("kernel.cubin").write_bytes(code)
     Path("kernel.ptx").write_text(compiled.artifacts.PTX)
     compiled.export_to_c("kernel.o", function_name=spec.symbol, export_only_tvm_ffi_symbols=True)
-    # Of other libraries it needs tvm-ffi's alone, by its soname, and libc; `defs` fails where host code calls another.
+    # kernel.so needs libc and tvm-ffi's library, by soname. `defs` fails if host code calls any other library.
     runtime, ffi = Path(__file__).with_name("runtime.c"), tvm_ffi.libinfo.find_libtvm_ffi()
     cc = str(next(filter(None, map(shutil.which, C_COMPILERS))))
     flags = ["-O2", "-fPIC", "-shared", "-s", "-Wl,-z,defs"]

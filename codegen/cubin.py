@@ -1,5 +1,5 @@
-"""What a cubin says about itself: registers, stack, shared memory and threads, from its ELF file, its machine code as
-text, and, where there is a GPU, from the driver that loaded it.
+"""Registers, stack, shared memory and threads of a cubin, from its ELF file and, with a GPU, from the driver; its
+machine code as text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from codegen import KernelError, toolchain
 
-# What an SM of compute capability 9.0 has to share out (CUDA Programming Guide, "Compute Capabilities"), and in which
-# portions: registers by the warp, shared memory by the CTA, of which the system takes 1 KiB of each.
+# Resources of an SM of compute capability 9.0 (CUDA Programming Guide, "Compute Capabilities"), and the units in which
+# they are allocated: registers by the warp, shared memory by the CTA. The system takes 1 KiB of each CTA's.
 SM_REGISTERS, WARP_REGISTERS_UNIT = 65536, 256
 SM_WARPS, SM_CTAS, WARP = 64, 32, 32
 SM_SHARED_MEMORY, SHARED_MEMORY_UNIT, SYSTEM_SHARED_MEMORY = 228 * 1024, 128, 1024
@@ -29,8 +29,8 @@ _NO_CONTENT = 8  # type of an ELF section that takes space in memory and none in
 
 @dataclass(frozen=True)
 class Resources:
-    """Of the one kernel in a cubin: registers and bytes of stack a thread, threads and static shared memory (bytes) a
-    CTA, its symbol."""
+    """Resources of the one kernel in a cubin: registers and bytes of stack a thread, threads and bytes of static shared
+    memory a CTA, and the kernel's symbol."""
 
     registers: int
     stack: int
@@ -40,10 +40,10 @@ class Resources:
 
 
 def resources(cubin: bytes) -> Resources:
-    """Read from the ELF file, as the driver will read it.
+    """Resources of the kernel in `cubin`, read from the ELF file as the driver reads it.
 
     Raises:
-        ValueError: not a cubin, or not one with one kernel.
+        ValueError: `cubin` is not a cubin, or does not have exactly one kernel.
     """
     try:
         sections = _sections(cubin)
@@ -51,7 +51,7 @@ def resources(cubin: bytes) -> Resources:
         if len(functions) != 1:
             raise ValueError(f"the cubin has {len(functions)} kernels, expected 1")
         found = _attributes(sections[".nv.info"]) | _attributes(sections[f".nv.info.{functions[0]}"])
-        shared = sections.get(f".nv.shared.{functions[0]}", b"")  # with what the system takes, if there is any
+        shared = sections.get(f".nv.shared.{functions[0]}", b"")  # with what the system takes
         x, y, z = struct.unpack_from("<3I", found[_REQUIRED_THREADS])
         return Resources(
             registers=struct.unpack_from("<2I", found[_REGISTERS])[1],
@@ -100,12 +100,14 @@ def ctas_per_sm(registers: int, threads: int, shared_memory: int) -> int:
     """CTAs that an SM of compute capability 9.0 holds at once.
 
     Args:
-        registers: a thread. threads: a CTA. shared_memory: dynamic, bytes a CTA.
+        registers: registers a thread.
+        threads: threads a CTA.
+        shared_memory: dynamic shared memory a CTA, bytes.
     """
     warps = -(-threads // WARP)
     registers_a_warp = -(-registers * WARP // WARP_REGISTERS_UNIT) * WARP_REGISTERS_UNIT
     shared = -(-(shared_memory + SYSTEM_SHARED_MEMORY) // SHARED_MEMORY_UNIT) * SHARED_MEMORY_UNIT
-    # Each of the SM's four parts has a quarter of the registers for a quarter of the warps.
+    # An SM has four partitions, each with a quarter of its registers and of its warps.
     warps_by_registers = SM_REGISTERS // 4 // registers_a_warp * 4
     return min(SM_CTAS, SM_WARPS // warps, warps_by_registers // warps, SM_SHARED_MEMORY // shared)
 
@@ -124,13 +126,13 @@ def unreadable(device: int = 0) -> str | None:
 
 
 def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -> dict[str, int]:
-    """The same by the driver, from the loaded cubin, for CTAs of `threads` and `shared_memory` dynamic bytes.
+    """What the driver says of the loaded cubin, for CTAs of `threads` threads and `shared_memory` dynamic bytes.
 
     Returns:
         registers, stack (bytes of local memory a thread), static_shared_memory and ctas_per_sm.
 
     Raises:
-        KernelError: no cuda-bindings, no GPU, or a cubin that it does not load or launch so.
+        KernelError: there are no cuda-bindings or no GPU, or the driver does not load the cubin.
     """
     _call("cuInit", 0)
     gpu = _call("cuDeviceGet", device)
@@ -160,7 +162,7 @@ def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """A function of the driver's API and what it returns; names of attributes stand for their values."""
+    """Call a function of the driver API and return its result. Attributes are given by name."""
     if toolchain.driver_cuda() is None:
         raise KernelError("there is no NVIDIA driver")
     try:

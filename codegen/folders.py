@@ -17,7 +17,7 @@ _held: set[int] = set()  # descriptors of lock files
 
 
 def cache_dir() -> Path:
-    """Folder of what is made here, which may not exist yet."""
+    """Folder of the kernel cache and the private toolchain. It may not exist yet."""
     given = os.environ.get("DUALKV_CACHE_DIR")
     if given:
         return Path(given).absolute()
@@ -31,11 +31,11 @@ def cache_dir() -> Path:
 
 
 def make_cache_dir() -> Path:
-    """The same, made if need be.
+    """The cache folder, created if it does not exist.
 
     Raises:
-        OSError: it cannot be made.
-        KernelError: it is not safe to load code from.
+        OSError: the folder cannot be created.
+        KernelError: the folder is not safe to load code from.
     """
     folder = cache_dir()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,7 +44,8 @@ def make_cache_dir() -> Path:
 
 
 def check_private(folder: Path, what: str = "the kernel cache", owners: tuple[int, ...] = ()) -> None:
-    """Code is loaded from `folder`: it must belong to this user (or `owners`), and nobody else may write to it."""
+    """Raise KernelError unless `folder`, from which code is loaded, belongs to this user (or `owners`) and nobody else
+    can write to it."""
     info = folder.stat()
     if info.st_uid not in (owners or (os.geteuid(),)):
         raise KernelError(
@@ -60,7 +61,7 @@ def check_private(folder: Path, what: str = "the kernel cache", owners: tuple[in
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time, and one thread of it; a process that dies lets go."""
+    """Hold the lock file `path`: one thread of one process at a time. A process that dies releases the lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(file)
     try:
@@ -68,14 +69,14 @@ def locked(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # not by closing alone: a child forked meanwhile has it open too
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has it open too
     finally:
         _held.discard(file)
         os.close(file)
 
 
 def _in_forked_child() -> None:
-    """What other threads of the parent were doing is not being done here: let go of their locks."""
+    """Release the locks of the parent's other threads, which do not exist in the child."""
     for file in _held:
         os.close(file)
     _held.clear()

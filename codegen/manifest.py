@@ -1,8 +1,8 @@
-"""What the compiled kernels look like, recorded, so that a change shows on a machine without a GPU.
+"""The record of every compiled kernel's registers, memory and instructions: a change shows without a GPU.
 
 `python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
-with `--check` it compares instead. The CPU tests compile a part of them, see tests/codegen/test_manifest.py, and hold
-the sources to those that all of them were compiled from.
+with `--check` it compares instead. The CPU tests (tests/codegen/test_manifest.py) compile a part of the kernels and
+check that the sources are those which the record was compiled from.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from codegen.precompiled import record_of
 from codegen.spec import FORWARDS, TILES, KernelSpec, table
 from codegen.tiles import BackwardTile
 
-SUMS = ("REDG", "UBLKRED")  # of dQ, from registers or by the copy engine
-COUNTER = "ATOMG.E.ADD.STRONG.GPU"  # what counts the items of a fixed order as they begin
+SUMS = ("REDG", "UBLKRED")  # instructions that add to dQ: from registers, by the copy engine
+COUNTER = "ATOMG.E.ADD.STRONG.GPU"  # takes the next item of a deterministic backward
 WATCHED = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "ATOMG", *SUMS, "STL", "LDL")
-EXPECTED = {  # kinds of instructions without which an operation's kernel is not what it was written to be
+EXPECTED = {  # kinds of instructions that an operation's kernel must have
     **dict.fromkeys(FORWARDS, ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")),
     "bwd": ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
@@ -35,7 +35,7 @@ RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory
 
 
 def describe(specs: list[KernelSpec], folder: Path, jobs: int) -> Iterator[tuple[KernelSpec, dict[str, Any]]]:
-    """Compile `specs` into `folder`; yields each one and what the compiler made of it, in order."""
+    """Compile `specs` into `folder`. Yields each spec and the description of its kernel, in order."""
     for spec, entry in store.fill(specs, folder, jobs):
         record = record_of(entry)
         code = {"instructions": instructions(entry)}
@@ -55,7 +55,7 @@ def instructions(entry: Path) -> dict[str, int]:
 
 
 def sources() -> dict[str, str]:
-    """Of each operation, sha256 over what its machine code is made from; comments and blank lines do not count."""
+    """sha256 of each operation's sources, without comments and blank lines."""
     found = {}
     for operation in TILES:
         modules = sorted((n, p) for n, p in toolchain.sources(operation).items() if p.suffix == ".py")
@@ -73,7 +73,7 @@ def _code(path: Path) -> str:
 
 
 def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
-    """What no kernel may have, and what those of an operation must."""
+    """What is wrong with a kernel: spills, serialized wgmma, local memory, missing instructions."""
     code = described["instructions"]
     found = [f"{name} is {described[name]}, expected 0" for name in RESOURCES[1:4] if described[name]]
     found += [f"ptxas runs wgmma one by one ({code})" for code in described["wgmma_warnings"]]
@@ -89,7 +89,7 @@ def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
 
 
 def differences(recorded: dict[str, Any] | None, described: dict[str, Any]) -> list[str]:
-    """Field by field: recorded, then what a kernel is now."""
+    """The fields that differ from the record: the recorded value, then the present one."""
     if recorded is None:
         return ["not in the manifest"]
     return [f"{name}: recorded {recorded[name]}, now {now}" for name, now in described.items() if recorded[name] != now]

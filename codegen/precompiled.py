@@ -1,7 +1,7 @@
-"""Folders of kernels for machines that compile nothing: their manifest.json, checks, and code written out for reading.
+"""Folders of kernels for machines without a compiler: manifest.json, checks, the wheel, and code for reading.
 
-`manifest.json` says what is in a folder, for people and for :func:`check`. Kernels are loaded by their own records,
-whatever it says.
+`manifest.json` says what is in a folder, for people and for :func:`check`. Loading does not read it, because every
+kernel has a record of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from codegen.spec import ARCHS, KernelSpec
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
-PACKAGE = "dualkv_kernels"  # in which codegen.store looks
-MOST_BYTES = 100_000_000  # of a wheel: PyPI's bound on a file
+PACKAGE = "dualkv_kernels"  # codegen.store looks for kernels in it
+MOST_BYTES = 100_000_000  # of a wheel: PyPI's limit for a file
 CODE = ("cubin", "ptx", "sass")
 CODE_FOLDER = "code"
 NO_RECORD = "has no readable record of this version (kernel.json)"
-# What manifest.json repeats of an entry's record.
+# The fields of an entry's record that manifest.json repeats.
 FIELDS = (
     "spec", "symbol", "registers", "stack", "spill_stores", "spill_loads", "threads", "shared_memory",
     "static_shared_memory", "ctas_per_sm", "sources", "compiler", "ptxas", "cubin_sha256", "so_sha256",
@@ -40,10 +40,10 @@ class Checked:
     """What :func:`check` found.
 
     Attributes:
-        kernels: of the manifest.
+        kernels: number of kernels in the manifest.
         problems: one sentence each.
-        read_back: kernels whose registers, stack, threads and occupancy the driver confirms.
-        not_read_back: why none is, on a machine that cannot.
+        read_back: number of kernels whose registers, stack, threads and occupancy the driver confirms.
+        not_read_back: why no kernel is read back, on a machine that cannot do so.
     """
 
     kernels: int = 0
@@ -92,7 +92,7 @@ def write_manifest(folder: Path, version: str) -> dict[str, Any]:
 
 
 def _spec_of(path: Path) -> KernelSpec | None:
-    """The specification that an entry's record names, None for what is no entry, or one of another version."""
+    """The specification in an entry's record; None if `path` is no entry, or one of another version."""
     try:
         return KernelSpec.from_json(json.dumps(record_of(path)["spec"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -100,10 +100,10 @@ def _spec_of(path: Path) -> KernelSpec | None:
 
 
 def emit(entry: Path, spec: KernelSpec, kinds: Iterable[str], into: Path) -> Iterator[Path]:
-    """Write an entry's code out as `<symbol>.<kind>`, of CODE.
+    """Write an entry's code as `<symbol>.<kind>`, for kinds of CODE.
 
     Raises:
-        KernelError: sass without nvdisasm.
+        KernelError: `kinds` has sass, and there is no nvdisasm.
     """
     for kind in kinds:
         into.mkdir(exist_ok=True)
@@ -117,10 +117,10 @@ def emit(entry: Path, spec: KernelSpec, kinds: Iterable[str], into: Path) -> Ite
 
 # ---------------------------------------------------------------- the wheel dualkv-kernels
 def write_wheel(entries: Iterable[Path], folder: Path, version: str) -> Path:
-    """Write `dualkv_kernels-<version>-py3-none-manylinux_2_<glibc>_<machine>.whl`: what loading an entry takes.
+    """Write `dualkv_kernels-<version>-py3-none-manylinux_2_<glibc>_<machine>.whl` with the files that loading needs.
 
-    The same entries make the same file. Any Python loads it; it asks for `version` of dualkv, this one, whose sources
-    the records name.
+    The same entries make the same file. The wheel fits any Python and requires this version of dualkv, because the
+    records name its sources.
 
     Raises:
         KernelError: the folder cannot be written, or the wheel would be larger than MOST_BYTES.
@@ -155,7 +155,7 @@ def write_wheel(entries: Iterable[Path], folder: Path, version: str) -> Path:
         try:
             with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
                 for name, content in files.items():
-                    info = zipfile.ZipInfo(name)  # of 1980: no time of today in it
+                    info = zipfile.ZipInfo(name)  # dated 1980: the file does not depend on the time
                     info.external_attr = 0o644 << 16
                     wheel.writestr(info, content, zipfile.ZIP_DEFLATED)
             if new.stat().st_size > MOST_BYTES:
@@ -170,10 +170,10 @@ def write_wheel(entries: Iterable[Path], folder: Path, version: str) -> Path:
 
 # ---------------------------------------------------------------- check
 def check(folder: Path, specs: Iterable[KernelSpec] = ()) -> Checked:
-    """Whether what `manifest.json` says is so, every kernel of it loads here, and those of `specs` are among them.
+    """Check that `manifest.json` is true, that all its kernels load here, and that `specs` are among them.
 
-    Nothing in the folder is written. On a machine with a Hopper GPU and cuda-bindings the kernels are loaded there too,
-    and what the driver says of them is compared.
+    Nothing in the folder is written. On a machine with a Hopper GPU and cuda-bindings the driver loads the kernels too,
+    and its numbers are compared.
     """
     found = Checked(not_read_back=cubin.unreadable())
     try:
@@ -204,7 +204,7 @@ def check(folder: Path, specs: Iterable[KernelSpec] = ()) -> Checked:
 
 
 def unusable(folder: Path) -> dict[str, str]:
-    """Entries of a folder that are not loaded here, and why."""
+    """The entries of a folder that cannot be loaded here, and why."""
     found = {}
     for path in sorted(folder.glob("dualkv_*-*")):
         spec = _spec_of(path)
@@ -215,7 +215,7 @@ def unusable(folder: Path) -> dict[str, str]:
 
 
 def _problems(path: Path, said: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with an entry or with what the manifest says of it."""
+    """What is wrong with an entry, or with the manifest's description of it."""
     if not path.is_dir():
         yield f"is in {MANIFEST} and not in the folder"
         return

@@ -1,4 +1,4 @@
-"""Which kernels a set of attention shapes needs, and which options of `dualkv precompile` ask for a kernel."""
+"""Which kernels a set of attention shapes needs, and which options of `dualkv precompile` select a kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Shape(NamedTuple):
-    """Of attention layers: a head dim (a multiple of 8 up to 256) and a GQA ratio; the backward's kernels ask only the
-    first."""
+    """Shape of attention layers: a head dim (a multiple of 8 up to 256) and a GQA ratio. The backward's kernels depend
+    on the head dim alone."""
 
     head_dim: int
     heads_per_kv: int
@@ -26,15 +26,15 @@ def select(
     deterministic: bool = False,
     trees: bool = False,
 ) -> list[KernelSpec]:
-    """Each kernel once, those of a shape together.
+    """The kernels that the shapes need: each once, those of a shape together.
 
     Args:
         shapes: head dims and GQA ratios.
         dtypes: "bf16", "fp16".
         directions: of DIRECTIONS.
-        gradients: of codegen.spec.GRADIENTS, what backwards are asked for.
+        gradients: of codegen.spec.GRADIENTS, the gradients that backwards compute.
         deterministic: also the kernels of deterministic backwards.
-        trees: also the forward's kernels for layouts deeper than two levels (the backward's serve any).
+        trees: also the forward's kernels for layouts deeper than two levels (the backward's kernels serve any layout).
 
     Raises:
         ValueError: a shape, dtype, direction or part of the gradients without kernels.
@@ -62,7 +62,7 @@ def select(
 
 
 def words(spec: KernelSpec) -> list[str]:
-    """The options of `dualkv precompile` that select `spec`; none for a specification that no call asks for."""
+    """The options of `dualkv precompile` that select `spec`; empty for a specification that no call needs."""
     shape = Shape(spec.head_dim, spec.packed_heads)
     for direction in DIRECTIONS:
         for deterministic in (False, True):

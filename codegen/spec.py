@@ -1,4 +1,4 @@
-"""What a compiled kernel is compiled for."""
+"""Specifications of kernels: what is fixed when a kernel is compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from codegen.tiles import (
 
 DTYPES = ("bf16", "fp16")
 ARCHS = ("sm_90a",)
-GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # what a backward may be asked for
+GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # combinations that a backward computes
 Tile = ForwardTile | BackwardTile | RowTile | SlabTile | DqTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
@@ -36,8 +36,8 @@ TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its ker
 }
 
 
-FORWARDS = ("fwd", "fwd_paths")  # of two levels, and of trees of any depth
-PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # do less where fewer gradients are asked
+FORWARDS = ("fwd", "fwd_paths")  # for prompts with responses, for trees of any depth
+PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # leave work out if fewer gradients are requested
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class KernelSpec(Generic[AnyTile]):
         packed_heads: query heads of one KV head in a tile. Forward: the GQA ratio up to 16, beyond that a divisor of
             it. Backward: 1, whatever the ratio.
         tile: the operation's tile configuration.
-        gradients: of the backward's kernels up to the sum of slabs, the gradients that are made: one of GRADIENTS.
+        gradients: the gradients that a kernel of PARTIAL computes, one of GRADIENTS; "qkv" for other kernels.
         arch: "sm_90a".
 
     Raises:
-        ValueError: a value that no kernel is written for.
-        TypeError: a tile of another operation, a number that is not an int.
+        ValueError: no kernel is written for a value.
+        TypeError: the tile is another operation's, or a number is not an int.
     """
 
     operation: str
@@ -97,7 +97,7 @@ class KernelSpec(Generic[AnyTile]):
 
     @property
     def trees(self) -> bool:
-        """Whether it is the forward of layouts deeper than two levels."""
+        """Whether this is the forward for layouts deeper than two levels."""
         return self.operation == FORWARDS[True]
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class KernelSpec(Generic[AnyTile]):
 def forward_spec(dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False) -> KernelSpec[ForwardTile]:
     """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles.
 
-    trees: the one for layouts deeper than two levels.
+    trees: the kernel for layouts deeper than two levels.
     """
     operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
     return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim))
@@ -134,7 +134,7 @@ class BackwardSpecs(NamedTuple):
 
     preprocess: KernelSpec[RowTile]
     main: KernelSpec[BackwardTile]
-    slab_sum: KernelSpec[SlabTile] | None  # for dK and dV, and launched only where items are split
+    slab_sum: KernelSpec[SlabTile] | None  # for dK and dV; launched only if items are split
     postprocess: KernelSpec[DqTile] | None  # for dQ
 
     @property
@@ -147,7 +147,7 @@ def backward_specs(
 ) -> BackwardSpecs:
     """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio.
 
-    Sums in a fixed order are dQ's matter: without it, `deterministic` changes nothing.
+    `deterministic` concerns the sums of dQ: without dQ it changes nothing.
     """
     native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic and "q" in gradients)
 
@@ -164,10 +164,10 @@ def backward_specs(
 
 
 def table() -> list[KernelSpec]:
-    """Every specialization that training asks for: of the gradients all, those of the query, those of keys and values.
+    """The specializations that training needs: with all gradients, with dQ alone, and with dK and dV.
 
-    Other parts of the gradients have kernels too, compiled when they are first asked for. So have trees at every dtype
-    and ratio: one of each head dim is here, as they differ from the other forwards in nothing that these decide.
+    Other combinations of gradients have kernels too, compiled at first use. The forward of trees has kernels for every
+    dtype and GQA ratio, but neither changes how that forward differs from the other one: one a head dim is listed.
     """
     forward = [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
     trees = [forward_spec(DTYPES[0], d, 4, trees=True) for d in HEAD_DIMS]

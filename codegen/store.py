@@ -1,11 +1,11 @@
-"""Compiled kernels, found or made: memory, `DUALKV_KERNEL_DIR`, the wheel dualkv-kernels, the cache, then a compile.
+"""Find compiled kernels in memory, `DUALKV_KERNEL_DIR`, the wheel dualkv-kernels and the cache, or compile them.
 
 An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin`, `kernel.ptx` and the record `kernel.json`. It
-appears whole by one rename, and counts only if its record fits what is asked for and `kernel.so` has the recorded hash
-and exports the symbol; anything else is a miss.
+appears by one rename. It counts only if its record fits the specification and `kernel.so` has the recorded hash and
+exports the symbol. Everything else is a miss.
 
 Environment:
-    DUALKV_KERNEL_DIR: folder of entries made elsewhere, only ever read.
+    DUALKV_KERNEL_DIR: folder of entries made elsewhere, never written.
     DUALKV_CACHE_DIR: folder of entries made here (default `$XDG_CACHE_HOME/dualkv`, `~/.cache/dualkv`), mode 0700.
     DUALKV_JIT: 0 never compiles.
 """
@@ -46,10 +46,11 @@ _lock = threading.RLock()
 
 
 def load(spec: KernelSpec) -> Kernel:
-    """The kernel of `spec`, ready to be called; compiled first if it is nowhere to be found (seconds).
+    """The kernel of `spec`, ready to call. A kernel that is not found is compiled first, which takes seconds.
 
     Raises:
-        KernelError: it must be compiled and cannot or may not be; a cache folder that is not safe to load code from.
+        KernelError: the kernel is not found, and cannot or may not be compiled; or the cache folder is not safe to load
+            code from.
     """
     kernel = _loaded.get(spec)
     if kernel is None:
@@ -61,7 +62,7 @@ def load(spec: KernelSpec) -> Kernel:
 
 
 def load_all(specs: Iterable[KernelSpec]) -> list[Kernel]:
-    """As `load`, of several: what must be compiled of them is compiled side by side."""
+    """Like `load`, for several specifications: missing kernels are compiled in parallel."""
     specs = list(specs)
     with _lock:
         missing = [spec for spec in dict.fromkeys(specs) if spec not in _loaded]
@@ -103,7 +104,7 @@ def entry(spec: KernelSpec) -> Path:
 
 @cache
 def _warn(text: str) -> None:
-    """Once a process."""
+    """Log a warning once a process."""
     _log.warning(text)
 
 
@@ -121,7 +122,7 @@ def fill(specs: list[KernelSpec], folder: Path, jobs: int = 1) -> Iterator[tuple
     """Compile what `folder` lacks of `specs`, `jobs` at a time; yields each spec and its entry, in order.
 
     Raises:
-        KernelError: a compile failed, or the folder cannot be written. What is under way is finished, no more begun.
+        KernelError: a compile failed, or the folder cannot be written. Compiles under way finish, and no more start.
     """
     pool = ThreadPoolExecutor(jobs)
     try:
@@ -148,7 +149,7 @@ def _name(spec: KernelSpec) -> str:
 
 
 def find_in(folder: Path, spec: KernelSpec) -> tuple[Path | None, list[str]]:
-    """The entry of `spec` in a folder made anywhere, and why those of its name that come before do not do."""
+    """The entry of `spec` in a folder that any machine may have made, and why entries before it cannot be used."""
     reasons: list[str] = []
     for path in sorted(folder.glob(f"{spec.symbol}-*")):
         reason = mismatch(path, spec, same_compiler=False)
@@ -159,7 +160,7 @@ def find_in(folder: Path, spec: KernelSpec) -> tuple[Path | None, list[str]]:
 
 
 def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
-    """(entry, "kernel_dir", "wheel" or "cache", []) or (None, "", what was looked at and why it does not do)."""
+    """(entry, "kernel_dir", "wheel" or "cache", []) or (None, "", each place with the reason why it has no entry)."""
     why_not = []
     kernel_dir = os.environ.get("DUALKV_KERNEL_DIR")
     if kernel_dir:
@@ -178,7 +179,7 @@ def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
     cache = cache_dir()
     if cache.is_dir():
         folders.check_private(cache)
-    if toolchain.found() is None:  # what was compiled when there was a compiler is as good as another machine's
+    if toolchain.found() is None:  # then the cache is read as a folder from another machine is
         found, reasons = find_in(cache, spec)
         if found is not None:
             return found, "cache", []
@@ -194,7 +195,7 @@ def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
 
 
 def wheel_dir() -> Path | None:
-    """Folder of the entries that the wheel dualkv-kernels brings, None where it is not installed."""
+    """Folder of the entries in the wheel dualkv-kernels; None if the wheel is not installed."""
     found = importlib.util.find_spec("dualkv_kernels")  # codegen.precompiled packs it
     return Path(found.origin).parent if found and found.origin else None
 
@@ -203,8 +204,8 @@ def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
     """Why the entry at `path` must not be loaded for `spec` here, or None.
 
     Args:
-        same_compiler: as is asked of entries made here. Those made elsewhere must fit what loads them here; what
-            compiled them there may be absent here.
+        same_compiler: whether this machine's compiler must have made the entry, as those of the cache. Other entries
+            must fit the machine and its driver; their compiler may be absent here.
     """
     try:
         record = json.loads((path / "kernel.json").read_text())
@@ -234,7 +235,7 @@ def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
 
 # ---------------------------------------------------------------- make
 def add(spec: KernelSpec, folder: Path) -> Path:
-    """The entry of `spec` in `folder`, compiled if there is none. One process compiles, others wait for it.
+    """The entry of `spec` in `folder`, compiled if there is none. One process compiles, the others wait for it.
 
     Raises:
         KernelError: the compile failed, or the folder cannot be written.
@@ -247,20 +248,20 @@ def add(spec: KernelSpec, folder: Path) -> Path:
 
 
 def _add(spec: KernelSpec, folder: Path) -> Path:
-    """As `add`, with OSError where the folder cannot be written."""
+    """Like `add`, but raises OSError if the folder cannot be written."""
     path = folder / _name(spec)
     with locked(folder / f".{path.name}.lock"):
         if has(spec, folder):
             counts["cache"] += 1
             return path
-        for left in folder.glob(f".{path.name}.*"):  # by a process that was killed: this one holds the lock
+        for left in folder.glob(f".{path.name}.*"):  # left by a killed process: this process holds the lock
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
         made, replaced = (folder / f".{path.name}.{what}{secrets.token_hex(4)}" for what in ("new", "old"))
         try:
             made.mkdir(mode=0o755)
             _make(spec, made)
-            if path.exists():  # not to be used; a process that has it open keeps its files
+            if path.exists():  # cannot be used; a process that has it open keeps its files
                 path.rename(replaced)
             made.rename(path)
         finally:
@@ -288,7 +289,7 @@ def _make(spec: KernelSpec, folder: Path) -> None:
 
 
 def _in_forked_child() -> None:
-    """What other threads of the parent were doing is not being done here: free their lock."""
+    """Replace the lock, which a thread of the parent may hold that does not exist in the child."""
     global _lock
     _lock = threading.RLock()
 
@@ -299,11 +300,11 @@ os.register_at_fork(after_in_child=_in_forked_child)
 # ---------------------------------------------------------------- settings and load
 @cache
 def _temporary_folder(process: int) -> Path:
-    """Of one process, removed at its end."""
+    """A folder of one process, removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="dualkv-"))
 
     def remove() -> None:
-        if os.getpid() == process:  # not its parent's to remove
+        if os.getpid() == process:  # a forked child leaves its parent's folder alone
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -319,20 +320,20 @@ def _may_compile() -> bool:
 
 @cache
 def _check_ffi() -> None:
-    """Kernels are linked to this interface of tvm-ffi, whichever of its versions compiled them."""
+    """Raise KernelError unless tvm-ffi is 0.1, the interface that kernels are linked to."""
     version = toolchain.version("apache-tvm-ffi")
     if not version.startswith("0.1."):
         raise KernelError(f"apache-tvm-ffi is {version}, kernels need 0.1: pip install 'apache-tvm-ffi>=0.1.9,<0.2'")
 
 
 def open_entry(path: Path, spec: KernelSpec) -> Kernel:
-    """The kernel in an entry that :func:`mismatch` has nothing against.
+    """Load the kernel of an entry for which :func:`mismatch` returns None.
 
     Raises:
-        KernelError: tvm-ffi or the entry cannot be loaded; others may write to the entry.
+        KernelError: tvm-ffi or the entry cannot be loaded, or others can write to the entry.
     """
-    if path.parent != wheel_dir():  # who can write to installed packages can write to this one
-        for place in (path, path / "kernel.so"):  # the folder around them has been looked at
+    if path.parent != wheel_dir():  # as safe as all installed packages
+        for place in (path, path / "kernel.so"):  # the folder around them is checked already
             folders.check_private(place, "the compiled kernel", (os.geteuid(), 0))
     _check_ffi()
     try:

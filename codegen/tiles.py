@@ -1,13 +1,13 @@
-"""Which tile configuration runs which attention: the one table, chosen by measurement on an H200.
+"""The table of tile configurations, chosen by measurement on an H200.
 
-Numbers only: nothing here imports CuTe or torch, so the host's plan can use it.
+Nothing here imports CuTe or torch, so that the host's plan can use it.
 """
 
 from dataclasses import dataclass, replace
 
 from cute_kernels.abi import slab_floats, warp_group_tokens
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills a smaller head dim up with zeros
+HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills smaller head dims with zeros
 MAX_PACKED_HEADS = 16
 
 
@@ -30,7 +30,7 @@ class ForwardTile:
     cluster: int = 2
 
     def tokens(self, packed_heads: int) -> int:
-        """Packed rows (tokens) that a cluster takes."""
+        """Packed rows (tokens) in a tile, which a cluster takes."""
         return self.cluster * self.warp_groups * warp_group_tokens(packed_heads)
 
 
@@ -47,7 +47,7 @@ def kernel_head_dim(head_dim: int) -> int:
     """The native head dim whose kernel runs `head_dim`.
 
     Raises:
-        ValueError: head dims that no kernel takes.
+        ValueError: no kernel takes `head_dim`.
     """
     if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
         raise ValueError(f"head_dim is {head_dim}, expected a multiple of 8 from 8 to {HEAD_DIMS[-1]}")
@@ -55,7 +55,7 @@ def kernel_head_dim(head_dim: int) -> int:
 
 
 def packed_heads(heads_per_kv: int) -> int:
-    """How many query heads of a KV head a tile packs: all of them up to 16, else the divisor that fills tiles best."""
+    """Query heads of a KV head in one tile: all of them up to 16, else the divisor that fills tiles best."""
     if heads_per_kv <= MAX_PACKED_HEADS:
         return heads_per_kv
     divisors = [n for n in range(1, MAX_PACKED_HEADS + 1) if heads_per_kv % n == 0]
@@ -90,7 +90,7 @@ class BackwardTile:
     deterministic: bool = False
 
     def slab_floats(self, head_dim: int) -> int:
-        """Floats of an item's partial dK and dV, of a native head dim."""
+        """Floats of an item's partial dK and dV at a native head dim."""
         return slab_floats(head_dim, self.tile_n, self.cluster)
 
 
@@ -111,21 +111,21 @@ def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Tile of the kernel before the backward's main one: `tile_m` packed rows, as there."""
+    """Tile of :class:`cute_kernels.bwd_preprocess.BackwardPreprocess`: `tile_m` as in the :class:`BackwardTile`."""
 
     tile_m: int
 
 
 @dataclass(frozen=True)
 class DqTile:
-    """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as of the :class:`BackwardTile`."""
+    """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as in the :class:`BackwardTile`."""
 
     tile_m: int
 
 
 @dataclass(frozen=True)
 class SlabTile:
-    """Tile of :class:`cute_kernels.bwd_sum.SlabSum`: `tile_n` and `cluster` of the slabs' :class:`BackwardTile`."""
+    """Tile of :class:`cute_kernels.bwd_sum.SlabSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
 
     tile_n: int
     cluster: int

@@ -1,7 +1,7 @@
 """What compiles kernels on this machine: the CuTe DSL, its versions, and the kernels' sources.
 
-Everything here is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack the
-first, and this package does without the second.
+All of it is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack cutlass,
+and this package does not need torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from codegen import KernelError, folders
 
 _COMPILER = re.compile(rf"_cutlass_ir\.cu(\d+){re.escape(EXTENSION_SUFFIXES[0])}")  # for this Python
-# Not by `ast`: where two threads parse at once, as those that load kernels do, CPython 3.11 and 3.12 may raise
-# SystemError.
+# Not by `ast`: CPython 3.11 and 3.12 may raise SystemError if two threads parse at once, as threads that load kernels
+# do.
 _IMPORT = re.compile(
     r"^\s*(?:from (cute_kernels[\w.]*) import (\([^)]*\)|.*)|import (cute_kernels\.[\w.]+))", re.MULTILINE
 )
@@ -64,19 +64,19 @@ class Toolchain:
 
     @property
     def path(self) -> list[str]:
-        """What a process that compiles has on its PYTHONPATH before everything else."""
+        """Folders that come first on the PYTHONPATH of a process that compiles."""
         return [] if self.root is None else [str(self.dsl / "dsl_packages"), str(self.root)]
 
     def version(self, package: str) -> str:
-        """Version of one of its packages, `absent` without it."""
+        """Version of one of its packages; `absent` if it is not installed."""
         return _version(package, self.root)
 
     @cached_property
     def compiler(self) -> dict[str, str]:
         """Version of everything outside this project that shapes a compiled kernel.
 
-        ptxas is built into the library of the DSL's compiler, whose hash therefore stands for it; a compiled kernel's
-        record names the version that ptxas itself reports. apache-tvm-ffi is not among them: it makes no code.
+        ptxas is built into the library of the DSL's compiler, so that library's hash stands for it. A compiled kernel's
+        record has the version that ptxas reports. apache-tvm-ffi is left out: it generates no code.
         """
         libs = f"nvidia-cutlass-dsl-libs-{self.flavour}"
         files = next((d.files or [] for d in _distributions(libs, self.root)), [])
@@ -104,7 +104,7 @@ def lacking() -> str | None:
 
 
 def compiler() -> dict[str, str]:
-    """Of the toolchain found: see :attr:`Toolchain.compiler`.
+    """:attr:`Toolchain.compiler` of the toolchain found.
 
     Raises:
         KernelError: there is none.
@@ -117,7 +117,7 @@ def compiler() -> dict[str, str]:
 
 @cache
 def _environment() -> Toolchain | str:
-    """This environment's toolchain, or why it is none."""
+    """This environment's toolchain, or why there is none."""
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
         return "nvidia-cutlass-dsl is not installed"
@@ -125,7 +125,7 @@ def _environment() -> Toolchain | str:
 
 
 def private_folder() -> Path:
-    """Of the private toolchain, which may not exist."""
+    """Folder of the private toolchain. It may not exist."""
     return folders.cache_dir() / f"toolchain-{PRIVATE}-cp{sys.version_info[0]}{sys.version_info[1]}"
 
 
@@ -140,7 +140,7 @@ def _private() -> Toolchain | str:
 
 @cache
 def _examined(root: Path | None, dsl: Path) -> Toolchain | str:
-    """The DSL in a folder, or why kernels are not compiled by it."""
+    """The DSL in a folder, or why it cannot compile kernels."""
     version, ffi = _version("nvidia-cutlass-dsl", root), _version("apache-tvm-ffi", root)
     where = "" if root is None else f"the private toolchain {root} has "
     if not version.startswith(f"{DSL}."):
@@ -163,10 +163,10 @@ def _examined(root: Path | None, dsl: Path) -> Toolchain | str:
 
 # ---------------------------------------------------------------- the private toolchain
 def install() -> Toolchain:
-    """The toolchain that compiles kernels here; where there is none, the private one is installed, by pip or uv.
+    """The toolchain that compiles kernels here. If there is none, pip or uv installs the private toolchain.
 
     Raises:
-        KernelError: it cannot be downloaded or written, or does not serve here.
+        KernelError: the private toolchain cannot be downloaded or written, or does not work here.
     """
     if (serving := found()) is not None:
         return serving
@@ -177,7 +177,7 @@ def install() -> Toolchain:
             _examined.cache_clear()  # another process may have installed it meanwhile
             if isinstance(there := _private(), Toolchain):
                 return there
-            for left in cache.glob(f".{root.name}.new*"):  # by a process that was killed: this one holds the lock
+            for left in cache.glob(f".{root.name}.new*"):  # left by a killed process: this process holds the lock
                 shutil.rmtree(left, ignore_errors=True)
             made = cache / f".{root.name}.new{secrets.token_hex(4)}"
             try:
@@ -197,7 +197,7 @@ def install() -> Toolchain:
 
 
 def requirements() -> list[str]:
-    """What the private toolchain is made of, exactly; the environment has cuda-bindings and the like."""
+    """Exact packages of the private toolchain. Others, such as cuda-bindings, come from the environment."""
     libs = ("base", "core", "cu12" if driver_cuda() == 12 else "cu13")
     names = ["nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{lib}" for lib in libs)]
     return [*(f"{name}=={PRIVATE}" for name in names), f"apache-tvm-ffi=={PRIVATE_FFI}"]
@@ -212,7 +212,7 @@ def _download(folder: Path) -> None:
 
 
 def _installer() -> list[str]:
-    """pip of this environment, or uv where the environment was made by it."""
+    """pip of this environment, or uv if uv made the environment."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if uv := shutil.which("uv"):
@@ -223,7 +223,7 @@ def _installer() -> list[str]:
 # ---------------------------------------------------------------- versions and sources
 @cache
 def driver_cuda() -> int | None:
-    """Major CUDA version of the NVIDIA driver, None without one."""
+    """Major CUDA version of the NVIDIA driver; None without a driver."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -233,7 +233,7 @@ def driver_cuda() -> int | None:
 
 
 def version(package: str) -> str:
-    """Version of an installed package, `absent` without one."""
+    """Version of an installed package; `absent` if it is not installed."""
     return _version(package, None)
 
 
@@ -242,7 +242,7 @@ def _version(package: str, root: Path | None) -> str:
 
 
 def _distributions(name: str, root: Path | None) -> Iterable[importlib.metadata.Distribution]:
-    """Installed in a folder, or in this environment."""
+    """Distributions of a package in a folder, or in this environment."""
     return importlib.metadata.Distribution.discover(name=name, path=sys.path if root is None else [str(root)])
 
 
@@ -253,7 +253,7 @@ def source_digest(operation: str) -> str:
 
 
 def read_source_digest(operation: str) -> str:
-    """sha256 over the sources that an operation's kernel is made from, each with its name and length."""
+    """sha256 of the sources that an operation's kernel is compiled from, each with its name and length."""
     digest = hashlib.sha256()
     for name, path in sorted(sources(operation).items()):
         content = path.read_bytes()
@@ -262,10 +262,10 @@ def read_source_digest(operation: str) -> str:
 
 
 def sources(operation: str) -> dict[str, Path]:
-    """`cute_kernels/<operation>.py`, what it imports of its package, what chooses its arguments, compiles and links it.
+    """An operation's sources by module: its kernel, what the kernel imports, and what chooses, compiles and links it.
 
-    With `cute_kernels/abi.py`, which every kernel imports, they are all that a kernel's code and the sizes of its
-    host's buffers depend on, but for what the specification says.
+    The kernel is `cute_kernels/<operation>.py`, and every kernel imports `cute_kernels/abi.py`. Besides the
+    specification, a kernel's code and the sizes of its host buffers depend on nothing else.
     """
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:

@@ -169,6 +169,8 @@ def prepared(page):
     from tests.integrations.tiny import VOCAB, make_model
 
     torch.manual_seed(0)
+    if page == "README.md":
+        return {}  # its blocks run as they stand
     space = {
         "dualkv": dualkv,
         "torch": torch,
@@ -222,7 +224,7 @@ def test_python_of_the_readme_computes_what_it_says():
     (line,) = [block for block in blocks("README.md", {"text"}) if block.startswith("from ")]
     assert line.strip() in blocks("trl.md", {"python"})[0], "which runs where TRL is"
     space = ran("README.md")
-    assert [len(row) for row in space["rows"]] == [3, 5, 1, 7]
+    assert [len(row) for row in space["rows"]] == [128, 90, 64, 128, 130, 91]
     assert space["out"].shape == (512 + 8 * 128 + 70 + 130 + 91, 16, 128)
 
 

@@ -11,23 +11,27 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from codegen.spec import KernelSpec, backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from tools import cold_start, filed, host_time, verl_rows
 from tools.ncu import show as ncu
-from tools.ncu.lines import Hot
+from tools.ncu.job import Job
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
+MANIFEST = ROOT / "tests" / "codegen" / "manifest.json"
 DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("performance", "deployment", "profiling", "sanitizers", "trust", "tuning", "verl")
+        for name in ("compare", "performance", "deployment", "profiling", "sanitizers", "trust", "tuning", "verl")
     ),
 )
 UPDATES = {
@@ -84,6 +88,75 @@ def updates() -> str:
     return markdown_table([*head, "distance from fp32*"], rows)
 
 
+def replicated() -> str:
+    """What packing saves, with the attention that the replicated prompts ran with: the README's table."""
+    above, whole = "above the weights", "in all"
+    measured = []
+    for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
+        run = _load(name)
+        ways = [run["ways"][way] for way in ("replicated", "packed")]
+        seconds, gib = [way["total_seconds"] for way in ways], [way["peak_bytes"] / 2**30 for way in ways]
+        measured.append((f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], "", seconds, gib, above))
+
+    run = _load("trl-h200-fa4")
+    ways = [run["ways"][way] for way in ("padded", "packed")]
+    seconds, gib = [way["seconds"]["median"] for way in ways], [way["peak_gib"] for way in ways]
+    what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
+    measured.append((what, "FlashAttention-4", run["settings"], "256 to ", seconds, gib, above))
+
+    run = _load("step-h200-fa4")
+    ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
+    seconds, gib = [way["median"] for way in ways], [way["peak_gib"] for way in ways]
+    what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
+    measured.append((what, "FlashAttention-4", run["sizes"], "", seconds, gib, whole))
+
+    ways = [
+        min(
+            (row for row in _verl("4gpu") if _is_whole_grpo(row["settings"], engine)),
+            key=lambda row: row["seconds"]["median"],
+        )
+        for engine in ("verl", "dualkv")
+    ]
+    seconds, gib = [way["seconds"]["median"] for way in ways], [max(way["peak_gib"]) for way in ways]
+    what = "veRL update, Qwen3-8B, 4 H200s"
+    measured.append((what, "cuDNN's attention", ways[0]["settings"], "", seconds, gib, whole))
+
+    rows = []
+    for what, peer, s, least, (a, b), (c, d), kind in measured:
+        memory = f"{c:.1f} / {d:.1f} GiB {kind}" + (f" ({c / d:.1f}x)" if kind == above else "")
+        lens = f"{s['prompt_len']}, {s['responses']} x {least}{s['response_len']}"
+        rows.append([what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory])
+    head = ["measured", "P, N x R", "replicated prompts run with", "time, replicated / packed", "peak memory"]
+    return markdown_table(head, rows)
+
+
+def _is_whole_grpo(settings: dict[str, Any], engine: str) -> bool:
+    return settings["layers"] is None and (settings["algorithm"], settings["engine"]) == ("grpo", engine)
+
+
+def speeds() -> str:
+    """The kernels against the peer, from the slowest workload of each record to the fastest."""
+
+    def span(name: str, figure: Callable[[dict[str, Any]], float], form: str) -> str:
+        figures = [figure(result) for result in _measured(_load(name)["results"])]
+        return f"{min(figures):{form}} to {max(figures):{form}}"
+
+    rows = [
+        [what, *(span(name.format(direction), figure, form) for direction in ("forward", "backward"))]
+        for what, name, figure, form in (
+            ("head dim 128, eight workloads: TFLOP/s", "{}-h200", _rate, ".0f"),
+            ("the same: times as fast", "{}-h200", _ratio, ".2f"),
+            ("head dims 64, 96, 192, 256: times as fast", "{}-h200-head-dims", _ratio, ".2f"),
+            ("40 random shapes: times as fast", "random-{}-h200", _ratio, ".2f"),
+        )
+    ]
+    return markdown_table(["attention on an H200", "forward", "backward"], rows)
+
+
+def _rate(result: dict[str, Any]) -> float:
+    return float(result["sides"][OURS]["sustained_tflops"])
+
+
 def _speed(side: dict[str, Any]) -> str:
     return f"{side['sustained_ms']:.2f} ({side['sustained_tflops']:.0f})"
 
@@ -117,11 +190,11 @@ def _against_peer(name: str) -> str:
             row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
         rows.append(row)
     head = ["workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
-    return markdown_table([*head, "deterministic, times"] if deterministic else head, rows) + _recorded(run)
+    return markdown_table([*head, "deterministic: time ratio"] if deterministic else head, rows) + _recorded(run)
 
 
 def aimed() -> str:
-    """What was aimed at and what the records reach; what falls short is bold."""
+    """Targets and what the records reach; a figure below its target is bold."""
 
     def cell(figure: float, least: float, form: str) -> list[str]:
         text = format(figure, form)
@@ -146,7 +219,7 @@ def aimed() -> str:
         fewer,
         ["deterministic over any order, at most", "", "", "1.10", text if slowest <= 1.10 else f"**{text}**"],
     ]
-    return markdown_table(["", "forward: aimed at", "reached", "backward: aimed at", "reached"], rows)
+    return markdown_table(["", "forward: target", "reached", "backward: target", "reached"], rows)
 
 
 def head_dims(direction: str) -> str:
@@ -191,7 +264,7 @@ def drawn() -> str:
                 f"{len(some)}: {speeds[0]:.2f}, {statistics.median(speeds):.2f}, {speeds[-1]:.2f}" if some else ""
             )
         rows.append(row)
-    head = ["head dim", "forward: slowest, median, fastest ratio", "backward"]
+    head = ["head dim", "forward: workloads; slowest, median, fastest ratio", "backward: the same"]
     slower = [f"{_drawn(r)} {_ratio(r):.2f}" for r in sorted(measured, key=_ratio) if _ratio(r) < 1]
     said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
     missing = len(results) - len(measured)
@@ -220,7 +293,7 @@ def tensor_parallel() -> str:
         w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
         rate = f"{ours['sustained_tflops'] / whole['sides'][OURS]['sustained_tflops']:.2f}"
         rows.append((f"{w['heads']} / {w['kv_heads']}", _speed(ours), rate, _speed(peer)))
-    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "of the rate at all heads", "FlashAttention-4, 3 calls")
+    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "rate over that of all heads", "FlashAttention-4, 3 calls")
     return markdown_table(head, rows) + _recorded(run)
 
 
@@ -246,10 +319,10 @@ def trees(folder: Path | None = None) -> str:
     head = [
         "tree",
         "DualKV, ms (TFLOP/s)",
-        "FlexAttention: times as fast",
-        "replicated, FlashAttention-4: times as fast",
+        "FlexAttention: speed-up over it",
+        "FlashAttention-4, replicated: speed-up over it",
     ]
-    head += ["TFLOP/s of two levels, same rollouts: part of it", f"{MAIN}: part of it"]
+    head += ["two levels, same rollouts, TFLOP/s: ratio to it", f"{MAIN}, TFLOP/s: ratio to it"]
     return markdown_table(head, rows) + _recorded(run)
 
 
@@ -268,21 +341,31 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
-def _profile(direction: str) -> dict[str, Any]:
-    return next(p for p in _load("profile-h200")["profiles"] if p["direction"] == direction)
+def kernels() -> str:
+    """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
+    manifest = json.loads(MANIFEST.read_text())["kernels"]
+    specs: list[KernelSpec[Any]] = [forward_spec("bf16", d, 4) for d in HEAD_DIMS]
+    specs += [backward_specs("bf16", d).main for d in HEAD_DIMS]
+    rows = []
+    for spec in specs:
+        kernel = manifest[str(spec)]
+        budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
+        tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
+        row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
+        rows.append([*row, f"{kernel['shared_memory'] / 1024:.1f}"])
+    head = ["kernel", "head dim", "tile", "registers at launch", "producer / MMA", "shared memory, KiB"]
+    return markdown_table(head, rows)
 
 
-def profile(direction: str) -> str:
-    """What its kernels did with their time."""
-    filed = _profile(direction)
-    return f"{filed['date'][:10]}, commit {filed['commit'][:7]}: {ncu.markdown(ncu.report(filed))}"
-
-
-def hot(direction: str) -> str:
-    """Where the warps of a direction's main kernel wait."""
-    kernel = next(k for k in _profile(direction)["kernels"] if "hot" in k)
-    places = [Hot(**place) for place in kernel["hot"]]
-    return ncu.markdown(ncu.hot(kernel["operation"], places, kernel["no_lines"]))
+def profiles() -> str:
+    """What kernels did with their time, of the profiles on file whose kernels have the tiles of today's table."""
+    every = _load("profile-h200")["profiles"]
+    current = [p for p in every if p["specs"] == {n: s.to_dict() for n, s in Job.from_dict(p).specs().items()}]
+    if not current:
+        commits = " and ".join(dict.fromkeys(p["commit"][:7] for p in every))
+        return f"The profiles on file are of commits {commits}, whose kernels no longer exist, and are not shown."
+    tables = ((p, ncu.markdown(ncu.report(p))) for p in current)
+    return "\n\n".join(f"{p['date'][:10]}, commit {p['commit'][:7]}: {table}" for p, table in tables)
 
 
 def sanitizers() -> str:
@@ -337,6 +420,8 @@ def _verl(*names: str) -> list[verl_rows.Row]:
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
     "updates": updates,
+    "replicated": replicated,
+    "speeds": speeds,
     "aimed": aimed,
     "forward": lambda: _against_peer("forward-h200"),
     "backward": lambda: _against_peer("backward-h200"),
@@ -347,10 +432,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
-    "profile-fwd": lambda: profile("fwd"),
-    "profile-bwd": lambda: profile("bwd"),
-    "hot-fwd": lambda: hot("fwd"),
-    "hot-bwd": lambda: hot("bwd"),
+    "kernels": kernels,
+    "profiles": profiles,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,

@@ -1,4 +1,4 @@
-"""What carries packed groups into other libraries; each is imported when it is used."""
+"""Packed groups in other libraries. Each integration is imported at its first use."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,10 +14,10 @@ def __getattr__(name: str) -> Any:
 
 
 def require(name: str) -> None:
-    """Asked by an integration before it imports its library.
+    """Checks that a library is installed; an integration calls this before it imports the library.
 
     Raises:
-        ModuleNotFoundError: the library is not installed; names the extra that brings it.
+        ModuleNotFoundError: the library is not installed. The message names the extra that installs it.
     """
     if find_spec(name) is None:
         says = f"dualkv.integrations.{name} needs {name}: pip install 'dualkv[{name}]'"

@@ -1,8 +1,8 @@
-"""Settings under which a loss depends on how rollouts fall into micro-batches; a warning names each of them once.
+"""Warnings for losses that depend on which rollouts share a micro-batch. Each setting is named once in a process.
 
-Packing is exact for whatever a loss computes token by token or rollout by rollout. Some losses normalize by what a
-micro-batch holds, in veRL's and TRL's own training too: their scale or their choice of tokens changes with its size.
-Packing puts the rollouts of a prompt together, so it changes what a micro-batch holds.
+Packing is exact for losses that compute token by token or rollout by rollout. Some losses normalize over a micro-batch,
+in veRL's and TRL's own training too: their scale, or their choice of tokens, changes with the micro-batch. Packing puts
+the rollouts of a prompt together, so it changes which rollouts share a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def warn_of_verl(actor: Any) -> None:
-    """Warns of veRL's losses.
+    """Warns of settings of veRL's losses.
 
     Args:
-        actor: veRL's `actor_rollout_ref.actor`, as OmegaConf's or as veRL's own object.
+        actor: veRL's `actor_rollout_ref.actor`, as an OmegaConf object or as veRL's own.
     """
     for setting, what, remedy in verl_settings(actor):
         _warn(f"actor.{setting}", what, remedy)
 
 
 def warn_of_trl(trainer: Any) -> None:
-    """Warns of TRL's losses.
+    """Warns of settings of TRL's losses.
 
     Args:
         trainer: a `trl.GRPOTrainer` that has been made.
@@ -32,12 +32,12 @@ def warn_of_trl(trainer: Any) -> None:
         _warn(setting, what, remedy)
 
 
-Found = list[tuple[str, str, str]]  # the setting, what it does within a micro-batch, the remedy
+Found = list[tuple[str, str, str]]  # (setting, what the loss does within a micro-batch, remedy)
 ONE = "have a micro-batch hold a whole update"
 
 
 def verl_settings(actor: Any) -> Found:
-    """Of veRL 0.9's losses (`verl.trainer.ppo.core_algos`) those that take statistics of a micro-batch."""
+    """Settings of veRL 0.9 (`verl.trainer.ppo.core_algos`) whose losses use statistics of a micro-batch."""
     found, policy_loss = [], actor.get("policy_loss") or {}
     mode = policy_loss.get("loss_mode", "vanilla")
     one = f"{ONE} (actor.ppo_max_token_len_per_gpu)"
@@ -48,7 +48,7 @@ def verl_settings(actor: Any) -> Found:
         what = "picks tokens by covariances within a micro-batch"
         found.append((f"policy_loss.loss_mode={mode}", what, f"{one}, or take another policy loss"))
     correction = policy_loss.get("rollout_correction", None)
-    if mode == "bypass_mode" and correction is not None:  # elsewhere the trainer computes weights, of a whole batch
+    if mode == "bypass_mode" and correction is not None:  # otherwise the trainer computes weights over a whole batch
         weighs = correction.get("loss_type", "ppo_clip") == "reinforce" and correction.get("rollout_is", None)
         if weighs and correction.get("rollout_is_batch_normalize", False):
             found.append(
@@ -70,9 +70,9 @@ def verl_settings(actor: Any) -> Found:
 
 
 def trl_settings(trainer: Any) -> Found:
-    """Of TRL 1.16's losses (`GRPOTrainer._compute_loss`) those that take statistics of a micro-batch."""
+    """Settings of TRL 1.16 (`GRPOTrainer._compute_loss`) whose losses use statistics of a micro-batch."""
     if trainer.args.steps_per_generation == 1:
-        return []  # one micro-batch, which packing leaves as it is
+        return []  # one micro-batch, which packing does not change
     found, one = [], f"{ONE} (steps_per_generation=1)"
     if trainer.loss_type == "bnpo":
         what = "divides by the tokens of a micro-batch"

@@ -1,4 +1,4 @@
-"""What of a model runs packed, what does not and why, from its configuration alone: `dualkv doctor --model`."""
+"""Says whether a model runs packed, and why not, from its configuration alone: `dualkv doctor --model`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dualkv.integrations import selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
-# The classes that are asked for a configuration's model, in this order.
+# The auto classes that may build a configuration's model; the first that knows the configuration does.
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What :func:`examine` found.
+    """The result of :func:`examine`.
 
     Attributes:
-        model: as it was asked for.
-        architecture: the class that was examined.
-        layers: attention layers of the decoder, one sentence a kind.
-        refusals: why `enable` refuses the model, one sentence a reason; empty where it runs packed.
-        notes: what a call refuses although the model runs packed.
+        model: the argument of :func:`examine`.
+        architecture: the name of the class that was examined.
+        layers: attention layers of the decoder, one sentence for each kind.
+        refusals: why `enable` refuses the model, one sentence for each reason; empty if the model runs packed.
+        notes: inputs or settings that a call refuses although the model runs packed.
     """
 
     model: str
@@ -53,14 +53,14 @@ class Verdict:
 
 
 def examine(model: str) -> Verdict:
-    """Asks the unshrunken model, built without weights, and then runs its small copy (see `enable(check=True)`).
+    """Checks the fields of the model, built in full size without weights, then runs its small copy (see `enable`).
 
     Args:
-        model: a folder or file with a config.json, a model of Hugging Face's hub that lies in the local cache, or a
+        model: a folder or file with a config.json, the name of a model in the local cache of Hugging Face's hub, or a
             name in :data:`dualkv.models.CONFIGS`.
 
     Raises:
-        ValueError: no such model, or one that transformers cannot build.
+        ValueError: no such model, or transformers cannot build it.
     """
     config = load_config(model)
     try:
@@ -93,7 +93,7 @@ def load_config(model: str) -> PreTrainedConfig:
 
 
 def config_of(fields: Any, where: str) -> PreTrainedConfig:
-    """The configuration with these fields of a config.json."""
+    """The configuration that has the fields of a config.json; `where` names the file in messages."""
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind is None:
         raise ValueError(f"{where} is no configuration of a model, expected an object with model_type")
@@ -107,10 +107,10 @@ def config_of(fields: Any, where: str) -> PreTrainedConfig:
 
 
 def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration on the meta device: the architecture that it names, or the auto classes' first.
+    """The model of a configuration on the meta device: the architecture that it names, or the first auto class's.
 
     Raises:
-        ValueError: transformers has no such model, as where its code comes with its weights.
+        ValueError: transformers has no such model, for example because its code comes with its weights.
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
@@ -121,11 +121,11 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
             auto = getattr(transformers, name, AutoModel)
             if type(config) in auto._model_mapping or name == AUTO_CLASSES[-1]:
                 return cast(PreTrainedModel, auto.from_config(config, attn_implementation="eager"))
-    raise AssertionError("the last auto class is asked in any case")
+    raise AssertionError("the last auto class takes every configuration")
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Why `enable` refuses a model, one sentence a reason: by its fields, or else by its small copy."""
+    """Why `enable` refuses a model, a sentence for each reason: by its fields, and if they pass, by its small copy."""
     found = _grouped(integration._objections(model))
     for decoder in [] if found else integration._decoders(model):
         try:
@@ -136,17 +136,17 @@ def refusals(model: nn.Module) -> list[str]:
 
 
 def refuse(model: nn.Module) -> None:
-    """Raises ValueError for a model that `enable` refuses, and leaves it as it is.
+    """Raises ValueError for a model that `enable` refuses. The model does not change.
 
     Args:
-        model: may lie on the meta device.
+        model: may be on the meta device.
     """
     if found := refusals(model):
         raise ValueError(found[0])
 
 
 def _grouped(sentences: Iterable[str]) -> list[str]:
-    """Sentences that say the same of several layers become one, which says of how many."""
+    """Merges sentences that differ only in the layer into one sentence with the number of layers."""
     of_kind: dict[str, list[str]] = {}
     for sentence in dict.fromkeys(sentences):
         of_kind.setdefault(re.sub(r"^(layer |.*?layers\.)\d+", "", sentence), []).append(sentence)
@@ -154,7 +154,7 @@ def _grouped(sentences: Iterable[str]) -> list[str]:
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """Of the attention layers that can be taken over: how many of which class, heads and head dim."""
+    """The attention layers that can run packed groups: a count for each class, head dim and GQA ratio."""
     kinds: Counter[str] = Counter()
     for module in integration._attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)

@@ -1,7 +1,7 @@
-"""Whether a decoder computes packed groups exactly: a small copy of it runs a tree both ways on the CPU.
+"""Checks that a decoder computes packed groups exactly: a small copy runs a tree packed and replicated, on the CPU.
 
-The copy has the decoder's own class and its configuration, shrunken (see :mod:`dualkv.integrations.shrink`), and random
-weights. So the check sees neither the weights nor the device of the model, and costs milliseconds.
+The copy has the decoder's class, its configuration in small (see :mod:`dualkv.integrations.shrink`) and random weights.
+So the check does not touch the weights or the device of the model, and takes about a second.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
 
-# Relative, of the worst row of hidden states. fp32 rounding stays below 1e-5, what a wrong position or key does is
-# above 1e-2.
+# Relative difference allowed in the worst row of hidden states. fp32 rounding stays below 1e-5; a wrong position or key
+# makes more than 1e-2.
 TOLERANCE = 1e-3
 
-# Segment lengths and parents. A group of a prompt and three responses, one of them empty and one a single token; a
-# group with a prompt of one token; a tree of three levels.
+# Segment lengths and parents of the tree: a group with three responses, one empty and one of a single token; a group
+# with a prompt of one token; a tree of three levels.
 LENGTHS = [7, 9, 0, 1, 1, 12, 3, 5, 3, 2, 8, 4]
 PARENTS = [-1, 0, 0, 0, -1, 4, 4, -1, 7, 8, 8, 7]
 
@@ -35,19 +35,18 @@ _VERDICTS: dict[tuple[type, str], str | None] = {}
 
 
 class CannotRunError(ValueError):
-    """What a packed call of a copy raises that runs replicated."""
+    """The packed call of a small copy is refused, though the replicated call runs."""
 
 
 def check(decoder: PreTrainedModel, enable: Callable[..., Any]) -> None:
     """Raises ValueError, in one sentence, if packed and replicated hidden states of a small copy differ.
 
     Args:
-        decoder: only its class and configuration are read; each pair of these is checked once in a process.
+        decoder: only its class and configuration are read. Each pair of them is checked once in a process.
         enable: :func:`dualkv.integrations.transformers.enable`.
     """
-    cls = next(
-        c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule)
-    )  # fully_shard makes a class of its own
+    # fully_shard replaces the class of a module by a subclass of its own.
+    cls = next(c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule))
     verdict = verdict_of(cls, decoder.config, enable)
     if verdict is not None:
         raise ValueError(verdict)
@@ -76,7 +75,7 @@ def _verdict(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any
 
 
 def _with_own_thresholds(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> Exception | None:
-    """What the copy raises with the thresholds that the model has, which are those to name."""
+    """The error of a copy that keeps the model's own thresholds, so that the message names these; None if it runs."""
     try:
         difference(cls, shrink(config, thresholds=False), enable)
     except Exception as error:
@@ -95,11 +94,11 @@ def _unproved(name: str, error: Exception) -> str:
 
 
 def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> float:
-    """The largest relative difference of a row of hidden states, packed from replicated, of random weights.
+    """The largest relative difference, over rows, between packed and replicated hidden states with random weights.
 
     Raises:
         CannotRunError: the packed call is refused.
-        ValueError: hidden states that are not finite. What else the model raises, passes.
+        ValueError: hidden states are not finite. Other errors of the model pass through.
     """
     layout = tree()
     paths = _paths(layout)
@@ -108,9 +107,8 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         model: Any = _copy(cls, config)
         model.to(device)
         draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
-        ids = torch.randint(
-            vocabulary // 16, vocabulary, (1, layout.num_tokens), generator=draw
-        )  # special tokens come first
+        first = vocabulary // 16  # the ids below are special tokens
+        ids = torch.randint(first, vocabulary, (1, layout.num_tokens), generator=draw)
         padded = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.int64)
         mask = torch.zeros_like(padded)
         for i, path in enumerate(paths):
@@ -133,7 +131,7 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
 
 
 def tree() -> Layout:
-    """What is run: 55 tokens, paths of up to 16."""
+    """The tree that the copy runs: 55 tokens, paths of up to 16."""
     return Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
 
 
@@ -148,9 +146,9 @@ def _paths(layout: Layout) -> list[list[int]]:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """fp32 on the CPU by one thread, which is faster where all is small, whatever the caller has set.
+    """Runs its body in fp32 on the CPU with one thread, which is faster for a small model.
 
-    Leaves the settings and the random numbers as they were.
+    The caller's settings and random state are restored afterwards.
     """
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
@@ -167,14 +165,14 @@ def _untouched() -> Iterator[None]:
 
 
 def _device(cls: type[Any]) -> torch.device:
-    """The CPU, or a GPU where Liger's kernels, which run on GPUs only, were put into the class's modeling file."""
+    """The CPU, or a GPU if Liger's kernels, which run on GPUs only, were patched into the class's modeling file."""
     names = vars(sys.modules[cls.__module__]).values()
     liger = any((getattr(x, "__module__", None) or "").startswith("liger_kernel") for x in names)
     return torch.device("cuda" if liger and torch.cuda.is_available() else "cpu")
 
 
 def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model on the CPU in fp32, whose attention and positions matter."""
+    """A model on the CPU in fp32, with random weights that make attention and positions matter."""
     config.dtype = torch.float32
     config._attn_implementation = "eager"
     model: PreTrainedModel = cls(config).eval()
@@ -186,6 +184,6 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
                 parameter.copy_(noise)
             elif parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 * max(parameter.shape[-2:]) ** -0.5)
-            else:  # biases, and norms, which start at 1 or at 0
+            else:  # biases and norms, which start at 1 or at 0
                 parameter.add_(noise * 0.2)
     return model

@@ -1,8 +1,8 @@
-"""A small copy of a transformers configuration that keeps what decides how attention is computed.
+"""A small copy of a transformers configuration that keeps everything that decides how attention is computed.
 
-Layers, heads, experts, widths and the vocabulary shrink. Kept are the head dims, the ratios of head counts, the pattern
-of layers and the type of the rotary embedding. Position thresholds (a window, a chunk, the length from which a rotary
-embedding is scaled) shrink below the lengths of the tree that the self-check runs, so that their effect shows there.
+Layers, heads, experts, widths and the vocabulary shrink. The head dims, the ratios of head counts, the pattern of
+layers and the type of the rotary embedding stay. Position thresholds (a window, a chunk, the length from which a rotary
+embedding is scaled) shrink below the lengths of the self-check's tree, so that the tree shows their effect.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig
 Config = TypeVar("Config", bound=PreTrainedConfig)
 
 MOST_LAYERS = 8  # enough for five window layers before a full one
-WIDTH = 64  # of MLPs, and of hidden states where the configuration does not tie them to the heads
+WIDTH = 64  # of MLPs, and of hidden states if their size is independent of the heads
 VOCABULARY = 64
 EXPERTS = 4
-LONGEST = 64  # positions that tables of learned positions have
-THRESHOLD = 6  # of positions; the tree of the self-check has paths of up to 16 tokens
+LONGEST = 64  # size of tables of learned positions
+THRESHOLD = 6  # positions; the self-check's tree has paths of up to 16 tokens
 
-# What the fields of configurations are called. Several names of one thing: model types were written by many authors.
+# Names of configuration fields. Model types have many authors, so one quantity has several names.
 DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
 HEADS = re.compile(r"((swa_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|num_attention_heads_per_layer)$")
 KV_HEADS = re.compile(r"((swa_|global_)?num_(global_)?(key_value|kv)_heads|num_key_value_heads_per_layer)$")
@@ -44,7 +44,7 @@ THRESHOLDS = re.compile(
     r"|index_topk$|index_topk_blocks$|index_block_size$|original_max_position_embeddings$|local_attention$|rel_extent$"
     r"|(position_bias|relative)_max_distance$"
 )
-# Layers whose kind follows from their number by a rule: every n-th, or all from the n-th on.
+# Fields of rules that give a layer's kind by its index: every n-th layer, or all layers from the n-th on.
 PERIOD = re.compile(r".*(_period|_interval|_sparse_step|_every_n_layers|_layer_step|sliding_window_pattern)$")
 FIRST = re.compile(r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|max_window_layers)$")
 
@@ -78,12 +78,12 @@ def _number(value: Any) -> bool:
 
 
 def _fields(config: PreTrainedConfig, names: re.Pattern[str]) -> dict[str, Any]:
-    """The fields that are called so and have a value other than None, 0 or an empty list."""
+    """The fields whose name matches and whose value is not None, 0 or an empty list."""
     return {name: value for name, value in vars(config).items() if value and names.match(name)}
 
 
 def _shrunk(name: str, value: Any) -> Any:
-    """The value of a field by itself in the small copy; None where it stays."""
+    """The value in the small copy of a field that shrinks on its own; None if the field stays or shrinks elsewhere."""
     most: int | None = None
     if MLP.match(name):
         most = WIDTH
@@ -110,7 +110,7 @@ def _shrunk(name: str, value: Any) -> Any:
 
 # ---------------------------------------------------------------- layers
 def _shrink_layers(config: PreTrainedConfig) -> None:
-    """Keeps the first layers, down to the first one of the last kind; one layer of each kind where that is too many."""
+    """Keeps the first layers, up to the first of the last new kind; if these are too many, one layer of each kind."""
     depth = max(_fields(config, DEPTH).values(), default=0)
     if depth < 2:
         return
@@ -138,7 +138,7 @@ def _shrink_layers(config: PreTrainedConfig) -> None:
         setattr(config, name, type(value)(value[i] for i in keep))
     for name, value in numbers.items():
         setattr(config, name, type(value)(keep.index(i) for i in value if i in keep))
-    # Where transformers keeps what single layers have of their own, by their number.
+    # Settings that transformers keeps for single layers, by layer index.
     if (own := getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", None)) is not None:
         of_kept = {keep.index(i): fields for i, fields in own.items() if i in keep}
         own.clear()
@@ -148,7 +148,7 @@ def _shrink_layers(config: PreTrainedConfig) -> None:
 
 
 def _are_layer_numbers(value: Any, depth: int) -> bool:
-    """Whether a list has the numbers of some layers, and not one entry a layer."""
+    """Whether a list holds indices of some layers, and not one entry a layer."""
     return (
         all(type(x) is int and x < depth for x in value)
         and list(value) == sorted(set(value))
@@ -158,7 +158,7 @@ def _are_layer_numbers(value: Any, depth: int) -> bool:
 
 # ---------------------------------------------------------------- heads and widths
 def _shrink_heads(config: PreTrainedConfig) -> None:
-    """Divides all head counts by one number, and the hidden size too where it is a number of columns a head."""
+    """Divides all head counts by one number, and the hidden size too if it is heads times head dim."""
     counts = {**_fields(config, HEADS), **_fields(config, KV_HEADS)}
     heads = next(iter(_fields(config, HEADS).values()), None)
     if isinstance(heads, list):
@@ -184,7 +184,7 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
 
 # ---------------------------------------------------------------- thresholds
 def _tables(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """Dictionaries in a configuration, such as the rotary embedding's; those of each layer type lie in another one."""
+    """Dictionaries in a configuration, nested ones too, such as those of the rotary embedding of each layer type."""
     found = [value for value in vars(config).values() if isinstance(value, dict)]
     while found:
         table = found.pop()
@@ -194,7 +194,8 @@ def _tables(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
 
 def _shrink_thresholds(config: PreTrainedConfig) -> None:
     for name, value in list(vars(config).items()):
-        most = 2 if name.startswith("index_") and "block" in name else THRESHOLD  # blocks of positions, or in a block
+        in_blocks = name.startswith("index_") and "block" in name  # a number of blocks, or the positions of one
+        most = 2 if in_blocks else THRESHOLD
         if THRESHOLDS.match(name) and _number(value) and value > most:
             setattr(config, name, type(value)(most))
         elif THRESHOLDS.match(name) and isinstance(value, list):

@@ -1,10 +1,12 @@
-"""Packed groups through Hugging Face transformers' models: `enable(model)`, then `model(..., dualkv=layout)`.
+"""Packed groups in models of Hugging Face transformers: `enable(model)`, then `model(..., dualkv=layout)`.
 
-Nothing in a model is replaced. `enable` registers one more attention implementation and names it in the config of the
-decoder: with a layout it runs :func:`dualkv.attention`, without one the implementation that was there before, which the
-name carries (`dualkv|sdpa`), so copies of a model, several models in one process and pickles need no other record. A
-saved config names no implementation. A forward pre-hook on the decoder checks a call once, before its first layer, and
-keeps transformers from making a [T, T] mask.
+Nothing in a model is replaced. `enable` registers one more attention implementation and names it in the decoder's
+config. With a layout this implementation runs :func:`dualkv.attention`. Without a layout it runs the implementation
+that was there before. The registered name contains the name of that implementation (`dualkv|sdpa`), so copies of a
+model, several models in one process and pickles need no other record. A saved config names no implementation.
+
+A forward pre-hook on the decoder checks each call once, before the first layer, and prevents transformers from making
+a [T, T] mask.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Prefixes of the registered names. What follows is the name of the model's own implementation, because transformers
-# looks for parts of it ("flash" decides how masks and caches are made).
+# Prefixes of the registered names, by `deterministic`. The name of the model's own implementation follows, because
+# transformers looks for parts of that name ("flash" decides how masks and caches are made).
 PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
 
-# Arguments of attention functions and attributes of attention modules that ask for more than softmax(q k^T) v.
+# Arguments of attention functions and attributes of attention modules that change softmax(q k^T) v.
 FEATURES = {
     "sliding_window": "a sliding window",
     "softcap": "logit softcapping",
@@ -55,7 +57,7 @@ FEATURES = {
 
 ATTRIBUTES = ("sliding_window", "softcap", "attn_logit_softcapping", "sinks")
 
-# Keyword arguments that pass through a model to every layer and change nothing about attention.
+# Keyword arguments that a model passes to every layer and that do not change attention.
 NEUTRAL = {
     "position_ids",
     "use_cache",
@@ -69,23 +71,23 @@ NEUTRAL = {
     "debug_io",
 }
 
-# Inputs that are not text, as processors and models call them.
+# Names that processors and models use for inputs other than text.
 MEDIA = re.compile(r"pixel|image|video|audio|visual|vision|speech|grid_thw|input_features|mm_token_type_ids|deepstack")
 
-# Heads that make one row of logits of a whole input.
+# Heads that make one row of logits for a whole input.
 POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
 
-# The mask of a call with a layout: no model makes one of this shape, and nothing can be computed with it.
+# Shape of the mask of a call with a layout. No model makes a mask of this shape, and attention cannot compute with it.
 NO_MASK = (1, 1, 0, 0)
 
 
-# ---------------------------------------------------------------- which modules of a model are concerned
+# ---------------------------------------------------------------- the attention modules of a model
 Route = tuple[AttentionInterface, Callable[..., Any]]
-_ROUTES: dict[type, Route | None] = {}  # a dictionary and not a cached function: dynamo reads it while it traces
+_ROUTES: dict[type, Route | None] = {}  # a dictionary, not functools.cache: dynamo reads it while it traces
 
 
 def _route(cls: type[nn.Module]) -> Route | None:
-    """The registry and the eager function that `cls.forward` chooses its attention from; None if it does not choose."""
+    """The registry and the eager function from which `cls.forward` takes its attention; None if it uses no registry."""
     if cls not in _ROUTES:
         forward = inspect.unwrap(cls.forward)
         code = getattr(forward, "__code__", None)
@@ -102,24 +104,24 @@ _ARGUMENTS: dict[type, tuple[str, ...]] = {}
 
 
 def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    """What `cls.forward` calls its arguments, in order."""
+    """The names of the arguments of `cls.forward`, in order."""
     if cls not in _ARGUMENTS:
         _ARGUMENTS[cls] = tuple(inspect.signature(cls.forward).parameters)[1:]
     return _ARGUMENTS[cls]
 
 
 def _parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules around `name`, innermost first, `model` last."""
+    """The modules that contain module `name`, innermost first, `model` last."""
     while name:
         name = name.rpartition(".")[0]
         yield name, model.get_submodule(name)
 
 
 def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Attention modules that go through the registry, each with its name and its decoder.
+    """Attention modules that take their attention from the registry: (name, module, decoder).
 
-    The decoder is the innermost pretrained model around them, the one that makes the masks. Those without a causal
-    layer or without token ids (the vision tower of a multimodal model) are left out.
+    The decoder is the innermost pretrained model that contains the module; it makes the masks. Models without a causal
+    layer or without token ids (the vision tower of a multimodal model) are no decoders.
     """
     found = []
     for name, module in model.named_modules():
@@ -133,12 +135,12 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedMo
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention layers that can be taken over."""
+    """The attention layers that can run packed groups."""
     return [module for _, module, _ in _decoder_layers(model)]
 
 
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
-    """The innermost pretrained models around them, each once."""
+    """The decoders of these layers, each once."""
     return list({id(owner): owner for _, _, owner in _decoder_layers(model)}.values())
 
 
@@ -147,14 +149,14 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _base(config: Any) -> str | None:
-    """The model's own implementation if `config` names one of ours, else None."""
+    """The model's own implementation if `config` names a registered one of this module, else None."""
     name = config._attn_implementation or ""
     return next((name.removeprefix(prefix) for prefix in PREFIX.values() if name.startswith(prefix)), None)
 
 
-# ---------------------------------------------------------------- what is not computed is refused
+# ---------------------------------------------------------------- refusals of models
 def _unsupported(name: str, value: Any) -> str | None:
-    """What `name=value`, an attribute or argument of an attention layer, asks for if we do not compute that."""
+    """The unsupported feature that `name=value`, an attribute or argument of an attention layer, asks for, or None."""
     if value is None or value is False or (name == "dropout" and value == 0):
         return None
     shown = f"{name} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}={value!r}"
@@ -163,7 +165,7 @@ def _unsupported(name: str, value: Any) -> str | None:
 
 
 def _objections(model: nn.Module) -> Iterator[str]:
-    """Why packed responses would see each other in a model, or its attention cannot be taken over, by its fields."""
+    """Reasons, by a model's fields, why it cannot run packed groups: wrong visibility or unsupported attention."""
     layers = _decoder_layers(model)
     if not layers:
         yield f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
@@ -171,8 +173,8 @@ def _objections(model: nn.Module) -> Iterator[str]:
         head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
         if head is not None:
             yield (
-                f"{type(module).__name__} makes one row of logits of all that it is given, which packed sequences"
-                " share: use a head that makes one of each token (ForTokenClassification)"
+                f"{type(module).__name__} makes one row of logits for its whole input, which packed sequences share:"
+                " use a head that makes one for each token (ForTokenClassification)"
             )
     for decoder in _decoders(model):
         config, name = decoder.config, type(decoder).__name__
@@ -197,7 +199,7 @@ def _objections(model: nn.Module) -> Iterator[str]:
         dim = getattr(module, "head_dim", None)
         if isinstance(dim, int) and dim > HEAD_DIMS[-1]:
             yield f"{layer} has head dim {dim}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
-        # All layers of the stack, not only those that we found: another kind of layer may mix rows in its own way.
+        # Every layer of the stack must be a known attention layer: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
         if stack is None:
             continue
@@ -210,7 +212,7 @@ def _objections(model: nn.Module) -> Iterator[str]:
 
 
 def _refuse_model(model: nn.Module) -> None:
-    """Raises for a model that cannot run packed groups, by its fields."""
+    """Raises ValueError for a model that cannot run packed groups, by its fields."""
     for sentence in _objections(model):
         raise ValueError(sentence)
 
@@ -220,10 +222,10 @@ def _refuse_model(model: nn.Module) -> None:
 def _position_ids(
     tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
 ) -> torch.Tensor:
-    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones are others.
+    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ.
 
-    An op, so that a compiled model checks every batch too. On a GPU the comparison is an asynchronous assertion: it
-    stops the process at the next synchronisation and does not wait for the device here.
+    This is an op, so that a compiled model also checks every batch. On a GPU the comparison is an asynchronous
+    assertion, which stops the process at the next synchronisation. The host does not wait for the device here.
     """
     layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
     return _checked_positions(tokens, position_ids, layout.position_ids[None])
@@ -237,7 +239,7 @@ def _(
 
 
 def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-    """A copy of `own` [1, T], the layout's positions; raises if the given tokens or positions are not those."""
+    """A copy of `own` [1, T], the layout's positions; raises if the tokens or the given positions do not fit them."""
     if tokens.shape[1] != own.shape[1]:
         raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[1]}")
     if position_ids is not None:
@@ -301,7 +303,7 @@ def _enter_decoder(
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
-    mask = torch.empty(NO_MASK, device=tokens.device)  # transformers makes no mask where it gets one in four dimensions
+    mask = torch.empty(NO_MASK, device=tokens.device)  # transformers makes no mask if it gets one of 4 dims
     given = kwargs.get("position_ids")
     if isinstance(layout, Shard):
         position_ids = _checked_positions(tokens, given, layout.position_ids.to(tokens.device)[None])
@@ -311,7 +313,7 @@ def _enter_decoder(
 
 
 def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the models around the decoder: refuses images, and labels that would be shifted."""
+    """Forward pre-hook of the models that contain the decoder: refuses images, and labels that would be shifted."""
     if kwargs.get("dualkv") is None:
         return
     _refuse_media(module, args, kwargs)
@@ -327,7 +329,7 @@ HOOKS = (_enter_decoder, _enter_head)
 
 # ---------------------------------------------------------------- the registered implementations
 class _UnderOwnName:
-    """An attention module whose config names its own implementation; FlashAttention's function looks there."""
+    """An attention module whose config names the model's own implementation, which FlashAttention's function reads."""
 
     class _Config:
         def __init__(self, config: Any, base: str) -> None:
@@ -368,8 +370,8 @@ def _packed_attention(
         raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
     if attention_mask is None or attention_mask.shape != NO_MASK:
         raise ValueError(
-            f"{layer} got a layout but not by a call of its enabled model, or the model makes its own attention mask or"
-            " position bias: neither is computed by dualkv.attention"
+            f"{layer} got a layout outside a call of its enabled model, or the model makes its own attention mask or"
+            " position bias, which dualkv.attention does not compute"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(layout, Shard):
@@ -380,7 +382,7 @@ def _packed_attention(
 
 
 def _register(base: str, deterministic: bool) -> str:
-    """Makes transformers know `base` with packed groups on top; the name it is known by."""
+    """Registers an implementation that runs packed groups with a layout and `base` without one; returns its name."""
     name = PREFIX[deterministic] + base
     in_place = base in ("eager", "sdpa")
 
@@ -415,46 +417,46 @@ def _register(base: str, deterministic: bool) -> str:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configs that name the implementation of decoders and their layers, each once."""
+    """The configs of decoders and of their layers, which name the implementation, each once."""
     configs = (config for _, module, owner in _decoder_layers(model) for config in (module.config, owner.config))
     return list({id(config): config for config in configs}.values())
 
 
 def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> Model:
-    """Lets `model(input_ids=..., dualkv=layout)` run packed groups; calls without a layout stay as they are.
+    """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
-    With a layout every attention layer runs :func:`dualkv.attention`, no attention mask is made and no cache kept:
+    With a layout every attention layer runs :func:`dualkv.attention`. No attention mask is made and no cache is kept:
 
         model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
 
-    The batch is what :func:`dualkv.pack` or `pack_sequences` returned: layouts of any depth are taken. input_ids is
-    [1, T], all groups in one packed row (or inputs_embeds [1, T, C]); position_ids [1, T] must be the layout's and are
-    the layout's when left out. On a GPU wrong ones end in a device-side assertion. With sequence
-    parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. Labels cannot
-    be shifted by the model. Rotary embeddings that depend on the longest sequence of a batch see the longest one
-    packed. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt once;
-    the replicated sequences count it once a response.
+    The batch is the result of :func:`dualkv.pack` or `pack_sequences`; a layout may have any depth. input_ids is
+    [1, T], all groups in one packed row (or inputs_embeds [1, T, C]). position_ids [1, T] must be the layout's
+    positions, which are filled in when position_ids is left out. On a GPU wrong positions end in a device-side
+    assertion. With sequence parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of
+    this rank. The model cannot shift labels. Rotary embeddings that depend on the longest sequence of a batch see the
+    longest packed sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a
+    shared prompt once; the replicated sequences count it once a response.
 
-    Works on wrapped models (DDP, FSDP, PEFT, `torch.compile`), before or after the wrapping. Calling it again is
-    harmless and sets `deterministic` anew.
+    Wrapped models (DDP, FSDP, PEFT, `torch.compile`) may be enabled before or after the wrapping. A second call only
+    sets `deterministic` again.
 
     Args:
-        model: a transformers model or a wrapper around one. Changed in place: the attention implementation of its
-            config, and forward pre-hooks.
+        model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of
+            its config, and forward pre-hooks.
         deterministic: bitwise equal gradients from run to run.
         check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
-            random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. Once for
-            each configuration in a process, in about a second. The model itself is not run.
+            random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
+            takes about a second, once for each configuration in a process. The model itself is not run.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model whose small copy differs or cannot be run (see `check`), with layers whose attention does
-            not go through transformers' registry, that have a sliding window, softcapping, sinks or a recurrent state,
-            or that are not causal, or with a head that makes one row of logits of a whole input.
-            A call with a layout raises it for what only shows there: attention dropout in training, masks, caches,
-            images, another token count or other positions than the layout's.
+        ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
+            transformers' registry, has a sliding window, softcapping, sinks or a recurrent state, or is not causal; a
+            head makes one row of logits for a whole input.
+            A call with a layout raises ValueError for attention dropout in training, masks, caches, images, and a token
+            count or positions other than the layout's.
     """
     _refuse_model(model)
     inner = _decoders(model)
@@ -473,7 +475,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
 
 
 def disable(model: Model) -> Model:
-    """Puts back what :func:`enable` changed; a model that was not enabled stays as it is. Returns the same model."""
+    """Undoes :func:`enable`; a model that was not enabled does not change. Returns the same model."""
     for config in _configs(model):
         base = _base(config)
         if base is not None:
@@ -497,23 +499,24 @@ KEEP: dict[str, list[Any]] = {
 
 
 def recompute_layers(model: Model, keep: str = "nothing") -> Model:
-    """Gradient checkpointing of every layer, which does not compute again what it keeps.
+    """Gradient checkpointing of every layer, with some results kept and not computed again.
 
-    Packed groups have fewer rows, so there is memory to spend: what it saves first is the packed attention, whose
-    output and log-sum-exp are small for the time that they took. Results do not depend on `keep`.
+    Packed groups have fewer rows and so leave memory for kept results. Attention is the first to keep: its output and
+    log-sum-exp are small for the time that they take. Results do not depend on `keep`.
 
     Args:
-        model: a transformers model. Changed in place; wrappers (FSDP, PEFT) go around it before or after.
-        keep: "nothing" but the input of each layer; "attention": out and lse of :func:`dualkv.attention` too,
-            T * H * (2 * D + 4) bytes a layer in bf16; "products": the results of matrix products too, so that only what
-            is elementwise is computed again. T rows of every projection: about 86 kB a row and layer for Qwen3-8B.
+        model: a transformers model, changed in place. Wrappers (FSDP, PEFT) may be applied before or after.
+        keep: "nothing" keeps only the input of each layer. "attention" also keeps out and lse of
+            :func:`dualkv.attention`: T * H * (2 * D + 4) bytes a layer in bf16. "products" also keeps the results of
+            all matrix products, so that only elementwise operations are computed again: T rows of every projection,
+            about 86 kB a row and layer for Qwen3-8B.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: another `keep`; "products" for a model whose rotary embedding writes over them (Liger's, where no
-            norm lies in between).
+        ValueError: another `keep`; "products" for a model whose rotary embedding overwrites them (Liger's, in a model
+            without norms of q and k).
     """
     if keep not in KEEP:
         raise ValueError(f"keep is {keep!r}, expected one of {', '.join(KEEP)}")
@@ -529,7 +532,7 @@ def recompute_layers(model: Model, keep: str = "nothing") -> Model:
 
 
 def _refuse_overwritten_products(model: nn.Module) -> None:
-    """Liger's kernel rotates q and k where they lie, without PyTorch noticing: kept ones would be rotated twice."""
+    """Raises ValueError if Liger's kernel rotates q and k in place, unseen by PyTorch: kept ones would rotate twice."""
     for name, module, _ in _decoder_layers(model):
         rotate = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
         if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
@@ -539,7 +542,7 @@ def _refuse_overwritten_products(model: nn.Module) -> None:
             )
 
 
-# A pickled model names its implementation: a process that imports this module knows the usual ones.
+# A pickled model names its implementation. Importing this module registers the usual ones, for unpickling.
 for _name in ("eager", *AttentionInterface._global_mapping):
     for _deterministic in PREFIX:
         if not _name.startswith(tuple(PREFIX.values())):

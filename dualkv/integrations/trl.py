@@ -1,10 +1,11 @@
-"""TRL's GRPO trainer on packed groups: the rollouts of a prompt share it through the whole model.
+"""TRL's GRPO trainer on packed groups: the whole model computes each prompt once for all of its rollouts.
 
-    from dualkv.integrations.trl import GRPOTrainer    # in place of trl's; everything else stays as it is
+    from dualkv.integrations.trl import GRPOTrainer    # instead of trl's; everything else stays
 
-Two methods of `trl.GRPOTrainer` differ. Per-token log-probs and entropies of a micro-batch come from one packed row, in
-which equal prompts lie once; TRL's own head makes them, and losses and metrics see the padded [B, R] they always saw.
-And where TRL shuffles the rollouts of a generation batch over its micro-batches, their groups are put together again.
+The trainer changes two things in `trl.GRPOTrainer`. Log-probs and entropies of a micro-batch come from one packed row,
+in which equal prompts are stored once. TRL's own head computes them, and losses and metrics get the padded [B, R] as
+before. And after TRL shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each prompt
+are put together again.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ Batch = dict[str, Any]
 class GRPOTrainer(trl.GRPOTrainer):
     """`trl.GRPOTrainer` that computes each prompt of a micro-batch once. Arguments, losses and metrics are TRL's.
 
-    Packed rows are exact: log-probs, entropies, losses, the load balancing loss of a mixture of experts (each token
-    counted as often as the padded batch has it) and gradients are those of the padded batch up to rounding. A prompt
-    costs P - 1 rows and each of its rollouts R + 1. A micro-batch is still `per_device_train_batch_size` rollouts, so a
-    multiple of `num_generations` never splits a group; a group that is split repeats its prompt.
+    Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
+    load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
+    too. A prompt takes P - 1 rows and each of its rollouts R + 1. A micro-batch has `per_device_train_batch_size`
+    rollouts, as in TRL. A multiple of `num_generations` splits no group; a group that is split repeats its prompt.
 
-    After TRL's shuffle of a generation batch the rollouts of a prompt come to follow each other, groups in the order of
-    their first one: the order of groups, and that of rollouts within a group, are TRL's random ones, and no random
-    number is drawn. With `steps_per_generation` above `gradient_accumulation_steps` an optimizer step therefore sees
-    whole groups where TRL's sees rollouts of any.
+    After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and groups in the
+    order of their first rollout. So the order of groups and of the rollouts in a group comes from TRL's shuffle, and no
+    other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps` an optimizer step
+    takes whole groups, where TRL's takes rollouts of any group.
 
-    Further metrics, of each micro-batch that is computed: "dualkv/tokens_packed", "dualkv/tokens_padded" (rows of the
-    model, packed and as TRL pads them) and "dualkv/dedup_ratio", the second over the first.
+    More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
+    model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
 
     Raises:
-        ValueError: when it is made: a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            vision-language model, prompt-learning PEFT. When it trains: inputs other than text.
+        ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
+            vision-language model, or prompt-learning PEFT; in training for inputs other than text.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
@@ -65,7 +66,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if config.is_prompt_learning:
                 raise ValueError(
                     f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
-                    "which packed groups have no place for: use trl.GRPOTrainer, or an adapter such as LoRA"
+                    "which packed groups do not support: use trl.GRPOTrainer, or an adapter such as LoRA"
                 )
         enable(self.model)
         if self.ref_model is not None:
@@ -140,7 +141,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _with_aux_loss(self, model: Any, inputs: Batch) -> tuple[Any, torch.Tensor]:
-        """The model's outputs, and the load balancing loss of the padded batch: TRL's head makes that of the rows."""
+        """The model's outputs, and the load balancing loss of the padded batch (TRL's head counts the packed rows)."""
         plain = self.accelerator.unwrap_model(model)
         found: list[Any] = []
         hook = plain.get_decoder().register_forward_hook(lambda _module, _args, out: found.append(out.router_logits))
@@ -164,7 +165,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.use_transformers_continuous_batching:
             return super()._generate_single_turn(*args, **kwargs)
-        disable(self.model)  # continuous batching knows attention implementations by their names
+        disable(self.model)  # continuous batching recognizes attention implementations by name
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
@@ -176,18 +177,17 @@ def _refuse_model(model: Any) -> None:
     if isinstance(model, str):
         try:
             model = models.without_weights(AutoConfig.from_pretrained(model))
-        except (
-            Exception
-        ):  # of a path, a revision or code that TRL has its own arguments for; `enable` checks what it makes
+        except Exception:
+            # The path, revision or code may need TRL's own arguments; `enable` checks the model that TRL makes.
             return
     models.refuse(model)
 
 
 def _regrouped(batches: list[Batch]) -> list[Batch]:
-    """Micro-batches of the same rollouts, those of equal prompts behind each other; equally many in each as before.
+    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts next to each other.
 
     Args:
-        batches: with "prompt_ids" and "prompt_mask" [B, P]; what has no first dimension is equal in all of them.
+        batches: with "prompt_ids" and "prompt_mask" [B, P]. Values without a first dimension are equal in all batches.
     """
     whole: Batch = {}
     for name, first in batches[0].items():
@@ -209,7 +209,7 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
 
 
 def _times(layout: Layout) -> torch.Tensor:
-    """[T] in how many rollouts each packed row stands: a prompt's in as many as it has responses."""
+    """[T] the number of rollouts that each packed row belongs to: for a prompt's row the number of its responses."""
     offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
     times = np.bincount(parent[parent >= 0], minlength=len(parent))
     times[parent >= 0] = 1

@@ -456,7 +456,7 @@ def test_wrapped_models() -> None:
     for wrapped in (enable(Wrapper(make_model())), Wrapper(enable(make_model()))):
         assert torch.equal(wrapped(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
     decoder = Wrapper(enable(make_model()).model)  # here the hook that prepares the call is passed by
-    with pytest.raises(ValueError, match="got a layout but not by a call of its enabled model"):
+    with pytest.raises(ValueError, match="got a layout outside a call of its enabled model"):
         decoder(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 

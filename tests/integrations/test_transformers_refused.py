@@ -59,7 +59,7 @@ REFUSED_MODELS = {
     ),
     "one row of logits": (
         lambda: tiny("Llama", "ForSequenceClassification"),
-        r"LlamaForSequenceClassification makes one row of logits of all that it is given, which packed sequences share",
+        r"LlamaForSequenceClassification makes one row of logits for its whole input, which packed sequences share",
     ),
     "attention weights": (
         lambda: make_model(attention="eager", output_attentions=True),
@@ -175,7 +175,7 @@ def test_an_implementation_set_later_is_noticed() -> None:
 def test_a_model_that_shares_the_config_but_was_not_enabled() -> None:
     model = enable(make_model())
     other = tf.Qwen3ForCausalLM(model.config)
-    with pytest.raises(ValueError, match="got a layout but not by a call of its enabled model"):
+    with pytest.raises(ValueError, match="got a layout outside a call of its enabled model"):
         other(input_ids=IDS, dualkv=LAYOUT)
 
 

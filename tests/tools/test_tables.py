@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import NAMED, parse
 from tools import filed, host_time, record, tables
+from tools.ncu.job import Job
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -17,6 +19,13 @@ def test_documents_show_the_recorded_figures(path):
     text = path.read_text()
     assert "<!-- table" in text
     assert tables.filled(text) == text, "run `python -m tools.tables`"
+
+
+def test_speed_ups_that_the_readme_names_are_those_of_its_table():
+    text = re.sub(r"<!-- table.*?<!-- end -->", "", tables.DOCUMENTS[0].read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"\d+\.\d+x", text))
+    assert named
+    assert named <= set(re.findall(r"\d+\.\d+x", tables.replicated()))
 
 
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.name)
@@ -116,6 +125,20 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
     for tree, lengths in tables.TWO_LEVELS.items():  # the same rollouts
         two, deep = parse(lengths).layout(), NAMED[tree].layout()
         assert (two.depth, two.nominal_tokens) == (2, deep.nominal_tokens)
+
+
+def test_profiles_are_shown_while_their_kernels_exist(tmp_path, monkeypatch):
+    profile, *_ = json.loads((tables.RESULTS / "profile-h200.json").read_text())["profiles"]
+    specs = {name: spec.to_dict() for name, spec in Job.from_dict(profile).specs().items()}
+    (operation, spec), *_ = specs.items()
+    older = {**specs, operation: spec | {"tile": spec["tile"] | {"tile_n": 999}}}
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for made_of, shown in ((specs, True), (older, False)):
+        record = {"profiles": [profile | {"specs": made_of, "commit": "a" * 40}]}
+        (tmp_path / "profile-h200.json").write_text(json.dumps(record))
+        text = tables.profiles()
+        assert "aaaaaaa" in text
+        assert ("| registers a thread |" in text) is shown
 
 
 def test_a_table_says_what_there_was_no_time_for():

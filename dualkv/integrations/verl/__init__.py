@@ -1,10 +1,10 @@
-"""Packed groups in veRL, without a fork: an engine and trainers that a configuration names (see docs/verl.md).
+"""Packed groups in veRL, without a fork: an engine and trainers, selected by the configuration (see docs/verl.md).
 
     actor_rollout_ref.model.model_type=dualkv      the engine of actor and reference policy
     trainer.v1.trainer_mode=dualkv_sync            a trainer that keeps groups on one rank; also dualkv_colocate_async
                                                    and dualkv_separate_async
 
-veRL imports this package by itself in every process (entry point `verl.plugins`).
+veRL imports this package in every process, by the entry point `verl.plugins`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dualkv.integrations import require
 require("verl")
 
 try:
-    import verl  # noqa: F401  (loads its plugins before this one uses it)
+    import verl  # noqa: F401  (veRL loads its plugins here, before this module uses veRL)
 
     from dualkv.integrations.verl.engine import MODEL_TYPE, DualKVEngine
 except Exception as error:
-    # veRL drops what its plugins raise, and would later not know the engine's name.
+    # veRL ignores errors of plugins; without this warning only the engine's unknown name would show.
     warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
     raise
 
-if find_spec("transfer_queue"):  # veRL's trainers need it, its workers do not
+if find_spec("transfer_queue"):  # needed by veRL's trainers, not by its workers
     try:
         import dualkv.integrations.verl.trainer  # noqa: F401
     except ImportError as error:

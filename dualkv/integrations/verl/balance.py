@@ -1,4 +1,4 @@
-"""Where rollouts run: groups on one rank and in one update, every rank with about the same packed work."""
+"""Assigns rollouts to ranks and updates: a group stays on one rank and in one update, and packed work is balanced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualkv.integrations.verl.work import Work, packed
 
 @dataclass
 class Slot:
-    """What one rank runs in one update: `free` more rollouts fit."""
+    """The rollouts of one rank in one update. `free` more rollouts fit; `load` is the packed work."""
 
     free: int
     load: int = 0
@@ -27,7 +27,7 @@ class Slot:
 
 
 def rollouts_by_tag(uids: Sequence[Hashable], prompt_lens: Sequence[int], response_lens: Sequence[int]) -> Rollouts:
-    """Rollouts as a trainer knows them, which does not hold their tokens: one `uid` and one length, one prompt."""
+    """Rollouts as a trainer sees them, without tokens: rollouts with equal `uid` and prompt length share a prompt."""
     found: dict[Hashable, int] = {}
     group = [found.setdefault(key, len(found)) for key in zip(uids, prompt_lens, strict=True)]
     lens = (np.array(x, np.int64) for x in (prompt_lens, response_lens, group))
@@ -35,15 +35,15 @@ def rollouts_by_tag(uids: Sequence[Hashable], prompt_lens: Sequence[int], respon
 
 
 def balance(rollouts: Rollouts, num_ranks: int, num_updates: int) -> list[list[int]]:
-    """The rollouts of each rank, update by update, equally many in each; the same assignment every time.
+    """The rollouts of each rank, update after update, the same number in each. Equal arguments give the same result.
 
-    Groups, largest first, go where the packed work is least and they fit. One that fits nowhere is cut, which repeats
-    its prompt.
+    Groups are placed from the largest to the smallest. Each goes to the place with the least packed work in which it
+    fits. A group that fits nowhere is split, and its prompt is repeated.
 
     Args:
-        rollouts: N of them, a multiple of `num_ranks * num_updates`.
+        rollouts: N rollouts, a multiple of `num_ranks * num_updates`.
         num_ranks: data-parallel ranks.
-        num_updates: mini-batches that each rank cuts its rollouts into, in order.
+        num_updates: mini-batches into which each rank cuts its rollouts, in order.
 
     Raises:
         ValueError: N is not such a multiple.
@@ -62,12 +62,12 @@ def balance(rollouts: Rollouts, num_ranks: int, num_updates: int) -> list[list[i
             slot = min(whole, key=lambda s: s.load) if whole else max(slots, key=lambda s: (s.free, -s.load))
             part, rest = rest[: slot.free], rest[slot.free :]
             slot.add(part, packed(rollouts.select(part)).workload)
-    # Slots came to be equally loaded in any order; those of one rank are every num_ranks-th.
+    # Slots have about equal loads whatever their order; rank r takes every num_ranks-th slot from slot r on.
     return [[i for slot in slots[rank::num_ranks] for i in slot.rollouts] for rank in range(num_ranks)]
 
 
 def rank_works(rollouts: Rollouts, assignment: Sequence[Sequence[int]], num_updates: int) -> list[Work]:
-    """Packed work of each rank, prompts counted once an update."""
+    """The packed work of each rank; a prompt counts once in each update."""
     works = []
     for of_rank in assignment:
         parts = np.array_split(np.array(of_rank), num_updates)

@@ -1,4 +1,4 @@
-"""What a veRL batch holds, read on the host: lengths, groups, and what keeps it from being packed."""
+"""Reads a veRL batch on the host: lengths, groups, and reasons why the batch cannot be packed. Packs micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
 
 logger = logging.getLogger(__name__)
-_said: list[str] = []  # agents may make prompts differ in every batch, which is worth saying once
+_said: list[str] = []  # the warning of differing prompts, given once: agents may make prompts differ in every batch
 
 
 def _host(x: torch.Tensor) -> IntArray:
@@ -35,10 +35,10 @@ class Rollouts:
     Attributes:
         prompt_lens: [N] tokens of each prompt.
         response_lens: [N] tokens of each response.
-        group: [N] the group of each rollout; groups are counted in the order in which they first appear.
-        packed_once: one token less than rollouts have in common, since each starts its own part with a copy of the last
-            one: the label of the row before it is then the next row's token.
-        trees: whether that is all they have in common, or prompts alone.
+        group: [N] the group of each rollout; groups are numbered in the order in which they first appear.
+        packed_once: the tokens that rollouts share, less the last one. Each rollout starts its own part with a copy of
+            that token, so that the label of every row is the next row's token.
+        trees: whether `packed_once` has everything that rollouts have in common, or only prompts.
     """
 
     prompt_lens: IntArray
@@ -49,7 +49,7 @@ class Rollouts:
 
     @classmethod
     def of_groups(cls, prompt_lens: IntArray, response_lens: IntArray, group: IntArray) -> Rollouts:
-        """Rollouts of which those of a group share their prompt."""
+        """Rollouts that share the prompt within each group, and nothing else."""
         order = np.argsort(group, kind="stable")
         follows = np.append(False, np.diff(group[order]) == 0)
         common = np.where(follows, prompt_lens[order] - 1, 0)
@@ -70,7 +70,7 @@ class Rollouts:
 
 
 def not_packable(data: Any) -> str | None:
-    """Why veRL's own computation has to run this batch (a TensorDict), or None."""
+    """Why this batch (a TensorDict) cannot be packed and veRL's own computation runs it, or None."""
     if any(key not in data for key in ("prompts", "responses", "loss_mask")) or not data["input_ids"].is_nested:
         return "it does not consist of prompts and responses without padding in between"
     if tu.get_non_tensor_data(data, "distillation_use_topk", False) or tu.get_non_tensor_data(
@@ -95,7 +95,7 @@ def not_packable(data: Any) -> str | None:
 
 
 def _modalities(entry: Any) -> bool:
-    """Whether a rollout's entry of `multi_modal_inputs` holds anything."""
+    """Whether a rollout's entry of `multi_modal_inputs` has any input."""
     entry = getattr(entry, "data", entry)
     return bool(entry) and any(value is not None for value in entry.values())
 
@@ -115,13 +115,14 @@ def _response_lens(data: Any) -> IntArray:
 
 
 def read(data: Any, min_shared: int | None = None) -> Rollouts:
-    """The rollouts of a batch that :func:`not_packable` has nothing against.
+    """The rollouts of a batch for which :func:`not_packable` returned None.
 
-    With `min_shared` everything that sequences begin with alike is packed once, if it has as many tokens beyond what
-    more of them begin with; otherwise equal prompts are.
+    Without `min_shared`, equal prompts are packed once. With `min_shared`, every common beginning of sequences is
+    packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated.
 
-    Groups are equal prompts, whatever the `uid`s say, because only equal prompts can be shared. Prompts that differ
-    under one `uid` are named in a warning, once: sampling means them to be equal, unless an agent makes them so.
+    A group is the rollouts with equal prompts, whatever their `uid`s are, because only equal prompts can be shared.
+    Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
+    names them, once.
     """
     prompt_lens, response_lens = _prompt_lens(data), _response_lens(data)
     sequences = data["input_ids"]
@@ -142,7 +143,10 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
 
 
 def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:
-    """[N] tokens that each rollout of `order` may share with the one before it: of other temperatures, the prompt."""
+    """[N] the most tokens that each rollout of `order` may share with the rollout before it.
+
+    That is only the prompt if their temperatures differ.
+    """
     lens = rollouts.prompt_lens + rollouts.response_lens
     may = lens[order]
     temperature = data["temperature"]
@@ -154,7 +158,7 @@ def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArra
 
 
 def _differing_prompts(rollouts: Rollouts, uids: list[Any], tokens: IntArray, starts: IntArray) -> str | None:
-    """The first two rollouts of one `uid` and two prompts, in words."""
+    """A sentence that names the first two rollouts with one `uid` and different prompts; None if there are none."""
     first: dict[Any, int] = {}
     for i, uid in enumerate(uids):
         j = first.setdefault(uid, i)
@@ -173,18 +177,18 @@ def _differing_prompts(rollouts: Rollouts, uids: list[Any], tokens: IntArray, st
 
 @dataclass(frozen=True)
 class PackedRollouts:
-    """One micro-batch, on the host: its rollouts packed, and where their values belong in veRL's sequences.
+    """One micro-batch, packed, on the host, with the rows of veRL's sequences to which its values belong.
 
-    T packed rows, S segments, M response tokens, U rows that predict any of them.
+    T is the number of packed rows, S of segments, M of response tokens, U of rows that predict a response token.
 
     Attributes:
         input_ids: [T] int64; each row predicts the next row's token.
         layout: the segments.
-        source: [S] int64: a rollout that passes each segment.
-        head_rows: [U] int64, ascending: rows that predict a response token, of several rollouts where they share it.
-        value: [M] int64: the place in `head_rows` of each response token's row.
-        sequence_rows: [M] int64: for each response token the row of the replicated sequences, laid end to end in the
-            order of the micro-batch, that predicts it.
+        source: [S] int64: a rollout to which each segment belongs.
+        head_rows: [U] int64, ascending: rows that predict a response token. Rollouts may share a row.
+        value: [M] int64: for each response token, the index in `head_rows` of the row that predicts it.
+        sequence_rows: [M] int64: for each response token, the row that predicts it among the rows of the replicated
+            sequences, concatenated in the order of the micro-batch.
     """
 
     input_ids: torch.Tensor
@@ -200,7 +204,7 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
 
     Args:
         data: N rollouts, a TensorDict.
-        rollouts: what :func:`read` said about these N.
+        rollouts: the result of :func:`read` for these N.
     """
     p, r = rollouts.prompt_lens, rollouts.response_lens
     tree = rollouts.packed_once.tree()

@@ -1,9 +1,9 @@
 """veRL's FSDP engine on packed groups: `model.model_type=dualkv`.
 
-veRL's own computation of a micro-batch stays as it is, heads, temperature, losses and sequence parallelism included. It
-is handed the packed rows in place of the sequences. Each response starts with its own copy of the prompt's last token
-there, so that the next row is every row's label, as in veRL's sequences. Rows that predict no response token do not
-reach the head, and the values of the others are put where the sequences would have had them.
+veRL's own computation of a micro-batch stays, with its heads, temperature, losses and sequence parallelism. It gets the
+packed rows instead of the sequences. In packed rows each response starts with its own copy of the prompt's last token,
+so that the label of every row is the next row's token, as in veRL's sequences. Only rows that predict a response token
+reach the head. Their values are put where the sequences would have them.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from dualkv.sequence_parallel import Shard, padded
 MODEL_TYPE = "dualkv"
 STRATEGIES = ["fsdp", "fsdp2"]
 OTHERS = ["megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo"]
-# In `model.fused_kernel_options`, which veRL leaves free: what checkpointed layers keep; whether trees are packed, by
-# true or the fewest tokens to share, or prompts alone.
+# Options in `model.fused_kernel_options`, which veRL leaves free. KEEP: the results that checkpointed layers keep.
+# TREES: true, or the fewest tokens to share, to pack trees; false to pack prompts only.
 KEEP, TREES = "dualkv_keep", "dualkv_trees"
-MIN_SHARED = 64  # tokens: of sampled texts many begin alike by chance, and attention reads whole blocks of keys
+MIN_SHARED = 64  # tokens: sampled texts often begin alike by chance, and attention reads whole blocks of keys
 
-# What veRL reads from a micro-batch, beside its tensors, to make a model's inputs and outputs.
+# Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Which rows of the decoder's output the head sees, on one of the ranks that share them.
+    """The rows of the decoder's output that reach the head, on one of the ranks that share the packed rows.
 
     Attributes:
-        rows: [K] int64: of this rank's rows; the same number K on every rank, 1 or more.
-        values: [U] int64: where the values of the U rows that predict are among those of all ranks, laid end to end.
+        rows: [K] int64: indices into this rank's rows. K is the same on every rank, 1 or more.
+        values: [U] int64: for each of the U rows that predict, the index of its value among the values of all ranks,
+            concatenated.
     """
 
     rows: torch.Tensor
@@ -62,19 +63,19 @@ class HeadRows:
 
     @classmethod
     def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
-        """predict_rows [U], on the host, ascending: of all packed rows."""
+        """predict_rows: [U], on the host, ascending indices into all packed rows."""
         owner = predict_rows // shard_rows
         counts = torch.bincount(owner, minlength=ranks)
         width = max(int(counts.max()), 1)
         start = counts.cumsum(0) - counts
         mine = predict_rows[owner == rank] - rank * shard_rows
-        rows = nn.functional.pad(mine, (0, width - len(mine)))  # what fills up is computed and dropped
+        rows = nn.functional.pad(mine, (0, width - len(mine)))  # the values of the padding rows are dropped
         return cls(rows, owner * width + torch.arange(len(owner)) - start[owner])
 
 
 @dataclass
 class Running:
-    """The packed micro-batch that the model runs, for the hooks of its decoder."""
+    """The packed micro-batch that the model runs now; the decoder's hooks read it."""
 
     packed: PackedRollouts
     layout: Layout | Shard | None = None
@@ -83,18 +84,18 @@ class Running:
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=STRATEGIES, device="cuda")
 class DualKVEngine(FSDPEngineWithLMHead):
-    """veRL's FSDP and FSDP2 engine for language models, which packs the rollouts of equal prompts, or all as trees.
+    """veRL's FSDP and FSDP2 engine for language models, with the rollouts of equal prompts packed, or all as trees.
 
-    A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as veRL runs it, and a
-    warning says so once.
+    A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a
+    warning gives the reason, once.
 
     Raises:
-        ValueError: when it is made, before weights are loaded: a model that
+        ValueError: by the constructor, before weights are loaded, for a model that
             :func:`dualkv.integrations.transformers.enable` refuses.
     """
 
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        model_config.model_type = "language_model"  # what it is to the rest of veRL
+        model_config.model_type = "language_model"  # the type that the rest of veRL expects
         self._running: Running | None = None
         self._done: tuple[work.Work, work.Work, int] | None = None
         self._counter = FlopsCounter(model_config.hf_config)
@@ -106,8 +107,9 @@ class DualKVEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         transformers.enable(module, deterministic=self.engine_config.full_determinism, check=not self._checked)
         decoder = module.get_decoder()
-        # Before the checks of `enable`. Keyword arguments of the decoder's layers are replayed by checkpointing, what
-        # else a hook leaves behind is not; and fused heads do not pass keyword arguments on to the decoder.
+        # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
+        # decoder's layers and no other state of a hook, and because fused heads pass none on to the decoder. It runs
+        # before the checks of `enable` (prepend).
         decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self._leave_decoder)
         if self.model_config.enable_gradient_checkpointing:
@@ -122,7 +124,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
     def _leave_decoder(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._running is not None and self._running.head is not None:
             output.last_hidden_state = output.last_hidden_state[:, self._running.head.rows]
-        # A fused head reads the head's weight without calling the head, which FSDP2 would have gathered there. (The
+        # A fused head reads the head's weight without calling the head, so FSDP2 does not gather the weight. (The
         # backward shards it again, as every parameter that was used.)
         if self.model_config.use_fused_kernels and (head := self._sharded_head()) is not None:
             head.unshard()
@@ -157,7 +159,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
             warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=2)
             return super().forward_backward_batch(data, loss_function, forward_only)
 
-        # What veRL's losses divide by.
+        # The settings by which veRL's losses divide.
         tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(
@@ -180,7 +182,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
             if not keep_values:
                 outputs[-1].pop("model_output", None)
         self._done = (done, work.replicated(rollouts), len(parts))
-        # The values come in the order of `parts`, as with veRL's dynamic batch size.
+        # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
 
@@ -208,7 +210,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         tu.assign_non_tensor(rows, temperature=_temperature(micro_batch["temperature"], packed))
         inputs, outputs = super().prepare_model_inputs(rows)
 
-        # veRL pads up to a bucket, then to a multiple of the sequence-parallel ranks.
+        # veRL pads to a bucket, and then to a multiple of the number of sequence-parallel ranks.
         bucket = self._get_packed_pad_size(of_rows.num_tokens)
         layout = padded(padded(of_rows, bucket), outputs["pad_size"] - bucket)
         if self.use_ulysses_sp:
@@ -246,14 +248,14 @@ class DualKVEngine(FSDPEngineWithLMHead):
         of_values = running.head.values[value]
         total = int(sequences.values().shape[0])
         for name, nested in values.items():
-            of_tokens = nested.values()[of_values]  # of a row that several rollouts share, each gets it
+            of_tokens = nested.values()[of_values]  # rollouts that share a row all get its value
             whole = of_tokens.new_zeros(total, *of_tokens.shape[1:]).index_copy(0, to, of_tokens)
             values[name] = torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
         return values
 
-    # ------------------------------------------------------------------ what a batch cost
+    # ------------------------------------------------------------------ metrics of a batch
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        # With veRL's own trainers nothing of ours sees the loss before the first update.
+        # With veRL's own trainers this is the first place where dualkv sees the loss.
         actor = getattr(loss_function, "keywords", {}).get("config")
         if isinstance(actor, ActorConfig) and dist.get_rank() == 0:
             losses.warn_of_verl(actor)
@@ -265,7 +267,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
     def _measured(
         self, run: Callable[..., Any], data: TensorDict, loss_function: Callable[..., Any] | None, passes: int
     ) -> Any:
-        """`passes`: 3 for forward and backward, 1 for a forward; the FLOP counter counts all three."""
+        """`passes` is 3 for forward and backward and 1 for a forward; the FLOP counter always counts 3."""
         self._done = None
         start = time.perf_counter()
         result = run(data, loss_function)
@@ -288,7 +290,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
 
 
 class OtherEngine(BaseEngine):
-    """What veRL finds under `dualkv` on another strategy: a sentence that says what to set."""
+    """The engine under `dualkv` on other strategies: raises an error that says which strategy to set."""
 
     def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
         check_strategy(engine_config.strategy)
@@ -299,7 +301,7 @@ for _strategy in OTHERS:
 
 
 def check_strategy(strategy: str) -> None:
-    """Raises ValueError for a strategy on which groups are not packed."""
+    """Raises ValueError for a strategy that does not support packed groups."""
     if strategy not in STRATEGIES:
         raise ValueError(
             f"model.model_type={MODEL_TYPE} packs groups on strategy fsdp and fsdp2, not on {strategy}: set"
@@ -308,22 +310,22 @@ def check_strategy(strategy: str) -> None:
 
 
 def _checked(model_config: Any) -> bool:
-    """Raises ValueError for a model that cannot be packed; False if only the built model can tell.
+    """Raises ValueError for a model that cannot be packed. Returns False if only the built model can be checked.
 
-    veRL and Liger patch the classes of models while the engine builds one: here they are still transformers' own.
+    veRL and Liger patch the classes of models while the engine builds one. This check runs before, on transformers' own
+    classes.
     """
     try:
         model = models.without_weights(model_config.hf_config)
-    except (
-        Exception
-    ):  # code that comes with weights, or takes no meta device: `enable` checks the model that veRL builds
+    except Exception:
+        # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False
     models.refuse(model)
     return True
 
 
 def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:
-    """A micro-batch of the given rows, `offsets` [S+1] of them, in which veRL finds the settings of `micro_batch`."""
+    """A micro-batch of the given rows, with `offsets` [S+1], that has the settings of `micro_batch`."""
     rows = TensorDict(
         {"input_ids": torch.nested.nested_tensor_from_jagged(ids, offsets)}, batch_size=[len(offsets) - 1]
     )
@@ -333,14 +335,14 @@ def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Ten
 
 
 def _temperature(of_rollouts: Any, packed: PackedRollouts) -> Any:
-    """A number as it is; [N] of the rollouts as [S] of the packed segments, where rows that predict share one."""
+    """A number unchanged; temperatures [N] of rollouts as [S] of packed segments, whose predicting rows share one."""
     if not isinstance(of_rollouts, torch.Tensor):
         return of_rollouts
     return of_rollouts[packed.source.to(of_rollouts.device)]
 
 
 def _min_shared(trees: Any) -> int | None:
-    """The fewest tokens to share, None for prompts alone."""
+    """The fewest tokens to share in trees; None to share prompts only."""
     if isinstance(trees, bool):
         return MIN_SHARED if trees else None
     if not isinstance(trees, int) or trees < 1:

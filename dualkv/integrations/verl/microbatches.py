@@ -1,5 +1,4 @@
-"""Which rollouts run together: whole groups or neighbours in a tree, equally many micro-batches on every data-parallel
-rank."""
+"""Micro-batches of whole groups, or of neighbours in a tree; the same number on every data-parallel rank."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from dualkv.integrations.verl.data import Rollouts
 
 
 def plan(rollouts: Rollouts, *, max_tokens: int | None, max_rollouts: int, min_count: int = 1) -> list[list[int]]:
-    """The rollouts of each micro-batch, each rollout once; the same plan every time.
+    """The rollouts of each micro-batch. Each rollout occurs once, and equal arguments give the same plan.
 
     Args:
-        rollouts: of this rank.
-        max_tokens: packed tokens that a micro-batch may hold; None for a number of rollouts.
-        max_rollouts: rollouts that a micro-batch may hold, read where `max_tokens` is None.
-        min_count: micro-batches to make at least.
+        rollouts: the rollouts of this rank.
+        max_tokens: the most packed tokens of a micro-batch; None to limit the number of rollouts instead.
+        max_rollouts: the most rollouts of a micro-batch, used only if `max_tokens` is None.
+        min_count: the fewest micro-batches.
 
     Raises:
-        ValueError: a rollout longer than `max_tokens`, fewer rollouts than micro-batches.
+        ValueError: a rollout is longer than `max_tokens`, or there are fewer rollouts than micro-batches.
     """
     if rollouts.trees:
         shared = rollouts.packed_once
@@ -33,7 +32,8 @@ def plan(rollouts: Rollouts, *, max_tokens: int | None, max_rollouts: int, min_c
         return [run.tolist() for run in runs]
     members = rollouts.members()
     if max_tokens is None:
-        # A rollout counts 1 and its prompt nothing: the packed tokens of an empty response to a prompt of one token.
+        # Lengths that make the budget count rollouts: an empty response to a prompt of one token is 1 packed token, and
+        # its prompt 0.
         prompts: Sequence[int] = [1] * len(members)
         responses = [[0] * len(m) for m in members]
     else:
@@ -52,20 +52,20 @@ def plan_on_all_ranks(
     group: dist.ProcessGroup,
     device: torch.device | str | int,
 ) -> list[list[int]] | None:
-    """:func:`plan` with the largest count of all ranks in `group`; None where one of them cannot pack its rollouts.
+    """:func:`plan` with the largest count of all ranks in `group`; None if any rank cannot pack its rollouts.
 
-    Every rank of the group calls it, and all of them return a plan, None, or raise: a rank that went its own way would
-    leave the others waiting in a collective.
+    Every rank of the group calls this function. Either all of them return a plan, or all return None, or all raise. A
+    rank that did something else would leave the others waiting in a collective.
 
     Args:
-        rollouts: of this rank; None if it cannot pack them.
+        rollouts: the rollouts of this rank; None if this rank cannot pack them.
         max_tokens: as for :func:`plan`.
         max_rollouts: as for :func:`plan`.
         group: the data-parallel ranks.
-        device: where the group's collectives take their tensors.
+        device: the device of the group's collectives.
 
     Raises:
-        ValueError: what :func:`plan` raises, here or on another rank.
+        ValueError: :func:`plan` raised it, here or on another rank.
     """
     parts: list[list[int]] = []
     error = ""

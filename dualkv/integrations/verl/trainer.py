@@ -1,7 +1,7 @@
-"""veRL's trainers with groups kept whole: `trainer.v1.trainer_mode=dualkv_sync` and its siblings.
+"""veRL's trainers with groups kept on one rank: `trainer.v1.trainer_mode=dualkv_sync` and its siblings.
 
-veRL's own trainers spread the rollouts of a prompt over all data-parallel ranks, which then pack less. These differ in
-that alone.
+veRL's own trainers spread the rollouts of a prompt over all data-parallel ranks, which then pack less. That is the only
+difference.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dualkv.integrations.verl.engine import MODEL_TYPE, check_strategy
 
 
 class _WholeGroups:
-    """Before one of veRL's trainers: orders a batch so that veRL's even cut into ranks and updates spares groups."""
+    """A mixin for veRL's trainers: orders a batch so that veRL's even cut into ranks and updates keeps groups whole."""
 
-    stock_mode: str  # what veRL looks up in its configuration
+    stock_mode: str  # the mode of veRL's own trainer, which veRL reads in its configuration
 
     def __init__(self, config: Any) -> None:
         if (config.actor_rollout_ref.get("model") or {}).get("model_type") == MODEL_TYPE:
@@ -36,7 +36,7 @@ class _WholeGroups:
         super().__init__(config)  # type: ignore[call-arg]
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # veRL's own order goes, what it fills the batch up with stays.
+        # veRL's order is replaced below; the rollouts that it adds to fill the batch stay.
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)  # type: ignore[misc]
         num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1  # type: ignore[attr-defined]
         num_updates = _updates(self.config, len(batch))  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ class _WholeGroups:
 
 
 def _updates(config: Any, size: int) -> int:
-    """The mini-batches that the actor cuts `size` rollouts into; 1 where it does not."""
+    """The number of mini-batches into which the actor cuts `size` rollouts; 1 if it does not cut them."""
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     return size // mini_batch if size % mini_batch == 0 else 1
 

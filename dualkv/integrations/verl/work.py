@@ -1,4 +1,4 @@
-"""Work of rollouts, replicated and packed, as veRL counts it: tokens, and pairs of tokens in attention."""
+"""The work of rollouts, replicated and packed, in veRL's units: tokens, and squared lengths for attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from dualkv.integrations.verl.data import Rollouts
 
-# veRL balances ranks by this many units a token and one a squared length, calibrated for a 7B model.
+# veRL balances ranks by this many units for a token and one for a squared length, calibrated for a 7B model.
 TOKEN_WORKLOAD = 24576
 
 
@@ -15,7 +15,7 @@ TOKEN_WORKLOAD = 24576
 class Work:
     """Attributes:
     tokens: rows that the model computes.
-    squares: sum of squared lengths; of packed rows twice the pairs of which one sees the other.
+    squares: sum of squared lengths; for packed rows, twice the number of visible pairs.
     """
 
     tokens: int
@@ -30,10 +30,10 @@ class Work:
         return TOKEN_WORKLOAD * self.tokens + self.squares
 
     def flops(self, counter: Any) -> float:
-        """Of a forward and a backward without recomputation, in TFLOP, by veRL's `FlopsCounter`.
+        """TFLOP of a forward and a backward without recomputation, by veRL's `FlopsCounter`.
 
-        The counter takes lengths, and no lengths have the tokens and squares of packed rows. What it counts is linear
-        in both, so two lengths tell the two rates.
+        The counter takes lengths, but no lengths have the tokens and squares of packed rows. Its count is linear in
+        both, so its counts of two lengths give the two rates.
         """
         short, long = 1 << 12, 1 << 13
         at_short, at_long = (float(counter.estimate_flops([n], 1.0)[0]) for n in (short, long))
@@ -46,13 +46,13 @@ NOTHING = Work(0, 0)
 
 
 def replicated(rollouts: Rollouts) -> Work:
-    """Every rollout with a prompt of its own."""
+    """The work if every rollout has its own copy of the prompt."""
     lengths = rollouts.prompt_lens + rollouts.response_lens
     return Work(int(lengths.sum()), int((lengths**2).sum()))
 
 
 def packed(rollouts: Rollouts) -> Work:
-    """Every rollout without what is packed with another one."""
+    """The work if tokens that rollouts share are computed once."""
     shared = rollouts.packed_once
     lengths = shared.lengths[shared.order]
     return Work(int((lengths - shared.common).sum()), int((lengths**2 - shared.common**2).sum()))
