@@ -75,7 +75,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench-cpu: $(STAMP)
-	$(BIN)/python -m tools.bench_update cpu --json docs/results/update-cpu.json
+	$(BIN)/python -m tools.bench.update cpu --json docs/results/update-cpu.json
 
 constraints: $(STAMP)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | \

@@ -101,11 +101,22 @@ def versions(entry: Path) -> dict[str, str]:
     return {**record["compiler"], "ptxas": record["ptxas"]}
 
 
-def _text(manifest: dict[str, Any]) -> str:
-    """JSON with one line a kernel, so that a diff shows which changed."""
-    kernels = [f"  {json.dumps(name)}: {json.dumps(k, sort_keys=True)}" for name, k in manifest["kernels"].items()]
+def text(manifest: dict[str, Any]) -> str:
+    """JSON. Kernels that are alike are described once, and each has a line, so that a diff shows which changed."""
+    alike: dict[str, list[str]] = {}
+    for name, described in manifest["kernels"].items():
+        alike.setdefault(json.dumps(described, sort_keys=True), []).append(name)
+    kernels = [
+        f"  [{described}, [\n   " + ",\n   ".join(map(json.dumps, names)) + "]]" for described, names in alike.items()
+    ]
     head = [f' "{name}": {json.dumps(manifest[name], sort_keys=True)},' for name in ("versions", "sources")]
-    return "\n".join(["{", *head, ' "kernels": {', ",\n".join(kernels), " }", "}", ""])
+    return "\n".join(["{", *head, ' "kernels": [', ",\n".join(kernels), " ]", "}", ""])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest in a file: under `kernels` each kernel's description by its name."""
+    made: dict[str, Any] = json.loads(path.read_text())
+    return made | {"kernels": {name: described for described, names in made["kernels"] for name in names}}
 
 
 def main() -> None:
@@ -115,17 +126,17 @@ def main() -> None:
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="compiles at a time")
     parser.add_argument("--folder", type=Path, default=Path("build/kernels"), help="where compiled kernels are kept")
     arguments = parser.parse_args()
-    recorded = json.loads(arguments.path.read_text())["kernels"] if arguments.check else {}
+    recorded = read(arguments.path)["kernels"] if arguments.check else {}
     specs, kernels, wrong, made_from = table(), {}, 0, sources()
     for spec, described in describe(specs, arguments.folder, arguments.jobs):
-        kernels[text := str(spec)] = described
-        found = problems(spec, described) + (differences(recorded.get(text), described) if arguments.check else [])
+        kernels[name := str(spec)] = described
+        found = problems(spec, described) + (differences(recorded.get(name), described) if arguments.check else [])
         wrong += bool(found)
-        print("\n    ".join([f"{len(kernels)}/{len(specs)} {text}", *found]), flush=True)
+        print("\n    ".join([f"{len(kernels)}/{len(specs)} {name}", *found]), flush=True)
     if not arguments.check:
         made_by = versions(store.add(specs[0], arguments.folder))
         manifest = {"versions": made_by, "sources": made_from, "kernels": kernels}
-        arguments.path.write_text(_text(manifest))
+        arguments.path.write_text(text(manifest))
     if wrong:
         sys.exit(f"{wrong} of {len(specs)} kernels have problems, listed above")
 

@@ -1,18 +1,22 @@
 """`python -m tools.drawings`: draw the pictures of README and docs anew; a test holds the files to that.
 
-Rows, visibility and the walk over key blocks are those of a small layout and its plan; what is saved is recorded under
-docs/results/. Each picture has its own ground, light or dark as the reader's browser is.
+Rows, visibility and the walk over key blocks are those of a small layout and its plan; the figures of the others are
+recorded under docs/results/. Each picture has its own ground, light or dark as the reader's browser is.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import segments_of
 from dualkv.ops.plan.forward import forward_work
+from tools import filed
 from tools.tables import RESULTS, UPDATES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -22,10 +26,13 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .title { font-weight: 600; } .number { font-weight: 600; fill: #1f2328; }
 .ground { fill: #ffffff; stroke: #d0d7de; } .hidden { fill: #eaeef2; }
 .line { fill: none; stroke: #1f2328; stroke-width: 1.5; } .cut { fill: none; stroke: #ffffff; }
+.dash { stroke-dasharray: 5 4; } .grid { fill: none; stroke: #d0d7de; }
+.wide { fill: none; stroke: #f0883e; stroke-width: 4; } .thin { fill: none; stroke: #1f6feb; stroke-width: 1.3; }
+.ring { stroke-width: 2; fill: none !important; } .ring.prompt { stroke: #4493f8; } .ring.own { stroke: #f0883e; }
 .prompt { fill: #4493f8; } .own { fill: #f0883e; } .other { fill: #d4a72c; } .third { fill: #57ab5a; }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3; } .ground { fill: #0d1117; stroke: #3d444d; } .hidden { fill: #262c36; }
-.line { stroke: #e6edf3; } .cut { stroke: #0d1117; }
+.line { stroke: #e6edf3; } .cut { stroke: #0d1117; } .grid { stroke: #3d444d; } .thin { stroke: #79c0ff; }
 }
 </style>"""
 RESPONSES = ("own", "other", "third")  # classes of the responses' colours
@@ -98,22 +105,23 @@ def two_regions() -> str:
     segments = segments_of(layout.offsets, layout.parent)
     total, end = layout.num_tokens, segments.visible_end.tolist()
     tile = next(w for w in forward_work(segments, tokens, tile_n).tolist() if w[items.ROW] == 24)
-    left, top, apart = 70.0, 78.0, 60.0
+    left, top, apart = 92.0, 78.0, 60.0
 
-    def matrix(x0: float) -> list[str]:
-        parts = []
-        for q in range(total):
-            for first, last, kind in _runs(q, end, segments.segment_of_row.tolist()):
-                parts.append(_box(x0 + first * cell, top + q * cell, (last - first) * cell, cell - 1, kind))
-        for row in layout.offsets.tolist()[1:-1]:
-            at, far = row * cell, total * cell
-            parts.append(f'<path class="cut" d="M{x0:g} {top + at:g}h{far:g}M{x0 + at:g} {top:g}v{far:g}"/>')
-        parts.append(_text(x0, top - 8, "keys", "small"))
-        return parts
+    boxes: dict[str, str] = {}  # outlines of a class, in one path
+    for q in range(total):
+        for first, last, kind in _runs(q, end, segments.segment_of_row.tolist()):
+            width, height = (last - first) * cell, cell - 1
+            outline = f"M{left + first * cell:g} {top + q * cell:g}h{width:g}v{height:g}h{-width:g}z"
+            boxes[kind] = boxes.get(kind, "") + outline
+    cuts = [row * cell for row in layout.offsets.tolist()[1:-1]]
+    far = total * cell
+    crossing = "".join(f"M{left:g} {top + at:g}h{far:g}M{left + at:g} {top:g}v{far:g}" for at in cuts)
+    matrix = [*(f'<path class="{kind}" d="{outline}"/>' for kind, outline in boxes.items())]
+    matrix += [f'<path class="cut" d="{crossing}"/>', _text(left, top - 8, "keys", "small")]
 
     parts = [_text(left, 30, "Forward: a tile of query rows walks two regions of keys", "title")]
     parts += [_text(left, 48, "1 to 3 own blocks and 4 the context's end, with the mask; 5 to 9 without", "small")]
-    parts += matrix(left)
+    parts += ['<g id="matrix">', *matrix, "</g>"]
     height = (tile[items.ROW_END] - tile[items.ROW]) * cell
     y = top + tile[items.ROW] * cell
     for number, key in enumerate(_walk(tile, tile_n), 1):
@@ -130,7 +138,7 @@ def two_regions() -> str:
     parts.append(
         _text(right, 48, "key k is seen by the rows k &lt;= q &lt; visible_end[k], from the last one up", "small")
     )
-    parts += matrix(right)
+    parts.append(f'<use href="#matrix" x="{right - left:g}"/>')
     for key in (4, 18):
         first, last = key, end[key]
         parts.append(_box(right + key * cell, top + first * cell, tile_n * cell, (last - first) * cell, "line"))
@@ -162,7 +170,7 @@ def savings() -> str:
     left, bar, height, column = 24.0, 300.0, 20.0, 330.0
     parts, y = [], 20.0
     for name, what in UPDATES.items():
-        run = json.loads((RESULTS / f"{name}.json").read_text())
+        run = filed.read(RESULTS / f"{name}.json")
         a, b, s = run["ways"]["replicated"], run["ways"]["packed"], run["settings"]
         if not (a["peak_bytes"] and b["peak_bytes"]):
             continue
@@ -185,7 +193,111 @@ def savings() -> str:
     return _picture(round(2 * left + column + bar), round(y + 6), "What packing saves in a policy update", parts)
 
 
-PICTURES = {"packed-groups.svg": packed_groups, "two-regions.svg": two_regions, "savings.svg": savings}
+def _path(points: Sequence[tuple[float, float]], kind: str) -> str:
+    """A line through points; tenths of a pixel, each point from the one before."""
+    rounded = [(round(x, 1), round(y, 1)) for x, y in points]
+    steps = [f"{c - a:.1f} {d - b:.1f}".replace(".0", "") for (a, b), (c, d) in itertools.pairwise(rounded)]
+    return f'<path class="{kind}" d="M{rounded[0][0]:g} {rounded[0][1]:g}l{" ".join(steps)}"/>'
+
+
+def verl_training() -> str:
+    """Mean rewards of the recorded GRPO trainings by veRL, both engines over one another, on CPU and GPU."""
+    left, top, width, height, apart = 56.0, 88.0, 300.0, 150.0, 60.0
+    parts = [_text(24, 32, "Mean reward of each update: GRPO by veRL from random weights", "title")]
+    parts += [
+        _path([(24, 52), (48, 52)], "wide"),
+        _text(54, 56, "veRL's engine, prompts replicated", "small"),
+        _path([(260, 52), (284, 52)], "thin"),
+        _text(290, 56, "DualKV's engine, prompts packed", "small"),
+    ]
+    for i, name in enumerate(("cpu", "h200")):
+        run = filed.read(RESULTS / f"verl-training-{name}.json")
+        settings, gpu = run["settings"], run["gpu"]["name"]
+        x0, updates = left + i * (width + apart), settings["updates"]
+        where = f"{'CPU' if gpu == 'none' else gpu}, {settings['dtype']}, head dim {settings.get('head_dim', 16)}"
+        parts.append(_text(x0, top - 8, f"{where}; commit {run['commit'][:7]}", "small"))
+        for reward in (0, 0.5, 1):
+            y = top + height * (1 - reward)
+            parts += [f'<path class="grid" d="M{x0:g} {y:g}h{width:g}"/>']
+            parts.append(_text(x0 - 6, y + 4, f"{reward:g}", "small", "end"))
+        for update in range(0, updates + 1, 50):
+            x = x0 + width * update / updates
+            parts.append(_text(x, top + height + 16, str(update), "small", "middle"))
+        for engine, kind in (("verl", "wide"), ("dualkv", "thin")):
+            rewards = run["rewards"][engine]
+            points = [(x0 + width * u / updates, top + height * (1 - r)) for u, r in enumerate(rewards)]
+            parts.append(_path(points, kind))
+    parts.append(_text(left, top + height + 36, "updates", "small"))
+    return _picture(round(left + 2 * width + apart + 24), round(top + height + 50), "Rewards of a veRL training", parts)
+
+
+def roofline() -> str:
+    """The profiled kernels under the roofs of tensor cores, DRAM and L2."""
+    left, top, decade, tall = 62.0, 52.0, 130.0, 150.0  # pixels of a factor of ten
+    lowest, highest, least, most = 10.0, 1e5, 50.0, 1500.0  # FLOP a byte, TFLOP/s
+
+    def x(flop_a_byte: float) -> float:
+        return left + decade * math.log10(flop_a_byte / lowest)
+
+    def y(tflops: float) -> float:
+        return top + tall * math.log10(most / tflops)
+
+    every = filed.read(RESULTS / "profile-h200.json")["profiles"]
+    profiles = {d: next(p for p in every if p["direction"] == d) for d in ("fwd", "bwd")}
+    kernels = {direction: _with_products(profile) for direction, profile in profiles.items()}
+    about, peaks = profiles["fwd"], kernels["fwd"]["peaks"]
+    commits = ", ".join(dict.fromkeys(f"{p['commit'][:7]}" for p in profiles.values()))
+    title = f"Roofline, {about['gpu']['name']}: kernels of commit {commits}, {about['workload']['name']}"
+    parts = [_text(24, 30, title, "title")]
+    for rate in (100, 300, 1000):
+        parts.append(f'<path class="grid" d="M{left:g} {y(rate):.1f}H{x(highest):g}"/>')
+        parts.append(_text(left - 6, y(rate) + 4, str(rate), "small", "end"))
+    for power in range(1, 6):
+        at = x(10.0**power)
+        parts.append(f'<path class="grid" d="M{at:g} {top:g}V{y(least):.1f}"/>')
+        parts.append(_text(at, y(least) + 16, f"{10**power:,}", "small", "middle"))
+    tensor = peaks["tensor"] / 1e12
+    for level, kind in (("dram", "line"), ("l2", "line dash")):
+        bandwidth = peaks[level] / 1e12
+        begin = max(lowest, least / bandwidth)
+        roof = [(x(begin), y(begin * bandwidth)), (x(tensor / bandwidth), y(tensor)), (x(highest), y(tensor))]
+        parts.append(_path(roof, kind))
+    clock = about["kernels"][0]["figures"]["SM clock, GHz"]
+    legend = [
+        ("line", f"DRAM {peaks['dram'] / 1e12:.1f} TB/s; tensor cores {tensor:.0f} TFLOP/s at {clock:.2f} GHz"),
+        ("line dash", f"L2 {peaks['l2'] / 1e12:.1f} TB/s"),
+    ]
+    row, from_x = y(least) - 70, x(400)
+    for kind, name in legend:
+        parts += [_path([(from_x - 10, row), (from_x + 10, row)], kind), _text(from_x + 18, row + 4, name, "small")]
+        row += 17
+    for direction, color in (("fwd", "prompt"), ("bwd", "own")):
+        kernel = kernels[direction]
+        rate = kernel["figures"]["TFLOP/s, useful work"]
+        for moved, kind in ((kernel["dram_bytes"], color), (kernel["l2_bytes"], f"ring {color}")):
+            at = kernel["flops"] / moved
+            parts.append(f'<circle class="{kind}" cx="{x(at):.1f}" cy="{y(rate):.1f}" r="5"/>')
+        name = "forward" if direction == "fwd" else "backward"
+        parts.append(f'<circle class="{color}" cx="{from_x:g}" cy="{row:g}" r="5"/>')
+        parts.append(_text(from_x + 18, row + 4, f"{name}: {rate:.0f} TFLOP/s", "small"))
+        row += 17
+    parts.append(_text(left, y(least) + 36, "useful FLOP a byte (filled: DRAM, ring: L2)", "small"))
+    parts.append(_text(24, top - 6, "useful TFLOP/s", "small"))
+    return _picture(round(x(highest) + 40), round(y(least) + 50), "Roofline of the profiled kernels", parts)
+
+
+def _with_products(profile: dict[str, Any]) -> dict[str, Any]:
+    """The kernel of a profile that multiplies matrices."""
+    return next(kernel for kernel in profile["kernels"] if kernel["flops"])
+
+
+PICTURES = {
+    "packed-groups.svg": packed_groups,
+    "two-regions.svg": two_regions,
+    "savings.svg": savings,
+    "verl-training.svg": verl_training,
+    "roofline-h200.svg": roofline,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -6,7 +6,6 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test holds th
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import statistics
 from collections import Counter
@@ -15,11 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from codegen import manifest
 from codegen.spec import KernelSpec, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
-from tools import cold_start, filed, host_time, verl_rows
+from dualkv.bench.workloads import parse
+from tools import filed
+from tools.bench import cold_start, host_time, verl_rows
+from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.ncu.job import Job
 from tools.sanitize import show as sanitize
@@ -59,7 +62,7 @@ TWO_LEVELS = {  # the rollouts of trees with their prompts shared alone, as leng
 
 
 def _load(name: str, folder: Path | None = None) -> Any:
-    return json.loads(((folder or RESULTS) / f"{name}.json").read_text())
+    return filed.read((folder or RESULTS) / f"{name}.json")
 
 
 def updates() -> str:
@@ -279,9 +282,10 @@ def _ratio(result: dict[str, Any]) -> float:
 
 def _drawn(result: dict[str, Any]) -> str:
     """A drawn workload in a line."""
-    w, [lens] = result["workload"], result["workload"]["response_lens"]
-    shape = f"D={w['head_dim']} H={w['heads']} Hk={w['kv_heads']} P={w['prompt_lens'][0]}"
-    return f"{w['name']} {result['direction']} ({shape} N={len(lens)} R={min(lens)}..{max(lens)})"
+    w = parse(result["workload"]["name"])
+    [prompt], [lens] = w.prompt_lens, w.response_lens
+    shape = f"D={w.head_dim} H={w.heads} Hk={w.kv_heads} P={prompt}"
+    return f"{w.name} {result['direction']} ({shape} N={len(lens)} R={min(lens)}..{max(lens)})"
 
 
 def tensor_parallel() -> str:
@@ -343,12 +347,12 @@ def _peer(side: dict[str, Any]) -> str:
 
 def kernels() -> str:
     """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
-    manifest = json.loads(MANIFEST.read_text())["kernels"]
+    described = manifest.read(MANIFEST)["kernels"]
     specs: list[KernelSpec[Any]] = [forward_spec("bf16", d, 4) for d in HEAD_DIMS]
     specs += [backward_specs("bf16", d).main for d in HEAD_DIMS]
     rows = []
     for spec in specs:
-        kernel = manifest[str(spec)]
+        kernel = described[str(spec)]
         budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
         tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
         row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
@@ -378,14 +382,16 @@ def sanitizers() -> str:
 
 
 def trust() -> str:
-    """What was tried to break it: how many, how many failed, on what."""
+    """What was tried to break it, how many failed, on what: of random calls a row for each commit and device."""
     rows = []
-    fuzzed = [_load(path.stem) for path in RESULTS.glob("fuzz-*.json")]
-    for run in sorted(fuzzed, key=lambda run: (run["date"], run["seed"])):
-        worst = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
-        rows.append(
-            _tried(run, f"random calls, seed {run['seed']}", f"{run['tried']['cases']:,}", run["failed"], worst)
-        )
+    fuzzed: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in sorted((run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))), key=_date):
+        fuzzed.setdefault((run["commit"], run["device"]), []).append(run)
+    for runs in fuzzed.values():
+        what = f"random calls, seed{'s' * (len(runs) > 1)} {', '.join(run['seed'] for run in runs)}"
+        cases, failed = sum(run["tried"]["cases"] for run in runs), sum(run["failed"] for run in runs)
+        worst = max(run["worst_part_of_bound"] for run in runs)
+        rows.append(_tried(runs[-1], what, f"{cases:,}", failed, f"largest error {worst:.2f} of its bound"))
     for path in sorted(RESULTS.glob("suite-*.json")):
         run = _load(path.stem)
         outcomes: Counter[str] = sum(map(Counter, run["modules"].values()), Counter())
@@ -405,6 +411,10 @@ def trust() -> str:
         memory = f"at the end {last['allocated']:.1f} MiB on the device, {last['resident']:,.0f} MiB on the host"
         rows.append(_tried(run, what, f"{steps:,} steps", len(run["problems"]), "; ".join([*run["problems"], memory])))
     return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
+
+
+def _date(run: dict[str, Any]) -> str:
+    return str(run["date"])
 
 
 def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
@@ -463,6 +473,6 @@ def filled(text: str) -> str:
 
 if __name__ == "__main__":
     for path in RESULTS.glob("*.json"):
-        path.write_text(filed.text(json.loads(path.read_text())))
+        path.write_text(filed.text(filed.read(path)))
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import datetime
 import gc
+import hashlib
 import itertools
+import json
 import platform
 import statistics
 import subprocess
@@ -40,6 +42,7 @@ MAX_DIFFERENCE = 0.03  # of results, by norms; two bf16 computations of the same
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dualkv", "codegen", "cute_kernels")
+STAMP = ROOT / ".stamp.json"  # what git said of a checkout that was copied without it: tools/stamp.py
 
 
 # ---------------------------------------------------------------- one workload in one direction
@@ -72,7 +75,7 @@ def summary(cold: float, host: float, rounds: list[dict[str, Any]], flops: int) 
     """The figures of one side: medians over rounds."""
     figures: dict[str, Any] = {"cold_ms": cold, "cold_tflops": flops / cold / 1e9, "host_us": host, "rounds": rounds}
     if rounds:
-        names = {name for r in rounds for name in r if name != "calls"}
+        names = dict.fromkeys(name for r in rounds for name in r if name != "calls")
         middle = {name: statistics.median(r[name] for r in rounds if name in r) for name in names}
         figures |= {"sustained_ms": middle.pop("ms"), **middle}
         figures["sustained_tflops"] = flops / figures["sustained_ms"] / 1e9
@@ -183,7 +186,7 @@ def _why(error: Exception) -> str:
 # ---------------------------------------------------------------- a run
 def report(
     workloads: Sequence[Workload], directions: Sequence[str], names: Sequence[str], seconds: float, rounds: int,
-    time_limit: float | None = None, commit: str | None = None, track: Track = untracked,
+    time_limit: float | None = None, track: Track = untracked,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yields the report after each of its results; the last one is whole.
 
@@ -192,13 +195,12 @@ def report(
         seconds: of a sustained turn.
         rounds: turns of a side.
         time_limit: seconds after which nothing new is begun; `asked` in the report says of how many results.
-        commit: of this code, where git cannot tell.
         track: shows progress.
     """
     meter, clock = Meter(), Clock(time_limit)
     settings = {"seconds": seconds, "rounds": rounds, "time_limit": time_limit, "sides": list(names)}
     asked = list(itertools.product(workloads, directions))
-    whole = {"schema": SCHEMA, **environment(meter, commit), "settings": settings, "asked": len(asked), "results": []}
+    whole = {"schema": SCHEMA, **environment(meter), "settings": settings, "asked": len(asked), "results": []}
     for workload, direction in asked:
         if whole["results"] and clock.up:
             break
@@ -210,29 +212,58 @@ def report(
         torch.cuda.empty_cache()
 
 
-def environment(meter: Meter | None, commit: str | None = None) -> dict[str, Any]:
+def environment(meter: Meter | None) -> dict[str, Any]:
     """GPU, driver, versions, commit and date of a run.
 
-    `commit` is what git says of this checkout, else the one given, else "unknown"; `changed_files` is None where git
-    cannot tell.
+    `commit` and `changed_files` are what git says of this checkout; in a copy without git what its stamp says; without
+    a stamp "unknown" and None.
+
+    Raises:
+        ValueError: the stamp is of other sources.
     """
     gpu: dict[str, Any] = {"name": "none"}
     if meter is not None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = {"name": properties.name, "multiprocessors": properties.multi_processor_count}
         gpu |= {"memory_gib": properties.total_memory / 2**30, **meter.limits()}
-    # An installed package may lie inside a checkout of something else, which tracks no file of it.
-    ours = _git("ls-files", "--error-unmatch", __file__) is not None
-    changed = _git("status", "--porcelain", "--untracked-files=no", *SOURCES) if ours else None
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": (_git("rev-parse", "HEAD") if ours else None) or commit or "unknown",
-        "changed_files": None if changed is None else changed.splitlines(),
+        **(checkout() or _stamped() or {"commit": "unknown", "changed_files": None}),
         "gpu": gpu,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {package: toolchain.version(package) for package in PACKAGES},
     }
+
+
+def checkout() -> dict[str, Any] | None:
+    """Commit and changed files of this checkout, None where git cannot tell."""
+    # An installed package may lie inside a checkout of something else, which tracks no file of it.
+    if _git("ls-files", "--error-unmatch", __file__) is None:
+        return None
+    commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no", *SOURCES)
+    return None if commit is None or changed is None else {"commit": commit, "changed_files": changed.splitlines()}
+
+
+def source_digest() -> str:
+    """sha256 over the names and bytes of the files that `changed_files` is about."""
+    found = hashlib.sha256()
+    for path in sorted(p for folder in SOURCES for kind in ("*.py", "*.c") for p in (ROOT / folder).rglob(kind)):
+        found.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def _stamped() -> dict[str, Any] | None:
+    """Commit and changed files of the stamp, None without one."""
+    if not STAMP.exists():
+        return None
+    stamp: dict[str, Any] = json.loads(STAMP.read_text())
+    if stamp.pop("source_digest") != source_digest():
+        raise ValueError(
+            f"{STAMP} is of other sources, expected the stamp of the sources beside it: run `python -m tools.stamp` in "
+            "the checkout, then copy the checkout again"
+        )
+    return stamp
 
 
 def _git(*arguments: str) -> str | None:

@@ -250,7 +250,6 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of a sustained turn.")] = 2.0,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 3,
     time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which nothing new is begun.")] = None,
-    commit: Annotated[str | None, typer.Option(help="To record as this code's commit where git cannot tell.")] = None,
     json_to: JsonOption = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as Markdown.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s.")] = None,
@@ -278,7 +277,7 @@ def bench(
     command.check_gpu()
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
-        for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, commit, track):
+        for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, track):
             console.print(show.table(report["results"][-1]))
             if json_to != "-":
                 _write_json(report, json_to)  # after each result: what is done is not lost with what fails

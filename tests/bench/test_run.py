@@ -236,24 +236,25 @@ def test_without_nvml_the_figures_go_without_energy(no_gpu, monkeypatch):
 
 
 def test_environment_names_what_was_used(tmp_path, monkeypatch):
-    found = run.environment(None, commit="given")
+    found = run.environment(None)
     assert set(found) == {
         "date", "commit", "changed_files", "gpu", "python", "cuda", "versions",
     }  # fmt: skip
     assert torch.__version__.startswith(found["versions"]["torch"])  # which may lack the build, as +cu130
     assert set(found["versions"]) == set(run.PACKAGES)
     monkeypatch.setattr(run, "_git", lambda *arguments: {"rev-parse": "a" * 40, "status": "M x"}.get(arguments[0], ""))
-    found = run.environment(None, commit="given")
+    found = run.environment(None)
     assert (found["commit"], found["changed_files"]) == ("a" * 40, ["M x"])
     # Installed inside a checkout of something else, which does not track this code.
+    monkeypatch.setattr(run, "STAMP", tmp_path / ".stamp.json")
     monkeypatch.setattr(run, "_git", lambda *arguments: None if arguments[0] == "ls-files" else "b" * 40)
-    found = run.environment(None, commit="given")
-    assert (found["commit"], found["changed_files"]) == ("given", None)
+    found = run.environment(None)
+    assert (found["commit"], found["changed_files"]) == ("unknown", None)
     monkeypatch.undo()
     monkeypatch.setattr(run, "ROOT", tmp_path)  # no checkout at all
-    found = run.environment(None, commit="given")
-    assert (found["commit"], found["changed_files"]) == ("given", None)
-    assert run.environment(None)["commit"] == "unknown"
+    monkeypatch.setattr(run, "STAMP", tmp_path / ".stamp.json")
+    found = run.environment(None)
+    assert (found["commit"], found["changed_files"]) == ("unknown", None)
 
 
 # ---------------------------------------------------------------- command line

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import runpy
 import shlex
 import shutil
-import sys
 import zipfile
 
 import pytest
@@ -238,13 +236,6 @@ def test_a_machine_that_cannot_compile_says_so(run, tmp_path, monkeypatch):
     code, _, err = run("--out", str(tmp_path / "a"), "--head-dims", "64", "--gqa", "1")
     assert code == 1
     assert "must be compiled and no C compiler is on PATH (gcc, cc or clang)," in err
-
-
-def test_tools_has_the_same_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["precompile.py", "--out", "a"])
-    with pytest.raises(SystemExit):
-        runpy.run_module("tools.precompile", run_name="__main__")
-    assert capsys.readouterr().err.startswith("dualkv: nothing to compile: expected --models")
 
 
 # ---------------------------------------------------------------- the wheel

@@ -19,7 +19,6 @@ which are not recorded, at one head dim each.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from codegen.spec import TILES, backward_specs, forward_spec, table
 from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads(Path(__file__).with_name("manifest.json").read_text())
+RECORD = manifest.read(Path(__file__).with_name("manifest.json"))
 SPECS = sorted(
     {forward_spec("bf16", d, h) for d in HEAD_DIMS for h in (1, 4, 7, 16)}
     | {forward_spec("bf16", 128, h) for h in range(1, MAX_PACKED_HEADS + 1)}
@@ -96,6 +95,16 @@ def test_record_covers_the_table_and_has_no_problem():
 def test_all_were_compiled_from_these_sources():
     """So a change of the kernels asks for all of them to be compiled again."""
     assert RECORD["sources"] == manifest.sources(), "the kernels' sources changed since the record: make manifest"
+
+
+def test_kernels_that_are_alike_are_described_once(tmp_path):
+    made = {"versions": {"ptxas": "1"}, "sources": {"fwd": "a"}}
+    made["kernels"] = {name: {"registers": n, "stack": 0} for name, n in (("x", 3), ("y", 4), ("z", 3))}
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.text(made))
+    assert manifest.read(path) == made
+    assert path.read_text().count('"registers": 3') == 1
+    assert sum(line.strip().startswith('"') for line in path.read_text().splitlines()) == 3 + 3, "a line a kernel"
 
 
 def test_what_counts_as_a_change_of_sources(tmp_path, monkeypatch):

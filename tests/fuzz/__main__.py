@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import secrets
 import sys
 import time
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from tests.fuzz.case import VALUES, WrongResult, reduce, run, seeded
+from tools.bench.record import Record
 
 CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
@@ -54,11 +52,10 @@ def main():
     parser.add_argument("--start", type=int, default=0, help="index of the first case (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--values", choices=VALUES, help="cases of these alone (others are drawn and skipped)")
-    parser.add_argument("--json", type=Path, help="write what was tried, and how much failed")
-    parser.add_argument("--commit", help="recorded where git cannot tell")
+    parser.add_argument("--json", type=Path, help="add what was tried, and how much failed, to the runs in this file")
     options = parser.parse_args()
     seed = options.seed or secrets.token_hex(4)
-    recorded = environment(Meter() if options.device == "cuda" else None, options.commit) if options.json else {}
+    record = Record(options.json, options.device == "cuda")
     print(f"seed {seed} on {options.device}: up to {options.cases} cases, {options.seconds:.0f} s", flush=True)
     begin, worst, failed, tried = time.monotonic(), 0.0, 0, Counter()
     said = begin
@@ -91,9 +88,8 @@ def main():
         f"seed {seed} on {options.device}: {tried['cases']} cases in {seconds:.0f} s, {failed} failed, "
         f"worst error {worst:.2f} of its bound"
     )
-    if options.json:
-        record = {
-            **recorded,
+    record.append(
+        {
             "seed": seed,
             "start": options.start,
             "device": options.device,
@@ -102,7 +98,7 @@ def main():
             "worst_part_of_bound": round(worst, 3),
             "tried": dict(sorted(tried.items())),
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    )
     return 1 if failed else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from dualkv.ops import reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import Case, compat_mask, reduce, run, seeded, segment_mask
+from tools import filed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,7 +120,7 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     )
     assert fuzz.main() == 0
     assert "seed suite on cpu: 5 cases" in capsys.readouterr().out
-    record = json.loads(record.read_text())
+    (record,) = filed.read(record)["runs"]
     assert record["failed"] == 0
     assert record["tried"]["cases"] == 5
     assert record["versions"]["torch"] == importlib.metadata.version("torch")

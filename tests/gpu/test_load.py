@@ -14,7 +14,7 @@ import dualkv
 from codegen.spec import backward_specs, forward_spec
 from dualkv import Layout
 from dualkv.ops import hopper
-from tools import soak
+from tools.bench import soak
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -185,5 +185,5 @@ def test_a_graph_replayed_ten_thousand_times():
 
 
 def test_a_long_run_keeps_its_memory():
-    """Ten seconds of what `python -m tools.soak` does for half an hour."""
+    """Ten seconds of what `python -m tools.bench.soak` does for half an hour."""
     assert soak.run(SOAK_SECONDS, 0, "cuda", every=SOAK_SECONDS / 16)["problems"] == []

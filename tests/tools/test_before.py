@@ -9,7 +9,7 @@ import pytest
 from codegen import store
 from codegen.spec import forward_spec
 from dualkv.ops import hopper
-from tools import before
+from tools.bench import before
 
 SPEC = forward_spec("bf16", 128, 4)
 

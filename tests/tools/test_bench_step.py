@@ -1,4 +1,4 @@
-"""The benchmark of a step (tools/bench_step) and the attention it measures against, in small, on the CPU."""
+"""The benchmark of a step (tools/bench/step) and the attention it measures against, in small, on the CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.integrations.tiny import make_model
-from tools import bench_step, stock_attention
-from tools.bench_step import ROWS, Row, Sizes
+from tools.bench import step as bench_step
+from tools.bench import stock_attention
+from tools.bench.step import ROWS, Row, Sizes
 
 SIZES = Sizes("tiny", layers=1, responses=4, prompt_len=24, response_len=6, micro_batch=2, repeats=2, chunk_size=10,
               dtype="float32")  # fmt: skip

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from dualkv.bench import run, timing
 from dualkv.cli import precompile
-from tools import cold_start
+from tools import filed
+from tools.bench import cold_start, record
 
 
 @pytest.fixture
@@ -27,8 +25,8 @@ def processes(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cold_start, "once", once)
     monkeypatch.setattr(precompile, "precompile", lambda specs, folder, jobs: folder.mkdir())
-    monkeypatch.setattr(run, "environment", lambda meter, commit: {"commit": commit})
-    monkeypatch.setattr(timing, "Meter", lambda: None)
+    monkeypatch.setattr(record, "environment", lambda meter: {"commit": "c" * 40})
+    monkeypatch.setattr(record, "Meter", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return ran
 
@@ -36,9 +34,9 @@ def processes(monkeypatch, tmp_path):
 def test_what_is_done_is_filed_though_the_rest_fails(processes, tmp_path):
     path = tmp_path / "cold.json"
     with pytest.raises(RuntimeError, match="killed"):
-        cold_start.main(path, repeat=3, compiling=1, commit="c" * 40)
+        cold_start.main(path, repeat=3, compiling=1)
     assert processes == list(cold_start.WAYS)
-    recorded = json.loads(path.read_text())
+    recorded = filed.read(path)
     assert recorded["commit"] == "c" * 40
     assert {way: len(runs) for way, runs in recorded["runs"].items()} == dict.fromkeys(cold_start.WAYS, 1)
     text = cold_start.markdown(recorded)
@@ -48,8 +46,8 @@ def test_what_is_done_is_filed_though_the_rest_fails(processes, tmp_path):
 
 
 def test_ways_that_did_not_run_have_no_row(processes, tmp_path):
-    cold_start.main(tmp_path / "cold.json", repeat=2, compiling=0, commit="c" * 40)
+    cold_start.main(tmp_path / "cold.json", repeat=2, compiling=0)
     assert processes == [*cold_start.WAYS[:3]] * 2
-    text = cold_start.markdown(json.loads((tmp_path / "cold.json").read_text()))
+    text = cold_start.markdown(filed.read(tmp_path / "cold.json"))
     assert "compiling" not in text
     assert "| cache | 2.5 to 2.5 |" in text

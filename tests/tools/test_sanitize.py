@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import sys
 import time
@@ -14,6 +13,8 @@ from typer.testing import CliRunner
 
 from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
 from dualkv.ops.plan.backward import backward_work
+from tools import filed
+from tools.bench import record
 from tools.sanitize import __main__ as sanitize
 from tools.sanitize import cases, controls, known, reading
 from tools.sanitize.reading import Report
@@ -142,13 +143,12 @@ def run(monkeypatch, tmp_path, bad=frozenset(), dies=None, more=()):
     monkeypatch.setattr(sanitize.store, "where", lambda spec: None)
     monkeypatch.setattr(sanitize.store, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(sanitize, "_sass", lambda spec: ("other", {}))
-    monkeypatch.setattr(sanitize, "environment", lambda *_: {"commit": "abc"})
-    monkeypatch.setattr(sanitize, "Meter", lambda: None)
+    monkeypatch.setattr(record, "Meter", lambda: None)
     app = typer.Typer()
     app.command()(sanitize.main)
     out = tmp_path / "out.json"
     done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out), *more])
-    return done, json.loads(out.read_text())["tools"]
+    return done, filed.read(out)["tools"]
 
 
 def test_clean(monkeypatch, tmp_path):
@@ -202,7 +202,7 @@ def test_reports_are_judged_again(monkeypatch, tmp_path):
     monkeypatch.setattr(sanitize.known, "why", lambda tool, report, shown: "it is known")
     done = CliRunner().invoke(app, again)
     assert done.exit_code == 0, done.output
-    (report,) = json.loads((tmp_path / "out.json").read_text())["tools"]["memcheck"]["reports"]
+    (report,) = filed.read(tmp_path / "out.json")["tools"]["memcheck"]["reports"]
     assert report["false_positive"] == "it is known"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tools import suite
+from tools import filed
+from tools.bench import suite
 
 ONE = """
 tests/gpu/test_a.py ..Fs
@@ -28,13 +27,13 @@ ERROR tests/gpu/test_b.py::test_e - OSError
 
 def test_split_runs_are_counted_together(tmp_path):
     about = dict.fromkeys(suite.ABOUT, "x") | {"seed": 7}
-    for name, text in (("1", ONE), ("2", OTHER), ("of", json.dumps(about))):
+    for name, text in (("1", ONE), ("2", OTHER), ("of", filed.text({"runs": [{"seed": 6}, about]}))):
         (tmp_path / name).write_text(text)
     app = typer.Typer()
     app.command()(suite.main)
     arguments = [str(tmp_path / name) for name in "12"] + ["--of", str(tmp_path / "of"), "--json", str(tmp_path / "r")]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    made = json.loads((tmp_path / "r").read_text())
+    made = filed.read(tmp_path / "r")
     assert set(made) == {*suite.ABOUT, "modules", "notes"}
     assert made["modules"] == {
         "tests/gpu/test_a.py": {"failed": 1, "passed": 3, "skipped": 2},

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import NAMED, parse
-from tools import filed, host_time, record, tables
+from tools import filed, tables
+from tools.bench import attention, host_time
+from tools.bench.record import runs_of
 from tools.ncu.job import Job
 
 
@@ -30,19 +33,11 @@ def test_speed_ups_that_the_readme_names_are_those_of_its_table():
 
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_figures_say_where_they_come_from(path):
-    record = json.loads(path.read_text())
-    assert {"date", "commit", "changed_files", "gpu", "versions"} <= set(record)
-    assert len(record["commit"]) == 40
+    record = filed.read(path)
+    for run in runs_of(record):
+        assert {"date", "commit", "changed_files", "gpu", "versions"} <= set(run)
+        assert len(run["commit"]) == 40
     assert path.read_text() == filed.text(record), "run `python -m tools.tables`"
-
-
-def test_a_record_is_laid_out_without_losing_anything():
-    record = {"a": [{"ms": 1.0 + i, "none": None} for i in range(40)], "b": "x" * 300, "c": {}, "d": 1.23456789012}
-    text = filed.text(record)
-    assert json.loads(text) == record | {"d": 1.23456789}
-    assert filed.text(json.loads(text)) == text
-    assert max(len(line) for line in text.splitlines() if "x" not in line) <= filed.WIDTH + 10
-    assert len(text.splitlines()) == 2 + 4 + 41
 
 
 def options_of(text):
@@ -53,44 +48,62 @@ def options_of(text):
     return found
 
 
-@pytest.mark.parametrize("name", record.RECORDS)
+@pytest.mark.parametrize("name", attention.RECORDS)
 def test_benchmarks_are_those_of_the_commands(name):
     """All of what the command asks for, or the part that was recorded."""
-    path = record.RESULTS / f"{name}.json"
+    path = attention.RESULTS / f"{name}.json"
     if not path.exists():
         pytest.skip("not recorded yet")
-    made, options = json.loads(path.read_text()), options_of(record.RECORDS[name])
+    made, options = filed.read(path), options_of(attention.RECORDS[name])
     assert made["schema"] == SCHEMA
     assert set(made["settings"]["sides"]) <= set(command.sides(options["-s"]))
     asked = [(workload, direction) for workload in options["-w"] for direction in command.directions(*options["-d"])]
     assert [(r["workload"]["name"], r["direction"]) for r in made["results"]] == asked[: len(made["results"])]
+    for result in made["results"]:  # lengths are not recorded: the name gives them
+        workload = parse(result["workload"]["name"])
+        given = (workload.layout().num_tokens, workload.flops(result["direction"]), workload.heads, workload.head_dim)
+        assert given == (
+            result["workload"]["tokens"],
+            result["flops"],
+            *map(result["workload"].get, ("heads", "head_dim")),
+        )
 
 
 def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
     clock, begun = [100.0], []
+    lengths = parse("8192:32x512")
+    given = {
+        "name": "8192:32x512",
+        "response_lens": [list(r) for r in lengths.response_lens],
+        "parent": [1],
+        "tokens": 3,
+    }
 
     def bench(words, **_):
-        options = dict(zip(words[-6::2], words[-5::2], strict=True))
-        begun.append((options["--json"], options.get("--time-limit"), options.get("--commit")))
+        options = dict(zip(words[-4::2], words[-3::2], strict=True))
+        begun.append((options["--json"], options.get("--time-limit")))
         clock[0] += 30
         if "trees" in options["--json"]:
             raise RuntimeError("no more")
+        Path(options["--json"]).write_text(json.dumps({"results": [{"workload": given}]}))
 
-    monkeypatch.setattr(record.commands, "app", bench)
-    monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(attention.commands, "app", bench)
+    monkeypatch.setattr(attention.time, "monotonic", lambda: clock[0])
     names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
     with pytest.raises(SystemExit, match="trees-h200: RuntimeError: no more"):
-        record.main([names[2], *names[:2], names[3]], tmp_path, "c" * 40, 80.0)
+        attention.main([names[2], *names[:2], names[3]], tmp_path, 80.0)
     assert begun == [
-        (str(tmp_path / f"{name}.json"), limit, "c" * 40)
+        (str(tmp_path / f"{name}.json"), limit)
         for name, limit in (("trees-h200", "25.0"), ("both-h200", "20.0"), ("peers-h200", "20.0"))
     ], "the last one has no time left"
+    kept = {"name": "8192:32x512", "parent": [1], "tokens": 3}
+    assert filed.read(tmp_path / "both-h200.json") == {"results": [{"workload": kept}]}, "but for what the name says"
     begun.clear()
-    record.main(["both-h200"], tmp_path, "c" * 40)
-    assert [limit for _, limit, _ in begun] == [None]
+    attention.main(["both-h200"], tmp_path)
+    assert [limit for _, limit in begun] == [None]
     for wrong in ("both", "both-h200:x"):
-        with pytest.raises(record.typer.BadParameter, match=r"none of|NAME:SECONDS"):
-            record.main([wrong], tmp_path)
+        with pytest.raises(attention.typer.BadParameter, match=r"none of|NAME:SECONDS"):
+            attention.main([wrong], tmp_path)
 
 
 def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, monkeypatch, capsys):
@@ -115,9 +128,10 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
         "| binary-p4096-r1024, forward | 5.00 (700) | 9.00 (389): 1.80 | 20.00 (175): 4.00 | 728: 0.96 | 750: 0.93 |",
         "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
     ]
-    monkeypatch.setattr(record.commands, "app", lambda *_, **__: None)
+    monkeypatch.setattr(attention.commands, "app", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "without_lengths", lambda report: report)
     shown = tables.trees(tmp_path)
-    record.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
+    attention.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
     assert capsys.readouterr().out.rstrip().endswith(shown), "one command shows them"
     (tmp_path / "trees-h200-two-levels.json").unlink()
     assert tables.trees(tmp_path).splitlines()[2].endswith(": 4.00 |  |  |"), "of what is recorded"
@@ -128,7 +142,7 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
 
 
 def test_profiles_are_shown_while_their_kernels_exist(tmp_path, monkeypatch):
-    profile, *_ = json.loads((tables.RESULTS / "profile-h200.json").read_text())["profiles"]
+    profile, *_ = filed.read(tables.RESULTS / "profile-h200.json")["profiles"]
     specs = {name: spec.to_dict() for name, spec in Job.from_dict(profile).specs().items()}
     (operation, spec), *_ = specs.items()
     older = {**specs, operation: spec | {"tile": spec["tile"] | {"tile_n": 999}}}
@@ -167,7 +181,6 @@ def test_what_is_not_recorded_is_said(tmp_path, monkeypatch):
 def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
     def result(i, head_dim, ratio):
         workload = {"name": f"random-1-{i}", "head_dim": head_dim, "heads": 8, "kv_heads": 2}
-        workload |= {"prompt_lens": [300], "response_lens": [[5, 9]]}
         side = {"sustained_ms": 1.0, "speed_against_reference": ratio}
         sides = {tables.OURS: side, tables.PEER: side if ratio else {"error": "not supported"}}
         return {"workload": workload, "direction": "fwd" if i % 2 else "bwd", "sides": sides}
@@ -180,7 +193,7 @@ def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
     text = tables.drawn()
     assert "| 64 | 2: 1.20, 1.35, 1.50 | 2: 0.96, 1.03, 1.10 |" in text
     assert "| 96 | 1: 2.00, 2.00, 2.00 |  |" in text
-    slower = "Slower than the peer: random-1-2 bwd (D=64 H=8 Hk=2 P=300 N=2 R=5..9) 0.96. Not measured: 1 of 6."
+    slower = "Slower than the peer: random-1-2 bwd (D=128 H=32 Hk=32 P=3077 N=6 R=62..213) 0.96. Not measured: 1 of 6."
     assert slower in text
     assert "\n\nForward. Recorded 2026-01-02 at" in text
     assert "\n\nBackward. Recorded 2026-01-02 at" in text
@@ -188,18 +201,29 @@ def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
 
 def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
     about = {"date": "2026-01-02", "commit": "a" * 40, "gpu": {"name": "H200"}}
-    fuzz = {"seed": "5", "failed": 2, "worst_part_of_bound": 1.5, "tried": {"cases": 5000}, "gpu": {"name": "none"}}
+    fuzz = about | {"seed": "5", "failed": 2, "worst_part_of_bound": 1.5, "tried": {"cases": 5000}, "device": "cuda"}
+    later = {"commit": "b" * 40, "worst_part_of_bound": 0.5, "date": "2026-01-03"}
+    runs = [fuzz | later, fuzz, fuzz | {"seed": "7", "worst_part_of_bound": 0.7, "failed": 1, "tried": {"cases": 250}}]
+    runs.append(fuzz | {"device": "cpu", "gpu": {"name": "none"}})
     reports = [{"count": 3, "false_positive": None}, {"count": 9, "false_positive": "a reason"}]
     tools = {"memcheck": {"cases": 40, "reports": reports, "unfinished": ["killed"]}}
     curve = [{"seconds": s, "allocated": s / 1000, "resident": s / 2} for s in (1000.0, 1690.0)]
     soak = {"seconds": 9999.0, "steps": {"a": 1000, "b": 500}, "problems": ["resident grew"], "curve": curve}
     modules = {"a.py": {"passed": 30, "skipped": 1}, "b.py": {"passed": 4, "failed": 2, "error": 1, "xfail": 1}}
     suite = {"modules": modules, "notes": ["1 skipped in a.py: needs two GPUs"]}
-    for name, run in (("fuzz-x", fuzz), ("sanitizer-x", {"tools": tools}), ("soak-x", soak), ("suite-x", suite)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(about | run))
+    for name, run in (
+        ("fuzz-x", {"runs": runs}),
+        ("sanitizer-x", {"tools": tools}),
+        ("soak-x", soak),
+        ("suite-x", suite),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run if "runs" in run else about | run))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.trust().splitlines()[2:] == [
+        "| random calls, seeds 5, 7 | H200 | 5,250 | 3 | largest error 1.50 of its bound"
+        " | 2026-01-02, commit aaaaaaa |",
         "| random calls, seed 5 | CPU | 5,000 | 2 | largest error 1.50 of its bound | 2026-01-02, commit aaaaaaa |",
+        "| random calls, seed 5 | H200 | 5,000 | 2 | largest error 0.50 of its bound | 2026-01-03, commit bbbbbbb |",
         "| the GPU tests | H200 | 38 tests | 3 | 1 skipped in a.py: needs two GPUs | 2026-01-02, commit aaaaaaa |",
         "| compute-sanitizer, memcheck | H200 | 40 cases | 3 | not finished: killed | 2026-01-02, commit aaaaaaa |",
         "| a long run, 28 minutes | H200 | 1,500 steps | 1 | resident grew; at the end 1.7 MiB on the device,"

@@ -12,7 +12,7 @@ from codegen import KernelError
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS
 from tools import tables as tables_of_documents
-from tools import tune
+from tools.bench import tune
 
 
 @pytest.fixture

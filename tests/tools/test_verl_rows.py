@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools import verl_rows
+from tools.bench import verl_rows
 
 SETTINGS = {
     "model": "qwen3-8b", "layers": None, "groups": 1, "responses": 32, "prompt_len": 8192, "response_len": 2048,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from codegen import KernelError
+from tools import filed
+from tools.bench.record import OptionalJsonPath
 from tools.ncu import collect, lines, metrics, show
 from tools.ncu.job import Job, read_tile, read_workload
 
@@ -55,7 +56,6 @@ def run(
     dtype: Annotated[str | None, typer.Option(help="bf16 or fp16, likewise.")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="The deterministic backward.")] = False,
     tile: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER: another tile than the table's.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this code, where git cannot tell.")] = None,
 ) -> None:
     """Profile one direction of a workload on this GPU."""
     try:
@@ -64,7 +64,7 @@ def run(
         job = Job(groups, direction, deterministic, read_tile(tile or []))
         console = _console()
         with console.status(f"profiling {groups.name} {direction}: each kernel runs some 20 times"):
-            collect.collect(job, out, commit)
+            collect.collect(job, out)
         console.print(show.report(metrics.read(out).to_dict()))
     except (collect.ProfileError, KernelError, ValueError, OSError) as e:
         _fail(e)
@@ -73,8 +73,7 @@ def run(
 @app.command()
 def report(
     profiles: Annotated[list[Path], typer.Argument(help="Profiles: folders that `run` left.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw the roofline of all into this PNG.")] = None,
-    json_to: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    json_to: OptionalJsonPath = None,
     markdown: MarkdownOption = False,
 ) -> None:
     """What each kernel of a profile did with its time."""
@@ -82,10 +81,8 @@ def report(
         found = [metrics.read(folder) for folder in profiles]
         for profile in found:
             _print(show.report(profile.to_dict()), markdown)
-        if plot is not None:
-            show.roofline(found, plot)
         if json_to is not None:
-            json_to.write_text(json.dumps(_figures(profiles, found), indent=1) + "\n")
+            json_to.write_text(filed.text(_figures(profiles, found)))
     except (ValueError, OSError) as e:
         _fail(e)
 

@@ -71,7 +71,7 @@ def why_failed(output: str) -> str:
     return "ncu failed: " + (" ".join(" ".join(said).split())[-500:] or "it printed nothing")
 
 
-def collect(job: Job, folder: Path, commit: str | None = None) -> dict[str, Any]:
+def collect(job: Job, folder: Path) -> dict[str, Any]:
     """Profile `job` into `folder`; returns about.json.
 
     Raises:
@@ -98,7 +98,7 @@ def collect(job: Job, folder: Path, commit: str | None = None) -> dict[str, Any]
     found = {name: future.result() for name, future in places.items()}
     (folder / "lines.json").write_text(json.dumps(found, separators=(",", ":")))
     about = {**job.to_dict(), "specs": {n: s.to_dict() for n, s in job.specs().items()}}
-    about |= environment(Meter(), commit) | {"ncu": _run([ncu, "--version"]).split("Version")[-1].strip()}
+    about |= environment(Meter()) | {"ncu": _run([ncu, "--version"]).split("Version")[-1].strip()}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 

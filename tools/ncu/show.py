@@ -1,10 +1,8 @@
-"""Tables and the roofline of profiles."""
+"""Tables of profiles."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +14,6 @@ from tools.ncu.metrics import FIGURES, STALLS, Figure, Kernel, Profile
 
 STALLS_SHOWN = 6
 NOISE = 0.005  # of a ratio, that is given no colour
-COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8a8f98", "#e9a23b", "#7b5ea7")
 
 
 def caption(filed: Mapping[str, Any]) -> str:
@@ -44,7 +41,7 @@ def report(filed: Mapping[str, Any]) -> Table:
         if any(value is not None for value in values):
             table.add_row(figure.name, *(number(value, figure.form) for value in values))
     table.add_section()
-    stalls = [list(kernel["stalls"].items())[:STALLS_SHOWN] for kernel in kernels]
+    stalls = [sorted(kernel["stalls"].items(), key=lambda item: -item[1])[:STALLS_SHOWN] for kernel in kernels]
     for place in range(STALLS_SHOWN):
         row = [f"{some[place][0]} {some[place][1]:.0%}" if place < len(some) else "" for some in stalls]
         table.add_row("warps wait for" if place == 0 else "", *row)
@@ -122,45 +119,3 @@ def hot(name: str, places: Sequence[Hot], why_not: str | None) -> Table:
         cells = f"{place.samples}", f"{place.share:.1%}", place.where, reasons, place.instruction, place.source
         table.add_row(*map(Text, cells))  # brackets in code are no markup
     return table
-
-
-def roofline(profiles: Sequence[Profile], path: Path) -> None:
-    """Kernels with products: useful FLOP/s over FLOP for each byte from DRAM (filled) and from L2 (hollow).
-
-    Raises:
-        ValueError: no kernel has products.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    points = [(p, k) for p in profiles for k in p.kernels if k.need.flops and k.dram_bytes and k.l2_bytes]
-    if not points:
-        raise ValueError(f"no kernel of {', '.join(p.name for p in profiles)} has products and measured bytes to draw")
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=90)
-    lowest, highest = 10.0, 1e5
-    x = [lowest * (highest / lowest) ** (i / 200) for i in range(201)]
-    peaks = points[0][1].peaks
-    for level, style in (("dram", "-"), ("l2", "--")):
-        bytes_a_second, tensor = peaks[level], peaks["tensor"]
-        if bytes_a_second and tensor:
-            y = [min(tensor, bytes_a_second * at) / 1e12 for at in x]
-            label = f"{level.upper()} {bytes_a_second / 1e12:.1f} TB/s, tensor cores {tensor / 1e12:.0f} TFLOP/s"
-            axes.plot(x, y, style, color="#555", linewidth=1, label=label)
-    for (profile, kernel), color in zip(points, itertools.cycle(COLORS), strict=False):
-        rate = kernel.need.flops / kernel.seconds / 1e12
-        name = f"{kernel.name} D={profile.job.workload.head_dim}: {rate:.0f} TFLOP/s"
-        for moved, fill in ((kernel.dram_bytes, color), (kernel.l2_bytes, "none")):
-            at = kernel.need.flops / (moved or 1)
-            shown = name if fill == color else None
-            axes.scatter([at], [rate], s=46, facecolors=fill, edgecolors=color, label=shown, zorder=3)
-    axes.set(xscale="log", yscale="log", xlim=(lowest, highest), ylim=(50, 1500))
-    axes.set_xlabel("useful FLOP a byte (filled: DRAM, hollow: L2)")
-    axes.set_ylabel("useful TFLOP/s")
-    axes.grid(which="both", alpha=0.2)
-    axes.legend(fontsize=8, loc="lower right")
-    axes.set_title("Roofline at the clocks of the profiled runs", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)

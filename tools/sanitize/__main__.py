@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -20,9 +19,9 @@ from rich.console import Console
 
 from codegen import KernelError, cubin, store
 from codegen.spec import KernelSpec
-from dualkv.bench.run import environment
-from dualkv.bench.timing import Meter
 from dualkv.ops import hopper
+from tools import filed
+from tools.bench.record import OptionalJsonPath, Record
 from tools.process import run_limited
 from tools.sanitize import controls, known, show
 from tools.sanitize.cases import HEAD_DIMS, Case, cases
@@ -174,23 +173,22 @@ def _judge_again(path: Path | None, console: Console) -> None:
     """The reports in a file, by what is known now."""
     if path is None or not path.is_file():
         raise typer.BadParameter("--again needs --json FILE of a run", param_hint="--again")
-    filed = json.loads(path.read_text())
-    for name, tool in filed["tools"].items():
+    record = filed.read(path)
+    for name, tool in record["tools"].items():
         for report in tool["reports"]:
             report["false_positive"] = known.why(name, report, tool[CONTROLS])
-    path.write_text(json.dumps(filed, indent=1) + "\n")
-    _conclude(filed["tools"], console)
+    path.write_text(filed.text(record))
+    _conclude(record["tools"], console)
 
 
 def main(
-    json_to: Annotated[Path | None, typer.Option("--json", help="File all reports here.")] = None,
+    json_to: OptionalJsonPath = None,
     tool: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOOLS)}. Default: all.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Head dims. Default: all families.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes at a time.")] = 4,
     limit: Annotated[float, typer.Option(min=1, help="Seconds of a process.")] = 600,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of all together; what is left out is said.")] = 3600,
     logs: Annotated[Path | None, typer.Option(help="Keep what the tools print in this folder.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this code, where git cannot tell.")] = None,
     compile_only: Annotated[
         bool, typer.Option("--compile", help="Compile the kernels, which needs no GPU; no more.")
     ] = False,
@@ -224,7 +222,7 @@ def main(
     version = (
         subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.split("Version")[-1].strip()
     )
-    about = {**environment(Meter(), commit), "compute_sanitizer": version}
+    record = Record(json_to)
     runs: list[dict[str, Any]] = []
     deadline = monotonic() + seconds
 
@@ -242,9 +240,7 @@ def main(
             if logs is not None:
                 logs.mkdir(parents=True, exist_ok=True)
                 (logs / f"{run['tool']}-{run['cases_of']}.log").write_text(run["text"])
-            if json_to is not None:  # after each: what is done is not lost with what comes
-                json_to.parent.mkdir(parents=True, exist_ok=True)
-                json_to.write_text(json.dumps({**about, "tools": summary(runs, plan)}, indent=1) + "\n")
+            record.write({"compute_sanitizer": version, "tools": summary(runs, plan)})
     _conclude(summary(runs, plan), console)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
-from tools import bench_trl
+from tools import filed
+from tools.bench import trl as bench_trl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -42,7 +42,7 @@ def test_three_ways_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
         dtype="float32",
         steps=1,
     )
-    recorded = json.loads((tmp_path / "trl.json").read_text())
+    recorded = filed.read(tmp_path / "trl.json")
     ways = recorded["ways"]
     assert list(ways) == ["padded", "tree", "packed"]
     lens = [len(r) for r in bench_trl.make_rollouts(bench_trl.Settings(**recorded["settings"])).responses]

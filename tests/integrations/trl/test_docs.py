@@ -15,7 +15,7 @@ from tests.integrations.trl.runs import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
-OURS = [w for _, c, _ in shown() if (w := words_of(c))[:3] == ["python", "-m", "tools.bench_trl"]]
+OURS = [w for _, c, _ in shown() if (w := words_of(c))[:3] == ["python", "-m", "tools.bench.trl"]]
 
 
 def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

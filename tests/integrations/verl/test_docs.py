@@ -12,7 +12,8 @@ from tests.documents import parse, shown, words_of
 
 TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
 SHOWN = [words_of(command) for _, command, _ in shown()]
-OURS = [words for words in SHOWN if words[:2] == ["python", "-m"] and words[2].endswith("_verl")]
+TOOLS = ["tools.bench.verl", "tools.bench.train_verl"]
+OURS = [words for words in SHOWN if words[:2] == ["python", "-m"] and words[2] in TOOLS]
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)

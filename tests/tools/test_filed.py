@@ -1,0 +1,51 @@
+"""Records come back from their layout as they were."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools import filed
+
+VALUES = st.none() | st.booleans() | st.integers() | st.sampled_from(["a", "absent", ""]) | st.just(1.5)
+RECORDS = st.recursive(
+    VALUES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(RECORDS)
+def test_entries_come_back(record):
+    text = filed.text(record)
+    assert filed.parse(text) == record
+    assert filed.text(filed.parse(text)) == text
+
+
+def test_fields_of_equal_entries_are_named_once():
+    side = {"ms": 1.0, "rounds": [{"power": 3.0}, {"power": 4.0}], "error": "x"}
+    entries = [side | {"ms": float(i)} for i in range(40)]
+    del entries[7]["error"]
+    text = filed.text({"before": 1, "sides": {"one": entries}})
+    assert filed.parse(text) == {"before": 1, "sides": {"one": entries}}
+    assert text.count("power") == 1
+    row = [line for line in text.splitlines() if line.strip().startswith("[7.0")]
+    assert row == ['    [7.0, [[3.0], [4.0]], "-"],'], "an entry is a line, and a field may be absent"
+
+
+def test_short_parts_stand_on_one_line_and_numbers_are_rounded():
+    text = filed.text({"a": {str(i): "y" * i for i in range(50)}, "b": "x" * 300, "d": 1.23456789012})
+    assert json.loads(text)["d"] == 1.23456789
+    assert max(len(line) for line in text.splitlines()) <= filed.WIDTH + 10
+    assert len(text.splitlines()) == 2 + 2 + 1 + 51
+    rewards = [i / 7 for i in range(1000)]
+    assert len(filed.text({"a": rewards}).splitlines()) == 3
+
+
+@pytest.mark.parametrize("record", [{"columns": 1, "rows": 2}, [{"a": "-", "bbbbbbbbbb": 1}] * 9])
+def test_what_means_something_else_in_the_layout_is_no_record(record):
+    with pytest.raises(ValueError, match="which stand"):
+        filed.text(record)

@@ -1,0 +1,63 @@
+"""A copy of a checkout without git says what git said of it, or nothing."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dualkv.bench import run
+from tools import stamp
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with a source of each kind, in place of the repository."""
+    for name in ("dualkv/a.py", "codegen/b.c", "cute_kernels/c.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "STAMP", tmp_path / ".stamp.json")
+    said = {"ls-files": "", "rev-parse": "a" * 40, "status": "M dualkv/a.py"}
+    monkeypatch.setattr(run, "_git", lambda *arguments: said.get(arguments[0]))
+    return said
+
+
+def test_a_copy_without_git_says_what_the_stamp_says(checkout, capsys):
+    stamp.main()
+    assert capsys.readouterr().out == ".stamp.json: commit aaaaaaa, 1 changed files\n"
+    checkout.clear()
+    found = run.environment(None)
+    assert (found["commit"], found["changed_files"]) == ("a" * 40, ["M dualkv/a.py"])
+    assert "source_digest" not in found
+
+
+@pytest.mark.parametrize("name", ["dualkv/a.py", "codegen/b.c", "cute_kernels/new.py"])
+def test_a_copy_that_was_changed_records_nothing(checkout, name):
+    stamp.main()
+    checkout.clear()
+    (run.ROOT / name).write_text("changed")
+    with pytest.raises(ValueError, match=r"is of other sources, expected .* run `python -m tools\.stamp`"):
+        run.environment(None)
+
+
+def test_git_is_asked_before_the_stamp(checkout):
+    stamp.main()
+    checkout["rev-parse"] = "b" * 40
+    (run.ROOT / "dualkv/a.py").write_text("changed")
+    assert run.environment(None)["commit"] == "b" * 40
+
+
+def test_without_git_there_is_nothing_to_stamp(checkout):
+    checkout.clear()
+    with pytest.raises(SystemExit, match="expected a checkout of this repository"):
+        stamp.main()
+    assert not run.STAMP.exists()
+
+
+def test_git_ignores_the_stamp():
+    root = Path(__file__).parents[2]
+    if subprocess.run(["git", "rev-parse"], cwd=root, capture_output=True).returncode:
+        pytest.skip("not a git checkout")
+    assert subprocess.run(["git", "check-ignore", "-q", run.STAMP.name], cwd=root).returncode == 0

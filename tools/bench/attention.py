@@ -1,0 +1,116 @@
+"""`python -m tools.bench.attention [NAME ...]`: the recorded runs of `dualkv bench`, into docs/results/NAME.json.
+
+Tables and statements of README and docs come from these files (`python -m tools.tables` writes them). That of trees is
+printed too: `python -m tools.bench.attention trees-h200-two-levels trees-h200`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dualkv.bench.sides import SIDES
+from dualkv.bench.workloads import NAMED, parse
+from dualkv.cli import commands
+from tools import filed, tables
+from tools.tables import MAIN, RESULTS, TWO_LEVELS
+
+
+def _options(option: str, values: Iterable[str]) -> str:
+    return " ".join(f"{option} {value}" for value in values)
+
+
+_SHAPES = [name for name, workload in NAMED.items() if not name.startswith(f"{MAIN}-") and not workload.parent]
+_TREES = [name for name, workload in NAMED.items() if workload.parent]
+_HEADS = [name for name in NAMED if name.startswith(f"{MAIN}-d")]
+_TENSOR_PARALLEL = [name for name in NAMED if name.startswith(f"{MAIN}-tp")]
+_RANDOM = [f"random-1-{i}" for i in range(40)]
+_TWO = _options("-s", ["dualkv", "fa4-3-calls"])
+_LAST = "flex", "fa4-3-calls-deterministic"  # compile long
+_ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
+# Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
+_TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
+
+LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
+
+# name: options of `dualkv bench`
+RECORDS = {
+    "forward-h200": f"-d fwd {_TWO} {_TURNS} {_options('-w', _SHAPES)}",
+    "backward-h200": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', _SHAPES)}",
+    "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
+    "random-forward-h200": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
+    "random-backward-h200": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
+    "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
+    "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
+    "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
+    "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
+}
+
+
+def main(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Some of {', '.join(RECORDS)}; NAME:SECONDS takes no longer. Default: all."),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds that all of them may take together.")] = None,
+) -> None:
+    """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
+    asked = [_limited(name) for name in names or RECORDS]
+    end = time.monotonic() + time_limit if time_limit else math.inf
+    failed: list[str] = []
+    for name, limit in asked:  # in one process: loading the peers takes longer than some of the runs
+        limit = min(limit, end - time.monotonic())
+        if limit < 1:
+            print(f"{name}: no time left, nothing is recorded", flush=True)
+            continue
+        path = folder / f"{name}.json"
+        more = ["--json", str(path), *(["--time-limit", f"{limit:.1f}"] if limit < math.inf else [])]
+        print(f"dualkv bench {RECORDS[name]}", flush=True)
+        try:
+            commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
+            path.write_text(filed.text(without_lengths(filed.read(path))))
+            if name == "trees-h200":
+                print(tables.trees(folder), flush=True)
+        except Exception as e:  # the others are still worth recording
+            failed.append(f"{name}: {type(e).__name__}: {e}")
+            print(failed[-1], flush=True)
+    if failed:
+        sys.exit("\n".join(failed))
+
+
+def without_lengths(report: dict[str, Any]) -> dict[str, Any]:
+    """A report whose named workloads go without the lengths that their names stand for."""
+    results = []
+    for result in report["results"]:
+        given = result["workload"]
+        named = json.loads(json.dumps(asdict(parse(given["name"]))))
+        kept = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
+        results.append(result | {"workload": kept})
+    return report | {"results": results}
+
+
+def _limited(text: str) -> tuple[str, float]:
+    """(NAME, SECONDS) of NAME:SECONDS or NAME."""
+    name, _, seconds = text.partition(":")
+    if name not in RECORDS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(RECORDS)}")
+    try:
+        return name, float(seconds or "inf")
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not of the form NAME:SECONDS") from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

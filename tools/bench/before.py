@@ -1,0 +1,159 @@
+"""`python -m tools.bench.before FOLDER`: kernels of an earlier commit and today's, in turns in one process.
+
+FOLDER holds the earlier commit's kernels, made there: `dualkv precompile --out FOLDER --head-dims 128 --gqa 4
+--deterministic`. Both are called by today's host code, so they must take the same arguments. Results are compared too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from codegen import precompiled, store
+from codegen.spec import KernelSpec
+from codegen.store import Kernel
+from dualkv.bench import run, sides
+from dualkv.bench.inputs import Inputs, Side
+from dualkv.bench.show import markdown_table
+from dualkv.bench.timing import timed
+from dualkv.bench.workloads import NAMED, parse
+from dualkv.ops import hopper
+from tools.bench.record import OptionalJsonPath, Record
+from tools.tables import MAIN
+
+BEFORE, NOW = "before", "now"
+EIGHT = [name for name, workload in NAMED.items() if not name.startswith(f"{MAIN}-") and not workload.parent]
+
+
+def kernels_in(folder: Path) -> dict[KernelSpec, Callable[[], Kernel]]:
+    """What loads each kernel in a folder, whatever sources and compiler made it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[KernelSpec, Callable[[], Kernel]] = {}
+    for path in sorted(p.parent for p in folder.glob("*/kernel.json")):
+        spec = KernelSpec.from_json(store.canonical_json(precompiled.record_of(path)["spec"]))
+        found[spec] = lambda path=path, spec=spec: store.open_entry(path, spec)  # type: ignore[misc]
+    if not found:
+        raise ValueError(f"FOLDER is {str(folder)!r}, expected a folder that `dualkv precompile --out` made")
+    return found
+
+
+class Kernels:
+    """One of the two sets of kernels; calls of its sides load from it."""
+
+    current: str | None = None
+
+    def __init__(self, name: str, load: Callable[[KernelSpec], Kernel]) -> None:
+        self.name, self.load = name, load
+
+    def use(self) -> None:
+        if Kernels.current != self.name:
+            Kernels.current = self.name
+            store.load = self.load  # type: ignore[assignment]
+            store.load_all = lambda specs: [self.load(spec) for spec in specs]
+            hopper._kernel.cache_clear()
+            hopper._backward_kernels.cache_clear()
+
+    def side(self, deterministic: bool) -> Callable[[Inputs, str], Side]:
+        def made(inputs: Inputs, direction: str) -> Side:
+            self.use()
+            side = sides.ours(inputs, direction, deterministic)
+
+            def call() -> Any:
+                self.use()
+                return side.call()
+
+            return replace(side, call=call)
+
+        return made
+
+
+def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
+    """Loads the earlier kernels, each once."""
+    known, loaded = kernels_in(folder), dict[KernelSpec, Kernel]()
+
+    def load(spec: KernelSpec) -> Kernel:
+        if spec not in loaded:
+            if spec not in known:
+                raise ValueError(f"{folder} has no kernel {spec}: make it there with the earlier commit")
+            loaded[spec] = known[spec]()
+        return loaded[spec]
+
+    return load
+
+
+def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, pause: float) -> list[float]:
+    """The first call's time over the second's, of `pairs` pairs of single calls, each first in every other pair.
+
+    A call is timed behind an untimed one of its own, so that the GPU waits for no host, and before a pause, so that the
+    card stays below its power limit: at the limit its clock moves by several per cent from turn to turn.
+    """
+    found = []
+    for i in range(pairs):
+        ms = [0.0, 0.0]
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            calls[which]()
+            begin, end = timed(calls[which])
+            end.synchronize()
+            ms[which] = begin.elapsed_time(end)
+            time.sleep(pause)
+        found.append(ms[0] / ms[1])
+    return found
+
+
+def speed(found: list[float]) -> dict[str, float]:
+    """The earlier time over today's: median of the pairs, and its quartiles."""
+    lower, middle, upper = statistics.quantiles(found, n=4, method="inclusive")
+    return {"speed": middle, "lower_quartile": lower, "upper_quartile": upper}
+
+
+@torch.no_grad()
+def main(
+    folder: Annotated[Path, typer.Argument(help="Kernels of the earlier commit.")],
+    workload: Annotated[list[str] | None, typer.Option("-w", help="By name or lengths. Default: the eight.")] = None,
+    direction: Annotated[list[str] | None, typer.Option("-d", help="fwd, bwd, deterministic. Default: all.")] = None,
+    pairs: Annotated[int, typer.Option(help="Of calls, the earlier kernels' and today's.")] = 100,
+    pause: Annotated[float, typer.Option(help="Seconds behind each call.")] = 0.005,
+    json_to: OptionalJsonPath = None,
+) -> None:
+    """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
+    kernels = [Kernels(BEFORE, earlier(folder)), Kernels(NOW, store.load)]
+    results: list[dict[str, Any]] = []
+    record = Record(json_to)
+    load, load_all = store.load, store.load_all
+    try:
+        for name in workload or EIGHT:
+            for asked in direction or ["fwd", "bwd", "deterministic"]:
+                fixed, made = asked == "deterministic", Inputs(parse(name))
+                before, now = (one.side(fixed)(made, "bwd" if fixed else asked) for one in kernels)
+                run.run_checked(before, None)
+                difference = run.run_checked(now, tuple(x.clone() for x in before.results()))
+                found = speed(ratios((before.call, now.call), pairs, pause))
+                results.append({"workload": name, "direction": asked, "difference": difference, **found})
+                record.write({"settings": {"pairs": pairs, "pause": pause}, "results": results})
+                print(f"{name} {asked}: {' '.join(f'{x:.4f}' for x in found.values())}", flush=True)
+                del made, before, now
+                torch.cuda.empty_cache()
+    finally:
+        store.load, store.load_all = load, load_all
+    by_direction: dict[str, list[float]] = {}
+    for r in results:
+        by_direction.setdefault(r["direction"], []).append(r["speed"])
+    rows = [
+        [name, f"{statistics.geometric_mean(s):.4f}", f"{min(s):.4f}", f"{max(s):.4f}"]
+        for name, s in by_direction.items()
+    ]
+    print(markdown_table(("earlier time over today's", "mean", "lowest", "highest"), rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,66 @@
+"""How a run is recorded: its figures behind date, commit, changed files, GPU and versions, laid out by `tools.filed`.
+
+Every program of this folder is called `python -m tools.bench.NAME ... --json FILE`. A machine that has the checkout
+without git needs its stamp too (`python -m tools.stamp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dualkv.bench.run import environment
+from dualkv.bench.timing import Meter
+from tools import filed
+
+_OPTION = typer.Option("--json", help="Record the run in this file.")
+JsonPath = Annotated[Path, _OPTION]
+OptionalJsonPath = Annotated[Path | None, _OPTION]
+RUNS = "runs"
+
+
+class Record:
+    """The record of one run, which begins now; without a path nothing is written."""
+
+    def __init__(self, path: Path | None, gpu: bool = True) -> None:
+        """gpu: the run uses this machine's GPU.
+
+        Raises:
+            ValueError: the stamp of this checkout is of other sources.
+        """
+        self.path = path
+        self.about = environment(Meter() if gpu else None) if path else {}
+
+    def write(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes all figures; called after each result, so that a run that is cut keeps them. Returns the record."""
+        whole = {**self.about, **figures}
+        if self.path:
+            _replace(self.path, whole)
+        return whole
+
+    def append(self, figures: Mapping[str, Any]) -> None:
+        """Adds the run to the list of runs that the file holds.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        if self.path:
+            before = filed.read(self.path) if self.path.exists() else {RUNS: []}
+            if before.keys() != {RUNS}:
+                raise ValueError(f"{self.path} holds {', '.join(before)}, expected a list of runs under {RUNS!r}")
+            _replace(self.path, {RUNS: [*before[RUNS], {**self.about, **figures}]})
+
+
+def runs_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a list of runs, or the record of one run."""
+    return list(record[RUNS]) if record.keys() == {RUNS} else [record]
+
+
+def _replace(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(filed.text(record))
+    part.replace(path)

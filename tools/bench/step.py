@@ -1,0 +1,248 @@
+"""`python -m tools.bench.step --json step.json`: forward and backward of one group, by what is done about the rest.
+
+Attention is a part of an update; norms, rotary embeddings, activations, log-probs and what gradient checkpointing
+computes again are others. Each row of :data:`ROWS` changes one of them: the model's layers as transformers has them,
+with Liger's kernels, or compiled; what checkpointed layers keep; log-probs eager or compiled. Only rows that predict
+response tokens reach the head, in all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dualkv.data.rollouts import Rollouts
+from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
+from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.logprobs import response_logprobs
+from dualkv.models import CONFIGS
+from tools.bench import stock_attention
+from tools.bench.record import JsonPath, Record
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attributes:
+    way: "packed" or "replicated".
+    layers: "eager", "liger", "compiled pieces" (norms, rotary embedding, MLP) or "compiled" (whole layers).
+    keep: what checkpointed layers keep; "all" is no checkpointing.
+    logprobs: "eager" or "compiled".
+    """
+
+    way: str
+    layers: str
+    keep: str
+    logprobs: str
+
+
+ROWS = {
+    "packed": Row("packed", "eager", "nothing", "eager"),
+    "packed, log-probs": Row("packed", "eager", "nothing", "compiled"),
+    "packed, log-probs, attention": Row("packed", "eager", "attention", "compiled"),
+    "packed, log-probs, Liger": Row("packed", "liger", "nothing", "compiled"),
+    "packed, log-probs, Liger, attention": Row("packed", "liger", "attention", "compiled"),
+    "packed, log-probs, Liger, products": Row("packed", "liger", "products", "compiled"),
+    "replicated, log-probs, Liger": Row("replicated", "liger", "nothing", "compiled"),
+    "replicated": Row("replicated", "eager", "nothing", "eager"),
+    "packed, log-probs, pieces, attention": Row("packed", "compiled pieces", "attention", "compiled"),
+    "packed, log-probs, compiled": Row("packed", "compiled", "all", "compiled"),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and the group: the options of the command line, which explains them."""
+
+    model: str
+    layers: int
+    responses: int
+    prompt_len: int
+    response_len: int
+    micro_batch: int
+    repeats: int
+    chunk_size: int
+    dtype: str
+
+
+def make_model(sizes: Sizes, device: torch.device) -> Any:
+    """The named model cut to some layers, with random weights made on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype))
+    return model.to(device).train()
+
+
+@contextmanager
+def changed_layers(model: Any, how: str) -> Iterator[None]:
+    """The layers as a row has them; what Liger and compilation put into transformers' module goes at the end."""
+    decoder = model.get_decoder()
+    modeling = sys.modules[type(decoder).__module__]
+    before = dict(vars(modeling))
+    try:
+        if how == "liger":
+            from liger_kernel.transformers import monkey_patch
+
+            monkey_patch._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+        elif how == "compiled":
+            for layer in decoder.layers:
+                layer.compile(dynamic=True)
+        elif how == "compiled pieces":
+            modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb, dynamic=True)  # type: ignore[attr-defined]
+            for name, module in decoder.named_modules():
+                if "norm" in name.rpartition(".")[2] or name.endswith(".mlp"):
+                    module.compile(dynamic=True)
+        yield
+    finally:
+        vars(modeling).update(before)
+
+
+def make_rollouts(sizes: Sizes) -> Rollouts:
+    vocabulary = CONFIGS[sizes.model]["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(vocabulary, (length,), generator=generator)
+
+    responses = [tokens(sizes.response_len) for _ in range(sizes.responses)]
+    return Rollouts([tokens(sizes.prompt_len)], [responses], [[0.0] * sizes.responses])
+
+
+def flops(model: Any, sizes: Sizes, packed: bool) -> float:
+    """Of a forward and a backward that computes nothing again: 6 for a weight and row, 12 for a pair and head dim."""
+    config, n, p, r = model.config, sizes.responses, sizes.prompt_len, sizes.response_len
+    prompts = 1 if packed else n
+    rows = prompts * p + n * r
+    pairs = (prompts * p * p + n * (r * r + 2 * r * p)) / 2
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    weights = sum(w.numel() for layer in model.get_decoder().layers for w in layer.parameters() if w.dim() > 1)
+    attention = 12 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
+    return 6 * (weights * rows + model.get_output_embeddings().weight.numel() * n * r) + attention
+
+
+def step(model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int) -> torch.Tensor:
+    """Forward and backward of every micro-batch; the log-probs [M]."""
+    found = torch.empty_like(weights)
+    for batch in batches:
+        hidden = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        head = model.get_output_embeddings().weight
+        logp, _ = response_logprobs(hidden, head, batch.batch, chunk_size=chunk_size, compiled=compiled)
+        logp = torch.cat(batch.batch.unpack(logp))
+        (logp * weights[batch.places]).sum().backward()
+        found[batch.places] = logp.detach()
+    return found
+
+
+def measure(sizes: Sizes, names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """The figures after each row; a row that fails says why and spoils no other."""
+    cuda = device.type == "cuda"
+    rollouts = make_rollouts(sizes)
+    length, total = sizes.prompt_len + sizes.response_len, sizes.responses * sizes.response_len
+    weights = torch.randn(total, generator=torch.Generator().manual_seed(1)).to(device) / total
+    config = CONFIGS[sizes.model]
+    heads = config["num_attention_heads"], config["num_key_value_heads"], config.get("head_dim", 128)
+    stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if cuda else ("math", {})
+    figures: dict[str, Any] = {"stock_attention": stock, "stock_attention_seconds": tried, "rows": {}}
+    yield figures
+    first: torch.Tensor | None = None
+    for name in names:
+        row = ROWS[name]
+        gc.collect()
+        torch._dynamo.reset()
+        try:
+            model = make_model(sizes, device)
+            with changed_layers(model, row.layers):
+                logp, found = run_row(row, sizes, model, rollouts, weights, stock)
+            del model
+        except Exception as error:
+            figures["rows"][name] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        else:
+            first = logp if first is None else first
+            apart = (logp - first).double().square().mean().sqrt()
+            figures["rows"][name] = {**asdict(row), **found, "logp_rms_from_first_row": float(apart)}
+        yield figures
+
+
+def run_row(
+    row: Row, sizes: Sizes, model: Any, rollouts: Rollouts, weights: torch.Tensor, stock: str
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Log-probs [M] and figures of a row."""
+    device, length = weights.device, sizes.prompt_len + sizes.response_len
+    if row.way == "packed":
+        enable(model)
+        rows = sizes.prompt_len + sizes.responses * sizes.response_len
+        batches = packed_batches(rollouts, rows, device)
+    else:
+        model.config._attn_implementation = {"": stock_attention.register(stock, length)}
+        batches = replicated_batches(rollouts, sizes.micro_batch * length, device)
+    if row.keep == "all":
+        model.gradient_checkpointing_disable()
+    else:
+        recompute_layers(model, row.keep)
+    run: Callable[[list[ModelBatch]], torch.Tensor] = lambda some: step(  # noqa: E731
+        model, some, weights, row.logprobs == "compiled", sizes.chunk_size
+    )
+    cuda = device.type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
+    start = time.perf_counter()
+    run(batches[:1])
+    wait()
+    found: dict[str, Any] = {"first_micro_batch": time.perf_counter() - start, "micro_batches": len(batches)}
+    model.zero_grad(set_to_none=True)
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(sizes.repeats if row.way == "packed" else 1):
+        wait()
+        start = time.perf_counter()
+        logp = run(batches)
+        wait()
+        seconds.append(time.perf_counter() - start)
+        model.zero_grad(set_to_none=True)
+    median = statistics.median(seconds)
+    done, nominal = (flops(model, sizes, packed) / 1e12 / median for packed in (row.way == "packed", False))
+    found |= {"seconds": seconds, "median": median, "tflops_done": done, "tflops_nominal": nominal}
+    if cuda:
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return logp, found
+
+
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    only: Annotated[str | None, typer.Option(help="Rows, by their names with semicolons between.")] = None,
+) -> None:
+    """Measure forward and backward of one group; figures are written after each row."""
+    sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
+    names = only.split(";") if only else list(ROWS)
+    cuda = torch.cuda.is_available()
+    record = Record(json_to, cuda)
+    for figures in measure(sizes, names, torch.device("cuda" if cuda else "cpu")):
+        record.write({"sizes": asdict(sizes), **figures})
+        rows = list(figures["rows"].items())
+        print(*(rows[-1] if rows else figures.items()), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

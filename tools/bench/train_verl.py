@@ -1,0 +1,196 @@
+"""`python -m tools.bench.train_verl --json FILE`: a short GRPO training by veRL's engine and by packed groups.
+
+The task is learned from random weights: a prompt holds a few of the symbols, in random order, and a response is
+rewarded for each of its tokens that occurs in the prompt. Prompts and random numbers of the sampling are the same for
+both engines. One process, on the GPU where there is one; veRL's worker, losses and optimizer, sampling by transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.progress import track
+from tensordict import NonTensorData, TensorDict
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+
+from dualkv.demo.sampling import sample_responses
+from dualkv.grpo import group_advantages
+from tools.bench.record import JsonPath, Record
+from tools.bench.verl import Algorithm, Engine, Settings, make_worker
+
+SYMBOLS = 32
+MODEL = {
+    "vocab_size": SYMBOLS,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.05,
+    "architectures": ["Qwen3ForCausalLM"],
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Attributes:
+    groups: prompts of an update.
+    responses: responses of each prompt.
+    prompt_len: tokens of each prompt.
+    response_len: tokens of each response.
+    present: symbols that a prompt holds.
+    """
+
+    groups: int = 8
+    responses: int = 16
+    prompt_len: int = 96
+    response_len: int = 8
+    present: int = 4
+
+    def prompts(self, seed: int) -> torch.Tensor:
+        """[groups, prompt_len] int64."""
+        generator = torch.Generator().manual_seed(seed)
+        symbols = torch.rand(self.groups, SYMBOLS, generator=generator).argsort(1)[:, : self.present]
+        picked = torch.randint(self.present, (self.groups, self.prompt_len), generator=generator)
+        return symbols.gather(1, picked)
+
+    def rewards(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """responses [groups, N, R] -> [groups, N] the share of tokens that occur in the prompt."""
+        return (responses[..., None] == prompts[:, None, None]).any(-1).float().mean(-1)
+
+
+def make_batch(task: Task, prompts: torch.Tensor, responses: torch.Tensor, rewards: torch.Tensor) -> TensorDict:
+    """veRL's batch without padding, but for the old log-probs."""
+    n = task.groups * task.responses
+    flat, repeated = responses.flatten(0, 1), prompts.repeat_interleave(task.responses, 0)
+    ones = torch.ones_like(flat)
+    advantages = group_advantages(rewards.flatten(), [task.responses] * task.groups)
+    rows = {
+        "input_ids": torch.cat([repeated, flat], 1),
+        "position_ids": torch.arange(task.prompt_len + task.response_len).repeat(n, 1),
+        "prompts": repeated,
+        "responses": flat,
+        "response_mask": ones,
+        "loss_mask": ones,
+        "advantages": advantages.float()[:, None].repeat(1, task.response_len),
+    }
+    nested = {name: torch.nested.as_nested_tensor(list(x), layout=torch.jagged) for name, x in rows.items()}
+    data = TensorDict(nested, batch_size=[n])
+    lengths = [task.prompt_len + task.response_len] * n
+    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=False, global_token_num=NonTensorData(lengths))
+    return data
+
+
+def save_model(folder: Path, seed: int, head_dim: int = 16) -> None:
+    """A small model with random weights."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model("qwen3", **MODEL | {"head_dim": head_dim})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def copy_weights(worker: Any, model: PreTrainedModel) -> None:
+    state = worker.engine.module.state_dict()
+    model.load_state_dict({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()})
+
+
+def settings_for(task: Task, updates: int, learning_rate: float, dtype: str = "fp32") -> Settings:
+    """Of veRL's own engine: one group a micro-batch."""
+    return Settings(
+        engine=Engine.VERL,
+        model="a random Qwen3",
+        layers=None,
+        groups=task.groups,
+        responses=task.responses,
+        prompt_len=task.prompt_len,
+        response_len=task.response_len,
+        micro_batch=task.responses,
+        max_tokens=None,
+        algorithm=Algorithm.GRPO,
+        strategy="fsdp2",
+        sequence_parallel=1,
+        attention="fa2" if get_device_name() == "cuda" else "sdpa",
+        head="torch",  # the unfused one goes through the rows one by one
+        liger=False,
+        checkpointing=False,
+        keep="nothing",
+        hold_gradients=True,
+        offload=False,
+        dtype=dtype,
+        updates=updates,
+        learning_rate=learning_rate,
+    )
+
+
+def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[float]:
+    """Yields the mean reward before each update, then makes the update."""
+    worker = make_worker(settings, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).to(get_device_name()).eval()
+    for update in track(range(settings.updates), settings.engine.value):
+        copy_weights(worker, model)
+        prompts = task.prompts(seed + update)
+        sampled = sample_responses(
+            model, list(prompts), task.responses, task.response_len, SYMBOLS, None, seed=seed + update
+        )
+        responses = torch.stack([torch.stack(group) for group in sampled])
+        scores = task.rewards(prompts, responses)
+        yield float(scores.mean())
+        data = make_batch(task, prompts, responses, scores)
+        scored = data.clone()
+        tu.assign_non_tensor(scored, compute_loss=False)
+        old = worker.infer_batch(scored)["log_probs"].values().reshape(len(data), -1)
+        old = old[:, task.prompt_len - 1 : -1].cpu()
+        data["old_log_probs"] = torch.nested.as_nested_tensor(list(old), layout=torch.jagged)
+        data["ref_log_prob"] = data["old_log_probs"].clone()
+        size = len(data)
+        tu.assign_non_tensor(data, mini_batch_size=size, global_batch_size=size, dataloader_kwargs={"shuffle": False})
+        worker.train_mini_batch(data)
+
+
+def main(
+    json_to: JsonPath,
+    updates: Annotated[int, typer.Option(help="Of each engine.")] = 200,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-3,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p")] = 96,
+    dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "fp32",
+    head_dim: Annotated[int, typer.Option(help="Of the model; the kernels for a GPU take 64 and more, in bf16.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
+) -> None:
+    """Train with both engines and write their rewards."""
+    task = Task(prompt_len=prompt_len)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    cuda = get_device_name() == "cuda"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    record = Record(json_to, cuda)
+    settings = settings_for(task, updates, learning_rate, dtype)
+    rewards = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), seed, head_dim)
+        for engine in Engine:
+            rewards[engine.value] = list(train(replace(settings, engine=engine), task, Path(folder), seed))
+    found = {
+        "settings": asdict(settings) | {"seed": seed, "head_dim": head_dim},
+        "task": asdict(task),
+        "rewards": rewards,
+    }
+    record.write(found)
+    for name, values in rewards.items():
+        print(f"{name}: reward {values[0]:.3f} at first, {mean(values[-10:]):.3f} before the last ten updates")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,288 @@
+"""One micro-batch of TRL's GRPO, forward and backward, three ways:
+
+    python -m tools.bench.trl --model qwen3-0.6b -n 16 -p 4096 -r 512 --attention flash_attention_4 --json trl.json
+
+- padded: `trl.GRPOTrainer`, every response behind its own copy of the prompt;
+- tree: the prefix tree of `trl.experimental.async_grpo`, whose trainer samples with vLLM; here its rows, its attention
+  and its head, with a loss of the same form. Its attention is FlashAttention-3 from Hugging Face's hub, and
+  FlashAttention-4 where that package is what is installed;
+- packed: `dualkv.integrations.trl.GRPOTrainer`.
+
+Prompts, responses and weights are random; responses have between half and all of the given length. Each way starts from
+the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the step, while the
+other two make theirs in each step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import datasets
+import torch
+import trl
+import typer
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl.experimental.async_grpo import packing
+from trl.trainer.utils import add_fused_lm_head
+
+from dualkv.demo.measure import PeakMemory
+from dualkv.demo.settings import DTYPES
+from dualkv.integrations.trl import GRPOTrainer
+from dualkv.models import CONFIGS
+from tools.bench.record import JsonPath, Record
+
+WAYS = ("padded", "tree", "packed")
+Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: the options of the command line, which explains them."""
+
+    model: str
+    groups: int
+    responses: int
+    prompt_len: int
+    response_len: int
+    ways: list[str]
+    attention: str
+    dtype: str
+    checkpointing: bool
+    steps: int
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """prompts [B, P], responses B times [R_i], advantages [B]."""
+
+    prompts: torch.Tensor
+    responses: list[torch.Tensor]
+    advantages: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Of all responses."""
+        return sum(map(len, self.responses))
+
+
+def make_rollouts(s: Settings) -> Rollouts:
+    """Groups one after another."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, n = CONFIGS[s.model]["vocab_size"], s.groups * s.responses
+    prompts = torch.randint(vocabulary, (s.groups, s.prompt_len), generator=generator)
+    lens = torch.randint(s.response_len // 2, s.response_len + 1, (n,), generator=generator)
+    lens[0] = s.response_len
+    responses = [torch.randint(vocabulary, (int(r),), generator=generator) for r in lens]
+    return Rollouts(prompts.repeat_interleave(s.responses, 0), responses, torch.randn(n, generator=generator))
+
+
+def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Rollouts) -> Step:
+    """A step of a trainer, which gets what its generation would have left."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    with tempfile.TemporaryDirectory() as folder:  # TRL wants one; nothing is written there
+        trainer = cls(
+            model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=trl.GRPOConfig(
+                output_dir=folder,
+                bf16=model.dtype == torch.bfloat16,
+                use_cpu=model.device.type == "cpu",
+                per_device_train_batch_size=len(rollouts.responses),
+                num_generations=s.responses,
+                report_to="none",
+            ),
+            train_dataset=datasets.Dataset.from_dict({"prompt": [""]}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        )
+    trainer.current_gradient_accumulation_steps = 1
+    pad = torch.nn.utils.rnn.pad_sequence
+    inputs = {
+        "prompt_ids": rollouts.prompts,
+        "prompt_mask": torch.ones_like(rollouts.prompts),
+        "completion_ids": pad(rollouts.responses, batch_first=True),
+        "completion_mask": pad([torch.ones_like(r) for r in rollouts.responses], batch_first=True),
+        "advantages": rollouts.advantages,
+        "num_items_in_batch": torch.tensor(rollouts.tokens),
+    }
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    mask = inputs["completion_mask"].bool()
+    kept: list[torch.Tensor] = []
+    own = trainer._get_per_token_logps_and_entropies
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        kept[:] = [found[0].detach()[mask]]
+        return found
+
+    trainer._get_per_token_logps_and_entropies = keep
+
+    def step() -> tuple[torch.Tensor, torch.Tensor, int]:
+        loss = trainer._compute_loss(model, inputs)
+        rows = trainer._metrics["train"].get("dualkv/tokens_packed", [mask.numel() + rollouts.prompts.numel()])
+        return loss, kept[0], rows[-1]
+
+    return step
+
+
+class FlashAttention4:
+    """FlashAttention-4 called as TRL calls FlashAttention-3."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        softmax_scale: float,
+        causal: bool,
+        **_: Any,
+    ) -> Any:
+        return import_module("flash_attn.cute").flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+        )
+
+
+def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
+    """A step on the rows of TRL's prefix tree; `seconds` gets the time of making them."""
+    samples = [
+        {
+            "input_ids": torch.cat([prompt, response]),
+            "completion_mask": torch.cat([torch.zeros_like(prompt), torch.ones_like(response)]),
+            "old_log_probs": torch.zeros(len(prompt) + len(response)),
+            "advantage": float(advantage),
+            "group_id": 0,
+        }
+        for prompt, response, advantage in zip(rollouts.prompts, rollouts.responses, rollouts.advantages, strict=True)
+    ]
+    start = time.perf_counter()
+    row = packing.TreeRow()
+    for sample in samples:
+        row.add(sample)
+    tree = {name: tensor.to(model.device) for name, tensor in row.pack().items()}
+    seconds["making_rows"] = time.perf_counter() - start
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    longest = tree["tree_max_seqlens"].tolist()
+    inputs = {name: tree[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    inputs |= {name: tree[name][None] for name in ("input_ids", "position_ids", "shift_labels")}
+
+    def step() -> tuple[torch.Tensor, torch.Tensor, int]:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            outputs = model(**inputs, tree_max_seqlen_q=longest[0], tree_max_seqlen_k=longest[1], fused_lm_head=True)
+        logp = outputs.log_probs.flatten()[tree["token_index"]]
+        loss = -((logp - logp.detach()).exp() * tree["advantages"]).sum() / len(logp)
+        return loss, logp.detach(), len(tree["shift_labels"])
+
+    return step
+
+
+def steps_of(
+    s: Settings, rollouts: Rollouts, device: torch.device
+) -> Iterator[tuple[str, Any, Step, dict[str, float]]]:
+    """Name, model and step of each way, one after another: a model goes before the next one comes."""
+    for way in s.ways:
+        settings = dict(CONFIGS[s.model])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
+        torch.manual_seed(0)
+        with device:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[s.dtype])
+        model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else s.attention)
+        seconds: dict[str, float] = {}
+        if way == "tree":
+            step = of_tree(model, rollouts, seconds)
+        else:
+            step = of_trainer(GRPOTrainer if way == "packed" else trl.GRPOTrainer, model, s, rollouts)
+        if s.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        yield way, model, step, seconds
+
+
+def measure(s: Settings, device: torch.device) -> dict[str, Any]:
+    """Figures of each way by its name."""
+    packing.register_tree_attention()
+    if find_spec("kernels") is None:
+        packing._flash_attn = lambda: FlashAttention4
+    rollouts, found, reference = make_rollouts(s), {}, None
+    for way, model, step, seconds in steps_of(s, rollouts, device):
+        peak = PeakMemory(device)
+        each = []
+        for _ in range(s.steps + 1):
+            model.zero_grad(set_to_none=True)
+            _wait(device)
+            start = time.perf_counter()
+            with peak.measured():
+                loss, logp, rows = step()
+                loss.backward()
+                _wait(device)
+            each.append(time.perf_counter() - start)
+        norms = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None])
+        reference = logp if reference is None else reference
+        found[way] = {
+            "rows": rows,
+            "seconds": {**seconds, "first": each[0], "each": each[1:], "median": statistics.median(each[1:])},
+            "peak_gib": None if peak.bytes is None else peak.bytes / 2**30,
+            "loss": loss.item(),
+            "gradient_norm": norms.norm().item(),
+            "mean_log_prob_difference_to_first": (logp - reference).abs().mean().item(),
+        }
+        print(way, json.dumps(found[way]), flush=True)
+        del model, step, loss, logp
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-0.6b",
+    groups: Annotated[int, typer.Option(help="Prompts of the micro-batch.")] = 1,
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 4096,
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512,
+    ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None,
+    attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
+    steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
+) -> None:
+    """Measure forward and backward of one micro-batch; print and write the figures."""
+    if model not in CONFIGS:
+        raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
+    ways = list(WAYS) if ways is None else ways
+    if not set(ways) <= set(WAYS):
+        raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
+    given = {name: value for name, value in locals().items() if name != "json_to"}
+    settings = Settings(**given)
+    cuda = torch.cuda.is_available()
+    record = Record(json_to, cuda)
+    figures = measure(settings, torch.device("cuda" if cuda else "cpu"))
+    record.write({"trl": trl.__version__, "settings": asdict(settings), "ways": figures})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,222 @@
+"""`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns, by head dim and GQA ratio.
+
+What the table of `codegen/tiles.py` is held to: what is fastest over the ratios of a head dim belongs there.
+Candidates are changes of its entries; without `--tile` those below. They are compiled side by side first, and one that
+does not compile, or spills, or whose products run one by one, is left out and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from codegen import KernelError, store
+from codegen.spec import KernelSpec, backward_specs, forward_spec
+from dualkv.bench import run, sides
+from dualkv.bench.inputs import Inputs, Side
+from dualkv.bench.show import markdown_table
+from dualkv.bench.workloads import Workload, parse
+from dualkv.ops import hopper
+from tools.bench.record import OptionalJsonPath, Record
+from tools.ncu.job import TABLES, changed, read_tile
+from tools.tables import MAIN
+
+STANDS = "as it stands"
+CANDIDATES: dict[str, dict[int, list[str]]] = {
+    "fwd": {
+        64: ["tile_n=192,warp_groups=2,cluster=2,q_in_registers=1", "stages=4"],
+        96: ["tile_n=128,warp_groups=2,stages=2,q_in_registers=1", "tile_n=80,stages=4", "tile_n=64,stages=4"],
+        128: ["tile_n=128,warp_groups=2,stages=2,q_in_registers=1", "tile_n=80,stages=2", "cluster=1"],
+        192: ["tile_n=112", "tile_n=80"],
+        256: ["tile_n=80"],
+    },
+    "bwd": {
+        64: ["tile_m=112", "tile_m=96"],
+        96: ["tile_m=80", "tile_m=64"],
+        128: ["tile_m=64"],
+        192: ["tile_m=64", "tile_m=48"],
+        256: ["tile_m=48"],
+    },
+}
+
+
+class Candidate:
+    """A changed entry of the table, which calls of its side put there first."""
+
+    def __init__(self, direction: str, head_dim: int, changes: str = "") -> None:
+        """changes: `name=value`, several with commas; none for the entry itself.
+
+        Raises:
+            ValueError: no such field, or not a number.
+        """
+        self.table, self.direction, self.head_dim, self.name = TABLES[direction], direction, head_dim, changes or STANDS
+        self.tile = changed(self.table[head_dim], read_tile(changes.split(",")) if changes else {})
+
+    def use(self) -> None:
+        """Make it the table's entry; what was chosen by the one before is forgotten."""
+        if self.table[self.head_dim] is not self.tile:
+            self.table[self.head_dim] = self.tile
+            hopper._kernel.cache_clear()
+            hopper._backward_kernels.cache_clear()
+
+    def specs(self, ratios: Sequence[int]) -> list[KernelSpec]:
+        self.use()
+        if self.direction == "bwd":  # any ratio's
+            return list(backward_specs("bf16", self.head_dim).present)
+        return [forward_spec("bf16", self.head_dim, ratio) for ratio in ratios]
+
+    def side(self, inputs: Inputs, direction: str) -> Side:
+        self.use()
+        side = sides.ours(inputs, direction)
+
+        def call() -> Any:
+            self.use()
+            return side.call()
+
+        return replace(side, call=call)
+
+
+def candidates(direction: str, head_dim: int, given: Sequence[str]) -> list[Candidate]:
+    """The entry as it stands, then the changed ones."""
+    changes = given or CANDIDATES[direction][head_dim]
+    return [Candidate(direction, head_dim, text) for text in ("", *changes)]
+
+
+def _fault(spec: KernelSpec) -> str | None:
+    """Compiles a kernel where no store has it; what is wrong with it, if anything."""
+    try:
+        made = json.loads((store.entry(spec) / "kernel.json").read_text())
+    except KernelError as e:
+        return str(e).strip().splitlines()[-1][-200:]
+    if made["wgmma_warnings"]:
+        return f"products run one by one ({', '.join(made['wgmma_warnings'])})"
+    return f"{made['spill_stores']} bytes spilled" if made["spill_stores"] else None
+
+
+def compiled(tried: Sequence[Candidate], ratios: Sequence[int], say: Callable[[str], None] = print) -> list[Candidate]:
+    """Those with kernels worth timing, and the table's; says why of the others."""
+    specs = {one.name: one.specs(ratios) for one in tried}
+    unique = list(dict.fromkeys(spec for some in specs.values() for spec in some))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = dict(zip(unique, pool.map(_fault, unique), strict=True))
+    ready = []
+    for one in tried:
+        why = next((faults[spec] for spec in specs[one.name] if faults[spec]), None)
+        if why:
+            say(f"D={one.head_dim} {one.direction}, {one.name}: {why}")
+        if not why or one.name == STANDS:
+            ready.append(one)
+    return ready
+
+
+def times(result: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds by candidate, of those that ran."""
+    return {name: side["sustained_ms"] for name, side in result["sides"].items() if "sustained_ms" in side}
+
+
+def fastest(results: Sequence[dict[str, Any]]) -> tuple[str, float]:
+    """The candidate with the best mean speed over results of one head dim, and that over the speed of the table's
+    (NaN where that did not run)."""
+    by_name: dict[str, list[float]] = {}
+    for measured in map(times, results):
+        for name, ms in measured.items() if STANDS in measured else ():
+            by_name.setdefault(name, []).append(measured[STANDS] / ms)
+    complete = {name: statistics.geometric_mean(s) for name, s in by_name.items() if len(s) == len(results)}
+    best = max(complete, key=lambda name: complete[name], default=STANDS)
+    return best, complete.get(best, math.nan)
+
+
+def main(
+    direction: Annotated[str, typer.Option("-d", help="fwd or bwd.")] = "bwd",
+    head_dim: Annotated[list[int] | None, typer.Option(help="Native head dims. Default: all.")] = None,
+    gqa: Annotated[list[int] | None, typer.Option(help="GQA ratios. Default: 1, 4 and 8.")] = None,
+    workload: Annotated[str, typer.Option("-w", help="By name or lengths, at 32 heads.")] = MAIN,
+    tile: Annotated[
+        list[str] | None, typer.Option(help="NAME=NUMBER,...: fields that differ from the table's.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 1.0,
+    rounds: Annotated[int, typer.Option(help="Turns of a candidate.")] = 3,
+    only_compile: Annotated[bool, typer.Option("--compile", help="Compile, which needs no GPU; no more.")] = False,
+    json_to: OptionalJsonPath = None,
+) -> None:
+    """Time tile configurations against the table's, and say which is fastest at each head dim."""
+    if direction not in TABLES:
+        raise typer.BadParameter(f"-d is {direction!r}, expected fwd or bwd")
+    dims, ratios = head_dim or sorted(TABLES[direction]), gqa or [1, 4, 8]
+    if unknown := set(dims) - set(TABLES[direction]):
+        raise typer.BadParameter(f"--head-dim is {min(unknown)}, expected some of {sorted(TABLES[direction])}")
+    if odd := [ratio for ratio in ratios if ratio < 1 or 32 % ratio]:
+        raise typer.BadParameter(f"--gqa is {odd[0]}, expected divisors of 32 heads")
+    try:
+        groups: Workload = parse(workload)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    record, filed_results = Record(json_to), list[dict[str, Any]]()
+    for d in dims:
+        try:
+            tried = candidates(direction, d, tile or [])
+        except ValueError as e:
+            raise typer.BadParameter(str(e)) from None
+        entry, ready = tried[0], compiled(tried, ratios)
+        print(f"D={d} {direction}: {len(ready)} of {len(tried)} to time", flush=True)
+        results = []
+        try:
+            for ratio in () if only_compile else ratios:
+                shape = groups.with_shape(heads=32, kv_heads=32 // ratio, head_dim=d)
+                results.append(_timed(shape, direction, ready, seconds, rounds))
+                print(markdown_table(("tile", "ms", "TFLOP/s", "J", "MHz"), _rows(results[-1])) + "\n", flush=True)
+        finally:
+            entry.use()
+        if results:
+            best, gain = fastest(results)
+            print(f"D={d} {direction}: {best}, {gain:.3f} times the speed of the table's\n", flush=True)
+            filed_results += map(figures, results)
+    if filed_results:
+        turns = {"workload": groups.name, "direction": direction, "seconds": seconds, "rounds": rounds}
+        record.write({"settings": turns, "results": filed_results})
+
+
+def _timed(
+    workload: Workload, direction: str, ready: Sequence[Candidate], seconds: float, rounds: int
+) -> dict[str, Any]:
+    """`dualkv bench` with the candidates as its sides."""
+    print(f"### {workload.name}, {direction}\n", flush=True)
+    sides.SIDES.update({one.name: one.side for one in ready})
+    try:
+        names = [one.name for one in ready]
+        return run.bench(workload, direction, names, seconds, rounds, run.Clock(None), run.Meter())
+    finally:
+        for one in ready:
+            del sides.SIDES[one.name]
+        torch.cuda.empty_cache()
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """What is filed of a result: lengths and turns are the same in all of them."""
+    w, kept = result["workload"], ("sustained_ms", "sustained_tflops", "joules", "sm_clock_mhz", "error")
+    by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
+    return {"head_dim": w["head_dim"], "gqa": w["heads"] // w["kv_heads"], "sides": by_name}
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    return [
+        [name, side["error"], "", "", ""] if "sustained_ms" not in side
+        else [
+            name, f"{side['sustained_ms']:.2f}", f"{side['sustained_tflops']:.0f}", f"{side.get('joules', 0):.1f}",
+            f"{side.get('sm_clock_mhz', 0):.0f}",
+        ]
+        for name, side in result["sides"].items()
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    typer.run(main)

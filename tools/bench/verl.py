@@ -1,0 +1,484 @@
+"""Policy updates of veRL on this machine's GPUs, its own engine or packed groups:
+
+    torchrun --nproc-per-node 4 -m tools.bench.verl --engine dualkv --model qwen3-8b --max-tokens 73760 --json ours.json
+    torchrun --nproc-per-node 4 -m tools.bench.verl --engine verl --model qwen3-8b --micro-batch 8 --json verl.json
+
+`--rows` runs many of them one after another; a row that fails (that does not fit, say) records why. The worker is
+veRL's own, with veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random.
+(veRL 0.9.1's engine takes a fused head with FSDP2 only where it is tied to the embedding; here the head is gathered for
+it.)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import typer
+from accelerate import init_empty_weights
+from tensordict import NonTensorData, TensorDict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.utils.ulysses import (
+    gather_heads_scatter_seq,
+    gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_world_size,
+)
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+
+from dualkv.integrations.verl import MODEL_TYPE, work
+from dualkv.integrations.verl.balance import rollouts_by_tag
+from dualkv.models import CONFIGS
+from tools.bench import stock_attention
+from tools.bench.record import JsonPath, Record
+
+
+class Engine(StrEnum):
+    VERL = "verl"
+    DUALKV = "dualkv"
+
+
+class Algorithm(StrEnum):
+    GRPO = "grpo"
+    DAPO = "dapo"
+
+
+# Beside veRL's defaults, among them the mean over tokens.
+LOSSES: dict[Algorithm, dict[str, Any]] = {
+    Algorithm.GRPO: {"use_kl_loss": True, "kl_loss_coef": 0.001},
+    Algorithm.DAPO: {
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 10.0,
+        "loss_agg_mode": "token-mean",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: the options of the command line, which explains them."""
+
+    engine: Engine
+    model: str
+    layers: int | None
+    groups: int
+    responses: int
+    prompt_len: int
+    response_len: int
+    micro_batch: int | None
+    max_tokens: int | None
+    algorithm: Algorithm
+    strategy: str
+    sequence_parallel: int
+    attention: str
+    head: str
+    liger: bool
+    checkpointing: bool
+    keep: str
+    hold_gradients: bool
+    offload: bool
+    dtype: str
+    updates: int
+    learning_rate: float
+
+    def same_worker(self, other: Settings) -> bool:
+        """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
+        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates")
+        return replace(other, **{name: getattr(self, name) for name in free}) == self
+
+
+def save_config(model: str, layers: int | None, folder: Path) -> Any:
+    """The configuration of a named model, saved for veRL to read."""
+    settings = dict(CONFIGS[model])
+    if layers is not None:
+        settings["num_hidden_layers"] = layers
+    kind = settings.pop("model_type")
+    config = AutoConfig.for_model(kind, **settings)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(folder)
+    return config
+
+
+def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> Any:
+    """In place of `AutoModelForCausalLM.from_pretrained`: one block of random numbers, repeated, for every weight.
+
+    Random numbers for billions of weights would take minutes, and the time of an update does not depend on them.
+    """
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+    block = torch.randn(1 << 20, dtype=torch_dtype, generator=torch.Generator().manual_seed(0)) * 0.02
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.is_meta:  # the first rank sends its own
+                continue
+            if "norm" in name:
+                weight.fill_(1)
+                continue
+            for part in weight.view(-1).split(len(block)):
+                part.copy_(block[: len(part)])
+    return model
+
+
+def random_shards(module: torch.nn.Module, *_: Any) -> None:
+    """In place of `fsdp2_load_full_state_dict`: each rank makes its share of the weights where it belongs."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=get_device_id())
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.fill_(1) if "norm" in name else local.normal_(0, 0.02)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+PATCHED: dict[Any, tuple[dict[str, Any], Any]] = {}
+
+
+def restore(cls: Any) -> None:
+    """Takes out what veRL and Liger put into a model's class and module: fused heads, norms, rotary embedding."""
+    modeling = sys.modules[cls.__module__]
+    names, cls.forward = PATCHED.setdefault(cls, (dict(vars(modeling)), cls.forward))
+    vars(modeling).update(names)
+
+
+def build(s: Settings) -> Any:
+    """The worker of this rank, for a model with random weights."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        config = save_config(s.model, s.layers, Path(folder))
+        restore(AutoModelForCausalLM._model_mapping[type(config)])
+        patches.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model))
+        if s.strategy == "fsdp2" and not config.tie_word_embeddings:
+            for name, fake in (
+                ("get_init_weight_context_manager", lambda **_: init_empty_weights),
+                ("fsdp2_load_full_state_dict", random_shards),
+            ):
+                patches.enter_context(mock.patch.object(transformer_impl, name, fake))
+        return make_worker(s, Path(folder))
+
+
+def gather_head(module: Any) -> None:
+    """A fused head reads the head's weight without calling it, where FSDP2 would gather it."""
+    head = module.get_output_embeddings()
+
+    def gather(*_: Any) -> None:
+        head.unshard()
+
+    if isinstance(head, FSDPModule):
+        module.get_decoder().register_forward_hook(gather)
+
+
+def set_loss(worker: Any, s: Settings) -> None:
+    """veRL's loss for the rollouts of `s`."""
+    actor = FSDPActorConfig(
+        strategy=s.strategy,
+        rollout_n=s.responses,
+        ppo_micro_batch_size_per_gpu=1,
+        fsdp_config=worker.engine_config,
+        optim=worker.optimizer_config,
+        **LOSSES[s.algorithm],
+    )
+    worker.set_loss_fn(partial(ppo_loss, config=actor))
+
+
+def exchange_heads(name: str) -> str:
+    """Ulysses around an attention function, with veRL's exchange; the name that transformers knows it by.
+
+    veRL itself has the exchange in transformers' call of the flash-attn package alone.
+    """
+    call = AttentionInterface()[name]
+
+    def forward(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, H, rows of this rank, D] -> [1, rows of this rank, H, D]."""
+        repeats = max(get_ulysses_sequence_parallel_world_size() // key.shape[1], 1)
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        # Rows before heads in memory, as where nothing is exchanged.
+        rows = (gather_seq_scatter_heads(x.transpose(1, 2), seq_dim=1, head_dim=2) for x in (query, key, value))
+        out, _ = call(module, *(x.transpose(1, 2) for x in rows), mask, **options)
+        return gather_heads_scatter_seq(out, seq_dim=1, head_dim=2), None
+
+    known = f"ulysses-{name}"
+    AttentionInterface.register(known, forward)
+    return known
+
+
+def make_worker(s: Settings, folder: Path) -> Any:
+    """veRL's worker of this rank for the model in `folder`, with veRL's loss."""
+    attention = s.attention
+    if attention in stock_attention.CALLS:
+        attention = stock_attention.register(attention, s.prompt_len + s.response_len)
+        if s.sequence_parallel > 1:
+            attention = exchange_heads(attention)
+    batching = {"max_token_len_per_gpu": s.max_tokens, "micro_batch_size_per_gpu": s.micro_batch}
+    fsdp = FSDPEngineConfig(
+        strategy=s.strategy,
+        model_dtype="fp32",
+        mixed_precision={"param_dtype": s.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        use_dynamic_bsz=s.max_tokens is not None,
+        ulysses_sequence_parallel_size=s.sequence_parallel,
+        use_no_sync_for_gradient_accumulation=s.hold_gradients,
+        param_offload=s.offload,
+        optimizer_offload=s.offload,
+        **batching,
+        **{f"infer_{name}": value for name, value in batching.items()},
+    )
+    optimizer = FSDPOptimizerConfig(lr=s.learning_rate, total_training_steps=100, lr_warmup_steps=0)
+    model = HFModelConfig(
+        path=str(folder),
+        load_tokenizer=False,
+        enable_gradient_checkpointing=s.checkpointing,
+        override_config={"attn_implementation": attention},
+        use_liger=s.liger,
+        use_fused_kernels=s.head != "unfused",
+        fused_kernel_options={"impl_backend": s.head, "dualkv_keep": s.keep},
+    )
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type=MODEL_TYPE if s.engine is Engine.DUALKV else "language_model",
+            model_config=model,
+            engine_config=fsdp,
+            optimizer_config=optimizer,
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    if s.engine is Engine.VERL and s.head != "unfused":
+        gather_head(worker.engine.module)
+    set_loss(worker, s)
+    return worker
+
+
+FEW = 2  # rollouts of the update that is not measured
+RESERVE = 16 << 30  # bytes, for streams beside the default one and for libraries that do not ask PyTorch
+
+
+def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
+    """Random rollouts of one data-parallel rank, without padding."""
+    generator = torch.Generator().manual_seed(rank)
+    n, length = s.groups * s.responses, s.prompt_len + s.response_len
+    prompts = torch.randint(vocab, (s.groups, s.prompt_len), generator=generator).repeat_interleave(s.responses, 0)
+    responses = torch.randint(vocab, (n, s.response_len), generator=generator)
+    ones = torch.ones_like(responses)
+    rows = {
+        "input_ids": torch.cat([prompts, responses], 1),
+        "position_ids": torch.arange(length).repeat(n, 1),
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": ones,
+        "loss_mask": ones,
+        "advantages": torch.randn(n, 1, generator=generator).repeat(1, s.response_len),
+        "old_log_probs": torch.full((n, s.response_len), -12.0),
+        "ref_log_prob": torch.full((n, s.response_len), -12.0),
+    }
+    nested = {name: torch.nested.as_nested_tensor(list(x), layout=torch.jagged) for name, x in rows.items()}
+    data = TensorDict(nested, batch_size=[n])
+    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=False, global_token_num=NonTensorData([length] * n))
+    return data
+
+
+def claim_memory() -> None:
+    """Maps the GPU's free memory once, but for a reserve, so that no measured update waits for it."""
+    if get_device_name() == "cuda":
+        torch.empty(max(torch.cuda.mem_get_info()[0] - RESERVE, 0), dtype=torch.uint8, device="cuda")
+
+
+def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
+    """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank.
+
+    Before a fresh worker is measured it makes one update of a few rollouts, and its allocator takes the memory that is
+    free, as it would have after some updates.
+    """
+    set_loss(worker, s)
+    engine, ranks = worker.engine, worker.engine.get_data_parallel_size()
+    counter = FlopsCounter(worker.model_config.hf_config)
+    data = make_rollouts(s, worker.model_config.hf_config.vocab_size, engine.get_data_parallel_rank())
+    tu.assign_non_tensor(data, use_dynamic_bsz=s.max_tokens is not None, dataloader_kwargs={"shuffle": False})
+    if s.max_tokens is not None:
+        tu.assign_non_tensor(data, max_token_len_per_gpu=s.max_tokens)
+
+    device = get_torch_device()
+    metrics: dict[str, Any] = {}
+
+    def update(rollouts: int) -> float:
+        """Seconds of one update with the first rollouts of each rank."""
+        given = tu.index_select_tensor_dict(data, list(range(rollouts)))
+        tu.assign_non_tensor(given, mini_batch_size=ranks * rollouts, global_batch_size=ranks * rollouts)
+        if s.micro_batch is not None:
+            tu.assign_non_tensor(given, micro_batch_size_per_gpu=min(s.micro_batch, rollouts))
+        dist.barrier()
+        device.synchronize()
+        start = time.perf_counter()
+        found = worker.train_mini_batch(given)
+        device.synchronize()
+        dist.barrier()
+        metrics.update({} if found is None else tu.get(found, "metrics"))
+        return time.perf_counter() - start
+
+    warm_up = None
+    if fresh:
+        warm_up = update(min(FEW, len(data)))
+        claim_memory()
+    device.reset_peak_memory_stats()
+    seconds = [update(len(data)) for _ in range(s.updates)]
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, device.max_memory_allocated() / 2**30)
+
+    prompts = [g for g in range(ranks * s.groups) for _ in range(s.responses)]
+    rollouts = rollouts_by_tag(prompts, [s.prompt_len] * len(prompts), [s.response_len] * len(prompts))
+    nominal, median = work.replicated(rollouts), statistics.median(seconds)
+    peak = get_device_flops() * dist.get_world_size()
+    return {
+        "seconds": {"warm_up": warm_up, "each": seconds, "median": median},
+        "replicated_tokens": nominal.tokens,
+        "replicated_tokens_per_second": nominal.tokens / median,
+        "mfu_effective": nominal.flops(counter) / median / peak,
+        "peak_gib": peaks,
+        "metrics": {
+            name: float(torch.tensor(values).float().mean())
+            for name, values in metrics.items()
+            if name == "mfu" or name.startswith("dualkv/")
+        },
+    }
+
+
+def measure_all(rows: list[Settings]) -> Iterator[dict[str, Any]]:
+    """Settings and figures of each row, or why it failed; neighbours that can share a worker do."""
+    worker: Any = None
+    of: Settings | None = None
+    for s in rows:
+        start = time.perf_counter()
+        try:
+            fresh = of is None or not s.same_worker(of)
+            if fresh:
+                worker = of = None
+                gc.collect()
+                get_torch_device().empty_cache()
+                worker = build(s)
+                of = s
+            built = time.perf_counter()
+            found = measure(s, worker, fresh)
+            found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
+        except Exception as error:  # out of memory, say, which comes to all ranks alike
+            found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+            worker = of = None
+        yield {"settings": asdict(s), "ranks": dist.get_world_size(), **found}
+
+
+def settings_of(options: dict[str, Any]) -> Settings:
+    """Settings from the options of the command line.
+
+    Raises:
+        typer.BadParameter: an unknown option or model, or not one of the two sizes of micro-batches.
+    """
+    if options["model"] not in CONFIGS:
+        raise typer.BadParameter(f"{options['model']!r} is none of {', '.join(CONFIGS)}")
+    if (options["micro_batch"] is None) == (options["max_tokens"] is None):
+        raise typer.BadParameter("expected one of --micro-batch and --max-tokens")
+    if options["sequence_parallel"] > 1 and options["attention"] not in (*stock_attention.CALLS, "flash_attention_2"):
+        raise typer.BadParameter(f"veRL has no sequence parallelism with attention {options['attention']!r}")
+    if unknown := options.keys() - Settings.__dataclass_fields__.keys():
+        raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
+    return Settings(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
+
+
+def summary(figures: dict[str, Any]) -> str:
+    s = figures["settings"]
+    size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
+    if s["sequence_parallel"] > 1:
+        size += f", sequence parallelism {s['sequence_parallel']}"
+    what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
+    if "error" in figures:
+        return f"{what}: {figures['error']}"
+    return (
+        f"{what}: {figures['seconds']['median']:.3f} s an update ({figures['build_seconds']:.1f} s to build,"
+        f" {figures['measure_seconds']:.1f} s to measure), {figures['replicated_tokens_per_second']:,.0f} tokens/s,"
+        f" effective MFU {figures['mfu_effective']:.3f}, peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
+    )
+
+
+def main(
+    json_to: JsonPath,
+    engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
+    groups: Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")] = 1,
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 32,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 8192,
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
+    micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")] = None,
+    algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO,
+    strategy: Annotated[str, typer.Option(help="fsdp or fsdp2.")] = "fsdp2",
+    sequence_parallel: Annotated[int, typer.Option(help="Ulysses degree.")] = 1,
+    attention: Annotated[
+        str,
+        typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}, or transformers' name of one."),
+    ] = "fa2",
+    head: Annotated[str, typer.Option(help="veRL's unfused, torch, triton or liger.")] = "torch",
+    liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False,
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
+    keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
+    hold_gradients: Annotated[
+        bool,
+        typer.Option(help="Whole, until an update's last micro-batch; or reduced after each, as veRL's trainer does."),
+    ] = True,
+    offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
+    updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
+    rows: Annotated[
+        Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
+    ] = None,
+) -> None:
+    """Measure policy updates of one engine; the first rank prints and writes the figures."""
+    given = {name: value for name, value in locals().items() if name not in ("json_to", "rows")}
+    listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
+    if get_device_name() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
+    record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
+    for figures in measure_all(listed):
+        done.append(figures)
+        if dist.get_rank() == 0:
+            record.write({"rows": done})
+            print(summary(figures), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
