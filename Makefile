@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Waiting threads of OpenMP sleep, as in the `dualkv` command (dualkv/openmp.py): tests, fuzzer and benchmarks too.
 export OMP_WAIT_POLICY ?= passive
+# Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
+WORKERS ?= auto --maxprocesses 4
 
 .PHONY: help demo test test-verl test-trl test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels
 
@@ -41,7 +43,7 @@ demo: $(STAMP)
 	$(BIN)/dualkv demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-verl: .venv-verl/.installed
 	.venv-verl/bin/python -m pytest tests/integrations/verl $(ARGS)

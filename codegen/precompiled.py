@@ -59,8 +59,12 @@ def record_of(entry: Path) -> dict[str, Any]:
     return record
 
 
-def write_manifest(folder: Path) -> dict[str, Any]:
+def write_manifest(folder: Path, version: str) -> dict[str, Any]:
     """Write `manifest.json`: every kernel in the folder that can be used here, each with the compiler that made it.
+
+    Args:
+        folder: of compiled kernels.
+        version: of dualkv.
 
     Raises:
         KernelError: the folder cannot be written.
@@ -76,7 +80,7 @@ def write_manifest(folder: Path) -> dict[str, Any]:
             manifest = {
                 "schema": SCHEMA,
                 "arch": ARCHS[0],
-                "versions": {"dualkv": toolchain.version("dualkv"), **toolchain.compiler()},
+                "versions": {"dualkv": version, **toolchain.compiler()},
                 "kernels": kernels,
             }
             new = folder / f".{MANIFEST}.new"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
     from dualkv.ops.compat import flash_attn_dualkv_varlen_func
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Layout",
     "MicroBatch",

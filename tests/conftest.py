@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,34 @@ from codegen import compile, toolchain
 from codegen.spec import TILES
 from dualkv.cli import commands
 from tests.codegen import stand_in
+
+TESTS = Path(__file__).parent
+# Folder, whether its tests run here, what they need otherwise.
+FOLDERS = (
+    (TESTS / "gpu", torch.cuda.is_available(), "no CUDA device here (make test-gpu)"),
+    (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
+    (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
+)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Tests of a library that is missing cannot be imported."""
+    absent = [folder for folder, here, _ in FOLDERS if folder.name != "gpu" and not here]
+    return True if any(map(collection_path.is_relative_to, absent)) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are imported everywhere, because a broken import should show without a GPU, too."""
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if not item.path.is_relative_to(TESTS / "gpu")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line for a folder that does not run here."""
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    for folder, here, why in FOLDERS:
+        if not here and any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in asked):
+            terminalreporter.write_line(f"{folder.relative_to(TESTS.parent)} is left out: {why}")
 
 
 @pytest.fixture(scope="module")

@@ -95,4 +95,3 @@ def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():
     lines = {f"dualkv{line}".replace("dualkv[]", "dualkv") for line in given.splitlines()}
     assert {line.replace("'", "") for line in shown} == lines
     assert len(lines) == 4
-    assert "--dry-run --ignore-installed" in (ROOT / ".ci" / "run").read_text()

@@ -51,7 +51,6 @@ def test_import_is_light():
         (["SCRIPT", "--version"], {}, "0"),
         (["-m", "dualkv", "--version"], {"OMP_WAIT_POLICY": "active"}, "30000000000"),
         (["-c", "import dualkv"], {}, "300000"),
-        (["-c", "import dualkv", "dualkv"], {}, "300000"),
     ],
 )
 def test_waiting_threads_sleep_in_the_command_line_alone(tmp_path, words, given, spins):

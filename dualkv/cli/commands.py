@@ -179,7 +179,7 @@ def doctor(
         _doctor_model(model, console, json_to)
         return
     found = examine()
-    console.print(f"Python {found.python} on {found.system}, {found.cpus} CPU cores")
+    console.print(f"dualkv {found.dualkv}, Python {found.python} on {found.system}, {found.cpus} CPU cores")
     console.print(f"NVIDIA driver {found.driver}" if found.driver else "no NVIDIA driver found (nvidia-smi)")
     for gpu in found.gpus:
         console.print(f"GPU: {gpu}")

@@ -17,6 +17,7 @@ import torch
 from codegen import KernelError, compile, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
+from dualkv import __version__
 from dualkv.ops import composition, hopper
 
 
@@ -59,6 +60,7 @@ class Diagnosis:
     (None: nothing).
     """
 
+    dualkv: str
     python: str
     system: str
     cpus: int
@@ -117,6 +119,7 @@ def examine() -> Diagnosis:
     packages += [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
     kernels, lookup, unready = _kernels()
     return Diagnosis(
+        dualkv=__version__,
         python=platform.python_version(),
         system=platform.platform(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

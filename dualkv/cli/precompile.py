@@ -240,7 +240,7 @@ def precompile(
         entries.append(entry)
         made.append(Made(str(spec), entry.name, spec in there, precompiled.record_of(entry)))
         written += [str(path) for path in precompiled.emit(entry, spec, code, folder / precompiled.CODE_FOLDER)]
-    precompiled.write_manifest(folder)
+    precompiled.write_manifest(folder, __version__)
     packed = None if wheel is None else precompiled.write_wheel(entries, wheel, __version__)
     of_wheel = None if packed is None else (str(packed), packed.stat().st_size)
     return Result(str(folder), made, written, of_wheel, list(precompiled.unusable(folder)), time.monotonic() - begin)

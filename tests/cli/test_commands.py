@@ -162,7 +162,7 @@ def test_no_command_shows_the_help_and_nothing_else(run: Run) -> None:
 
 
 def test_version(run: Run) -> None:
-    assert run("--version") == (0, f"dualkv {version('dualkv')}\n", "")
+    assert run("--version") == (0, f"dualkv {dualkv.__version__}\n", "")
 
 
 def test_every_setting_is_an_option(run: Run) -> None:
@@ -175,6 +175,7 @@ def test_every_setting_is_an_option(run: Run) -> None:
 def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("doctor")
     assert code == 0
+    assert out.startswith(f"dualkv {dualkv.__version__}, Python ")
     assert version("torch") in out
     assert "the chunked reference" in out
     code, out, _ = run("doctor", "--json", "-")

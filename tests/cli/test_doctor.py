@@ -45,17 +45,15 @@ def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "k"))
     ready, _, wrong = doctor._kernels()
     assert ready == []
-    assert wrong == [
-        f"1 of the kernels in {tmp_path / 'k'} are not used here ({entry.name} was made from other kernel sources): "
-        "make the kernels again, with this version"
-    ]
+    assert len(wrong) == 1
+    for part in (str(tmp_path / "k"), entry.name, "make the kernels again"):
+        assert part in wrong[0]
 
 
 def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert doctor._kernels()[2] == [
-        "there are no kernels: no C compiler is on PATH (gcc, cc or clang), by which kernels are linked: install one"
-    ]
+    (wrong,) = doctor._kernels()[2]
+    assert "no C compiler is on PATH" in wrong
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "absent"))
     assert "expected an existing folder" in doctor._kernels()[2][0]
 

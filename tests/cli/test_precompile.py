@@ -190,7 +190,7 @@ def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
 )
 def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkeypatch, tmp_path, spec):
     """DUALKV_JIT=0 without a kernel: the words of its error, run, and the kernel is there."""
-    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda folder: {})  # stand-ins have no registers
+    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda *_: {})  # stand-ins have no registers
     monkeypatch.setattr(precompile, "rows", lambda result: [])
     monkeypatch.setenv("DUALKV_JIT", "0")
     with pytest.raises(KernelError) as caught:
@@ -240,7 +240,7 @@ def test_a_machine_that_cannot_compile_says_so(run, tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- the wheel
 def test_a_wheel_of_what_was_asked(run, compiles, monkeypatch, tmp_path):
-    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda folder: {})  # stand-ins have no registers
+    monkeypatch.setattr(precompile.precompiled, "write_manifest", lambda *_: {})  # stand-ins have no registers
     monkeypatch.setattr(precompile, "rows", lambda result: [])
     folder, dist = tmp_path / "k", tmp_path / "dist"
     asked = ["--head-dims", "64", "--gqa", "1", "--directions", "forward"]

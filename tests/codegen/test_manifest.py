@@ -1,13 +1,17 @@
 """The kernels' machine code against its record: registers, spills, shared memory, wgmma, TMA and register budgets.
 
-A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other
-boxes and divisions. So the CPU suite compiles every head dim at the packed heads that differ in kind (1, 4, 7: rows
-left over, 16: the most), every number of packed heads at one head dim, both dtypes, and the forward of trees where
-its tile is of another kind. That the others are as recorded follows from the sources, which are those that all of
-them were compiled from. `make check-kernels` compiles and compares all. After a change that is meant, `make manifest`
-records it.
+A compile takes seconds, so there are three sizes of this check. `make test` compiles SAMPLE: one kernel of each kind.
+`.ci/run` compiles SPECS, which are enough to differ in every way that shapes the code. `make check-kernels` compiles
+all. Kernels that lie compiled in build/kernels, from the same sources and by the same compiler, are not compiled
+again. That the others are as recorded follows from the sources, which are those that all of them were compiled from.
+After a change that is meant, `make manifest` records it.
 
-Of the backward it compiles every head dim's main kernel, with and without deterministic sums; of the small kernels
+A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other
+boxes and divisions. So SPECS are every head dim at the packed heads that differ in kind (1, 4, 7: rows left over,
+16: the most), every number of packed heads at one head dim, both dtypes, and the forward of trees where its tile is
+of another kind.
+
+Of the backward SPECS has every head dim's main kernel, with and without deterministic sums; of the small kernels
 around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16. Of parts
 of the gradients, those that are recorded at the head dim that training meets most and at a wide one, and the others,
 which are not recorded, at one head dim each.
@@ -21,7 +25,7 @@ from pathlib import Path
 import pytest
 
 from codegen import manifest, store
-from codegen.spec import backward_specs, forward_spec, table
+from codegen.spec import TILES, backward_specs, forward_spec, table
 from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
 
 ROOT = Path(__file__).parents[2]
@@ -39,21 +43,47 @@ SPECS = sorted(
     | {backward_specs("bf16", 256, gradients=part).main for part in ("q", "kv")},
     key=str,
 )
+SAMPLE = {
+    forward_spec("bf16", 64, 1),
+    forward_spec("bf16", 128, 4),
+    forward_spec("fp16", 256, 4),
+    forward_spec("bf16", 128, 4, trees=True),
+    backward_specs("bf16", 128, deterministic=True).slab_sum,
+    *(backward_specs("bf16", d, d == 256).main for d in (64, 128, 256)),
+    backward_specs("bf16", 128).preprocess,
+    backward_specs("bf16", 128).postprocess,
+}
 NOT_RECORDED = [(64, "k"), (96, "qv"), (128, "v"), (128, "qk"), (192, "qv"), (256, "k"), (192, "v"), (256, "qk")]
 
 
+FOLDER = ROOT / "build" / "kernels"
+
+
+def describe(specs):
+    return dict(manifest.describe(sorted(specs, key=str), FOLDER, os.cpu_count() or 1))
+
+
 @pytest.fixture(scope="module")
-def described():
-    return dict(manifest.describe(SPECS, ROOT / "build" / "kernels", os.cpu_count() or 1))
+def described(request):
+    """The kernels that the selected tests ask for, compiled side by side."""
+    tests = [item for item in request.session.items if item.originalname == "test_kernel_is_as_recorded"]
+    return describe({test.callspec.params["spec"] for test in tests})
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, id=str(spec), marks=() if spec in SAMPLE else pytest.mark.kernels) for spec in SPECS]
+)
 def test_kernel_is_as_recorded(described, spec):
     now = described[spec]
     assert manifest.problems(spec, now) == []
     differences = manifest.differences(RECORD["kernels"].get(str(spec)), now)
-    made_by = manifest.versions(store.add(spec, ROOT / "build" / "kernels"))
+    made_by = manifest.versions(store.add(spec, FOLDER))
     assert differences == [], f"recorded by {RECORD['versions']}, now {made_by}; if it is meant: make manifest"
+
+
+def test_the_sample_has_every_operation():
+    assert set(SPECS) > SAMPLE
+    assert {spec.operation for spec in SAMPLE} == set(TILES)
 
 
 def test_record_covers_the_table_and_has_no_problem():
@@ -96,20 +126,21 @@ def products(described):
     return sum(n for name, n in described["instructions"].items() if name.startswith("HGMMA"))
 
 
-def test_gradients_that_are_not_asked_cost_no_products(described):
+@pytest.mark.kernels
+def test_gradients_that_are_not_asked_cost_no_products():
     """Products of S and, but for dV alone, dP; and of each gradient asked. Every part compiles without a problem."""
-    specs = [backward_specs("bf16", d, gradients=part).main for d, part in NOT_RECORDED]
-    recorded = [spec for spec in SPECS if spec.operation == "bwd" and spec.gradients != "qkv"]
-    now = dict(manifest.describe(specs, ROOT / "build" / "kernels", os.cpu_count() or 1))
-    now |= {spec: described[spec] for spec in recorded}
-    for spec, found in now.items():
-        assert manifest.problems(spec, found) == [], spec
-        full = described[backward_specs("bf16", spec.head_dim).main]
-        assert products(found) < products(full), spec
-        assert any(name.startswith(manifest.SUMS) for name in found["instructions"]) == ("q" in spec.gradients), spec
-    whole, alone = (described[backward_specs("bf16", 256, gradients=part).main] for part in ("kv", "q"))
-    scores = products(whole) + products(alone) - products(described[backward_specs("bf16", 256).main])
-    assert products(now[backward_specs("bf16", 256, gradients="k").main]) == (products(whole) + scores) // 2
+    parts = {backward_specs("bf16", d, gradients=part).main for d, part in NOT_RECORDED}
+    parts |= {spec for spec in SPECS if spec.operation == "bwd" and spec.gradients != "qkv"}
+    found = describe(parts | {backward_specs("bf16", d).main for d in HEAD_DIMS})
+    for spec in parts:
+        assert manifest.problems(spec, found[spec]) == [], spec
+        full = found[backward_specs("bf16", spec.head_dim).main]
+        assert products(found[spec]) < products(full), spec
+        summed = any(name.startswith(manifest.SUMS) for name in found[spec]["instructions"])
+        assert summed == ("q" in spec.gradients), spec
+    whole, alone, full, k = (found[backward_specs("bf16", 256, gradients=g).main] for g in ("kv", "q", "qkv", "k"))
+    scores = products(whole) + products(alone) - products(full)
+    assert products(k) == (products(whole) + scores) // 2
 
 
 def test_problems_are_found():

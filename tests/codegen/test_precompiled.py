@@ -20,6 +20,7 @@ from codegen.spec import GRADIENTS, KernelSpec, backward_specs, forward_spec, ta
 from codegen.tiles import HEAD_DIMS
 from tests.codegen import stand_in
 
+VERSION = "9.9.9"
 SPECS = [backward_specs("bf16", 64).preprocess, backward_specs("bf16", 64).postprocess]
 
 
@@ -28,7 +29,7 @@ def made(tmp_path_factory):
     """A folder with two real kernels, small ones."""
     folder = tmp_path_factory.mktemp("made")
     assert len(list(store.fill(SPECS, folder, 2))) == 2
-    precompiled.write_manifest(folder)
+    precompiled.write_manifest(folder, VERSION)
     return folder
 
 
@@ -45,7 +46,8 @@ def manifest(folder):
 def test_the_manifest_says_what_is_there(made):
     said = manifest(made)
     assert (said["schema"], said["arch"]) == (2, "sm_90a")
-    assert {"dualkv", "flavour", "machine", "nvidia-cutlass-dsl", "compiler-sha256"} < set(said["versions"])
+    assert said["versions"]["dualkv"] == VERSION
+    assert {"flavour", "machine", "nvidia-cutlass-dsl", "compiler-sha256"} < set(said["versions"])
     assert len(said["kernels"]) == 2
     for name, kernel in said["kernels"].items():
         spec = KernelSpec.from_json(json.dumps(kernel["spec"]))
@@ -191,7 +193,7 @@ def test_the_manifest_leaves_out_what_cannot_be_used_here(folder):
     stand_in.changed(folder / name / "kernel.json", sources="those of another version")
     (folder / "notes").mkdir()
     (folder / "README").write_text("not a kernel")
-    assert set(precompiled.write_manifest(folder)["kernels"]) == {max(manifest(folder)["kernels"])}
+    assert set(precompiled.write_manifest(folder, VERSION)["kernels"]) == {max(manifest(folder)["kernels"])}
 
 
 def test_the_manifest_says_which_compiler_made_a_kernel(folder):
@@ -199,7 +201,7 @@ def test_the_manifest_says_which_compiler_made_a_kernel(folder):
     name = min(manifest(folder)["kernels"])
     compiler = json.loads((folder / name / "kernel.json").read_text())["compiler"] | {"compiler-sha256": "another"}
     stand_in.changed(folder / name / "kernel.json", compiler=compiler)
-    kernels = precompiled.write_manifest(folder)["kernels"]
+    kernels = precompiled.write_manifest(folder, VERSION)["kernels"]
     assert len(kernels) == 2
     assert kernels[name]["compiler"] == compiler
     assert precompiled.check(folder, SPECS).problems == []
@@ -230,18 +232,18 @@ def entries(folder):
 
 
 def test_the_wheel_is_installed_by_pip_and_found_by_the_store(made, tmp_path, monkeypatch):
-    wheel = precompiled.write_wheel(entries(made), tmp_path / "dist", "0.1.0")
-    again = precompiled.write_wheel(reversed(entries(made)), tmp_path / "again", "0.1.0")
+    wheel = precompiled.write_wheel(entries(made), tmp_path / "dist", VERSION)
+    again = precompiled.write_wheel(reversed(entries(made)), tmp_path / "again", VERSION)
     assert wheel.read_bytes() == again.read_bytes()
     (minor,) = re.fullmatch(
-        rf"dualkv_kernels-0\.1\.0-py3-none-manylinux_2_(\d+)_{platform.machine()}\.whl", wheel.name
+        rf"dualkv_kernels-{re.escape(VERSION)}-py3-none-manylinux_2_(\d+)_{platform.machine()}\.whl", wheel.name
     ).groups()
     assert 17 <= int(minor) <= int(platform.libc_ver()[1].split(".")[1])
     site = tmp_path / "site"
     words = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)  # pip compares RECORD's hashes
     metadata = importlib.metadata.Distribution.at(next(site.glob("*.dist-info")))
-    assert (metadata.name, metadata.version, metadata.requires) == ("dualkv-kernels", "0.1.0", ["dualkv==0.1.0"])
+    assert (metadata.name, metadata.version, metadata.requires) == ("dualkv-kernels", VERSION, [f"dualkv=={VERSION}"])
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "none"))
     monkeypatch.delenv("DUALKV_KERNEL_DIR", raising=False)
@@ -255,10 +257,10 @@ def test_the_wheel_is_installed_by_pip_and_found_by_the_store(made, tmp_path, mo
 
 def test_a_wheel_that_is_too_large_or_cannot_be_written_is_refused(made, tmp_path, monkeypatch):
     with pytest.raises(KernelError, match=r"/proc/dist/.* cannot be written"):
-        precompiled.write_wheel(entries(made), Path("/proc/dist"), "0.1.0")
+        precompiled.write_wheel(entries(made), Path("/proc/dist"), VERSION)
     monkeypatch.setattr(precompiled, "MOST_BYTES", 4000)
     with pytest.raises(KernelError, match=r"\.whl would have \d+ bytes, expected at most 4000"):
-        precompiled.write_wheel(entries(made), tmp_path / "dist", "0.1.0")
+        precompiled.write_wheel(entries(made), tmp_path / "dist", VERSION)
     assert list((tmp_path / "dist").iterdir()) == []
 
 

@@ -258,31 +258,9 @@ BAD = {
         ValueError,
         "on cpu and meta",
     ),
-    "holes": (
-        lambda: pack_padded(MASK, MASK, torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [1, 0, 1]])),
-        ValueError,
-        r"response_mask\[1\] has holes",
-    ),
-    "empty padded prompt": (
-        lambda: pack_padded(MASK, torch.tensor([[1, 1], [0, 0]]), MASK, MASK),
-        ValueError,
-        r"prompts\[1\] is empty",
-    ),
-    "mask shape": (lambda: pack_padded(MASK, MASK[:1], MASK, MASK), ValueError, r"prompt_mask has shape \(1, 2\)"),
-    "ids rank": (lambda: pack_padded(MASK[0], MASK[0], MASK, MASK), ValueError, "prompt_ids must have two dimensions"),
-    "ids dtype": (lambda: pack_padded(MASK.float(), MASK, MASK, MASK), TypeError, "prompt_ids must hold integers"),
     "ids list": (lambda: pack_padded([[1]], MASK, MASK, MASK), TypeError, "prompt_ids must be a tensor"),
-    "mask list": (lambda: pack_padded(MASK, [[1]], MASK, MASK), TypeError, "prompt_mask must be a tensor"),
-    "mask device": (lambda: pack_padded(MASK, MASK.to("meta"), MASK, MASK), ValueError, "prompt_mask is on meta"),
     "rows": (lambda: pack_padded(MASK, MASK, MASK[:1], MASK[:1]), ValueError, "response_ids has 1 rows, prompt_ids 2"),
     "no rows": (lambda: pack_padded(*[MASK[:0]] * 4), ValueError, "prompt_ids has no rows"),
-    "values": (lambda: pack([[1]], [[[2]]]).unpack(torch.ones(2)), ValueError, r"values has shape \(2,\)"),
-    "form": (lambda: pack([[1]], [[[2]]]).unpack(torch.ones(1), "rows"), ValueError, "form is 'rows'"),
-    "rows of values": (
-        lambda: pack([[1]], [[[2]]]).unpack_sequences(torch.ones(3)),
-        ValueError,
-        r"values has shape \(3,\)",
-    ),
     "labels": (lambda: pack([[1]], [[[2]]]).labels, ValueError, "labels='roll'"),
 }
 

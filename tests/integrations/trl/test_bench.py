@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
-
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
 from tools import filed
 from tools.bench import trl as bench_trl

@@ -6,9 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
-
 import trl
 
 from dualkv.integrations.trl import GRPOTrainer

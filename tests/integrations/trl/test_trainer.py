@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("trl", reason="TRL is not installed here: make test-trl")
-
 import trl
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from transformers import ProcessorMixin

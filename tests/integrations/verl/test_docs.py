@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import verl
+from hydra import compose, initialize_config_dir
 
-verl = pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
-from hydra import compose, initialize_config_dir  # noqa: E402
-
-from tests.documents import parse, shown, words_of  # noqa: E402
+from tests.documents import parse, shown, words_of
 
 TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
 SHOWN = [words_of(command) for _, command, _ in shown()]

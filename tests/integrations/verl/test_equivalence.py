@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.integrations.verl.scenarios import FOUR, ONE, SCENARIOS, STOCK, TWO
-
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
 from verl.utils.flops_counter import FlopsCounter
 
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from tests.integrations.verl.rollouts import GROUPS, MODELS
+from tests.integrations.verl.scenarios import FOUR, ONE, SCENARIOS, STOCK, TWO
 
 Results = Callable[[str], list[dict[str, Any]]]
 SCORES = ("log_probs", "entropy", "sum_pi_squared")

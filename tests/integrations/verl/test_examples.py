@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
 import verl
 from hydra import compose, initialize_config_dir
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls

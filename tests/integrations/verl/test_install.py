@@ -8,11 +8,8 @@ import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, distribution, distributions
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
 
 
 def required(of: str) -> tuple[set[str], list[str]]:

@@ -6,9 +6,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
 import torch
 import verl.trainer.ppo.core_algos as algos
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
 from tests.integrations.verl.test_equivalence import distance, of_all_ranks
 
 Results = Callable[[str], list[dict[str, Any]]]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
 Results = Callable[[str], list[dict[str, Any]]]
 
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("verl", reason="veRL is not installed here: make test-verl")
-
 import transformers
 import verl
 from hydra import compose, initialize_config_dir
