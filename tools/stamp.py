@@ -1,7 +1,7 @@
-"""`python -m tools.stamp`: leave commit and changed files beside the sources, for a copy of them without git.
+"""`python -m tools.stamp`: write commit and changed files beside the sources, for a copy in which git cannot tell.
 
-The stamp is a file that git ignores (.stamp.json), to be copied with the checkout. What is recorded of the copy then
-says what git would have said; a copy whose sources are not those that were stamped records nothing.
+The stamp is a file that git ignores (.stamp.json). Copy it with the checkout: records made in the copy then name the
+commit and the changed files of the checkout. A stamp counts only for the very sources that were stamped.
 """
 
 from __future__ import annotations

@@ -215,11 +215,11 @@ def report(
 def environment(meter: Meter | None) -> dict[str, Any]:
     """GPU, driver, versions, commit and date of a run.
 
-    `commit` and `changed_files` are what git says of this checkout; in a copy without git what its stamp says; without
-    a stamp "unknown" and None.
+    `commit` and `changed_files` are those of the stamp, if it is of these very sources: a copy of a checkout may have
+    git and yet know an earlier commit only. Else they are what git says; without git "unknown" and None.
 
     Raises:
-        ValueError: the stamp is of other sources.
+        ValueError: there is no git, and the stamp is of other sources.
     """
     gpu: dict[str, Any] = {"name": "none"}
     if meter is not None:
@@ -228,7 +228,7 @@ def environment(meter: Meter | None) -> dict[str, Any]:
         gpu |= {"memory_gib": properties.total_memory / 2**30, **meter.limits()}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **(checkout() or _stamped() or {"commit": "unknown", "changed_files": None}),
+        **_provenance(),
         "gpu": gpu,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -253,17 +253,18 @@ def source_digest() -> str:
     return found.hexdigest()
 
 
-def _stamped() -> dict[str, Any] | None:
-    """Commit and changed files of the stamp, None without one."""
-    if not STAMP.exists():
-        return None
-    stamp: dict[str, Any] = json.loads(STAMP.read_text())
-    if stamp.pop("source_digest") != source_digest():
+def _provenance() -> dict[str, Any]:
+    """Commit and changed files, of the stamp or of git."""
+    stamp: dict[str, Any] = json.loads(STAMP.read_text()) if STAMP.exists() else {}
+    if stamp and stamp.pop("source_digest") == source_digest():
+        return stamp
+    found = checkout()
+    if stamp and not found:
         raise ValueError(
             f"{STAMP} is of other sources, expected the stamp of the sources beside it: run `python -m tools.stamp` in "
             "the checkout, then copy the checkout again"
         )
-    return stamp
+    return found or {"commit": "unknown", "changed_files": None}
 
 
 def _git(*arguments: str) -> str | None:
