@@ -48,7 +48,7 @@ SAMPLE = {
     forward_spec("bf16", 128, 4),
     forward_spec("fp16", 256, 4),
     forward_spec("bf16", 128, 4, trees=True),
-    backward_specs("bf16", 128, deterministic=True).slab_sum,
+    backward_specs("bf16", 128, deterministic=True).partial_sum,
     *(backward_specs("bf16", d, d == 256).main for d in (64, 128, 256)),
     backward_specs("bf16", 128).preprocess,
     backward_specs("bf16", 128).postprocess,

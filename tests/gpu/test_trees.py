@@ -97,7 +97,7 @@ def test_hostile_values(name):
 
 
 def test_outgrown_references():
-    """A key of an unmasked block far above all before, on some paths only, whose tiles are done again."""
+    """A key of an unmasked block far above all before, on some paths only, whose tiles take the recompute pass."""
     layout = tree([500, 700, 260, 40, 500, 600, 100], [-1, 0, 1, 2, 2, 0, 5])
     for head_dim, num_sms in ((64, 6), (128, 2), (128, 132), (192, 6)):
         q, k, v = fwd.inputs(layout, 8, 2, head_dim)
