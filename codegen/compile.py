@@ -107,9 +107,10 @@ def _kernel(spec: KernelSpec) -> Any:
     module = importlib.import_module(f"cute_kernels.{spec.operation}")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
     tile = spec.to_dict()["tile"]
+    features = {"features": tuple(spec.features.split("+"))} if spec.features else {}
     if spec.operation in FORWARDS:
         kernel = {"fwd": "ForwardKernel", "fwd_paths": "PathForwardKernel"}[spec.operation]
-        return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile)
+        return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **features)
     make = {
         "bwd_preprocess": "BackwardPreprocess",
         "bwd": "backward_kernel",
@@ -117,7 +118,7 @@ def _kernel(spec: KernelSpec) -> Any:
         "bwd_postprocess": "BackwardPostprocess",
     }[spec.operation]
     partial = {"gradients": spec.gradients} if spec.operation in PARTIAL else {}
-    return getattr(module, make)(dtype, spec.head_dim, **partial, **tile)
+    return getattr(module, make)(dtype, spec.head_dim, **partial, **tile, **features)
 
 
 def _shared_memory(ir: str) -> int:

@@ -37,6 +37,12 @@ TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its ker
 
 
 FORWARDS = ("fwd", "fwd_paths")  # for prompts with responses, for trees of any depth
+FEATURES = {  # what an operation's kernel may compute besides, in the order in which `KernelSpec.features` names it
+    "fwd": ("sinks", "softcap"),
+    "fwd_paths": ("window", "sinks", "softcap"),
+    "bwd_preprocess": ("sinks", "dlse"),
+    "bwd": ("window", "softcap"),
+}
 PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # leave work out if fewer gradients are requested
 
 
@@ -53,6 +59,8 @@ class KernelSpec(Generic[AnyTile]):
         tile: the operation's tile configuration.
         gradients: the gradients that a kernel of PARTIAL computes, one of GRADIENTS; "qkv" for other kernels.
         arch: "sm_90a".
+        features: names of FEATURES of the operation, in that order, joined by "+"; "" for none. "window": a sliding
+            window or chunks. "dlse": a gradient of the log-sum-exp.
 
     Raises:
         ValueError: no kernel is written for a value.
@@ -66,6 +74,7 @@ class KernelSpec(Generic[AnyTile]):
     tile: AnyTile
     gradients: str = "qkv"
     arch: str = "sm_90a"
+    features: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -87,12 +96,17 @@ class KernelSpec(Generic[AnyTile]):
         for name, value in asdict(self.tile).items():
             if type(value) not in (int, bool) or value < 0:
                 raise ValueError(f"tile.{name} is {value!r}, expected an integer of 0 or more")
+        known = FEATURES.get(self.operation, ())
+        if self.features != joined(*(name for name in known if name in self.features.split("+"))):
+            raise ValueError(f"features is {self.features!r}, expected some of {known} in this order, joined by '+'")
 
     @property
     def symbol(self) -> str:
         """The exported function's name: a C identifier, different for different specifications."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
         shape = f"d{self.head_dim}_h{self.packed_heads}_{self.gradients}"
+        if self.features:
+            shape += f"_{self.features.replace('+', '_')}"
         return f"dualkv_{self.operation}_{self.dtype}_{shape}_{self.arch}_{digest}"
 
     @property
@@ -117,16 +131,26 @@ class KernelSpec(Generic[AnyTile]):
         tile = " ".join(f"{name}={value}" for name, value in asdict(self.tile).items())
         shape = f"head_dim={self.head_dim} packed_heads={self.packed_heads}"
         gradients = "" if self.gradients == "qkv" else f"gradients={self.gradients} "
-        return f"{self.operation} {self.dtype} {shape} {gradients}{tile} {self.arch}"
+        features = f"features={self.features} " if self.features else ""
+        return f"{self.operation} {self.dtype} {shape} {gradients}{features}{tile} {self.arch}"
 
 
-def forward_spec(dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False) -> KernelSpec[ForwardTile]:
+def joined(*features: str) -> str:
+    """`KernelSpec.features` of some names, which are in order."""
+    return "+".join(features)
+
+
+def forward_spec(
+    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = ""
+) -> KernelSpec[ForwardTile]:
     """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles.
 
-    trees: the kernel for layouts deeper than two levels.
+    Args:
+        trees: the kernel for layouts deeper than two levels, which also serves windows.
+        features: see :class:`KernelSpec`.
     """
     operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
-    return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim))
+    return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim), features=features)
 
 
 class BackwardSpecs(NamedTuple):
@@ -143,17 +167,24 @@ class BackwardSpecs(NamedTuple):
 
 
 def backward_specs(
-    dtype: str, head_dim: int, deterministic: bool = False, gradients: str = GRADIENTS[0]
+    dtype: str,
+    head_dim: int,
+    deterministic: bool = False,
+    gradients: str = GRADIENTS[0],
+    features: tuple[str, ...] = (),
 ) -> BackwardSpecs:
     """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio.
 
-    `deterministic` concerns the sums of dQ: without dQ it changes nothing.
+    Args:
+        deterministic: concerns the sums of dQ; without dQ it changes nothing.
+        features: of the call, names in FEATURES. Each kernel has those that concern it.
     """
     native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic and "q" in gradients)
 
     def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
-        return KernelSpec(operation, dtype, native, 1, tile, asked)
+        own = joined(*(name for name in FEATURES.get(operation, ()) if name in features))
+        return KernelSpec(operation, dtype, native, 1, tile, asked, features=own)
 
     return BackwardSpecs(
         spec("bwd_preprocess", RowTile(tile.tile_m)),
