@@ -24,9 +24,11 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_kernels.abi import BlockFields
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
+from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, Stage
@@ -95,6 +97,7 @@ class Operands(NamedTuple):
     dQ_target: cute.Pointer | None  # and dQ^T
     acc_dK: cute.Tensor  # (64, D)
     acc_dV: cute.Tensor  # (64, D)
+    cap: Softcap | None = None
 
 
 class NarrowBackward(BackwardFrame):
@@ -177,7 +180,7 @@ class NarrowBackward(BackwardFrame):
 
     def first_block(self, item: Item) -> Int32:
         """If deterministic, the CTA adds zeros to all blocks of the item, as others wait for it to have added."""
-        if self.deterministic:
+        if self.deterministic or self.windowed:
             return item.block_begin
         return first_block(item.block_begin, item.block_end, item.key, item.key_end, self.tile_m)
 
@@ -204,39 +207,61 @@ class NarrowBackward(BackwardFrame):
         stages which the first one waits for.
         """
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
+        own = Int32(0)  # steps so far in which this CTA makes dQ, with a window
+        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
+            if const_expr(self.windowed):
+                if self.is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
+                    self.add_dq_block(g, s, p, item, own, m_block, h, wg)
+                    own += 1
+            else:
+                self.add_dq_block(g, s, p, item, it, m_block, h, wg)
+            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
+
+    @cute.jit
+    def add_dq_block(
+        self, g: Global, s: Shared, p: NarrowPipelines, item: Item, it: Int32, m_block: Int32, h: Int32,
+        wg: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """`add_dq` of one step. m_block: with a window the row of the table, else the query block."""
         first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
         source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
-        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
-            target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
-            stage = p.dQ.stage_of_warp_group(it, wg)
-            if const_expr(self.deterministic):
-                lock = self.lock_of(g, m_block, h, wg)
-                before = item.predecessors(m_block) * self.cluster
-                if const_expr(self.cluster == 2):
-                    before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
-                while load_acquire(lock) != before:
-                    pass
-                cute.arch.sync_warp()
-                p.dQ.consumer_wait(stage)
-                with cute.arch.elect_one():
-                    if before == 0:
-                        bulk_store(target, source, num_bytes)
-                    else:
-                        bulk_add(target, source, num_bytes)
-                    self.release_dq(p, stage)
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    store_release(lock, item.order * self.cluster + self.rank() + 1)
-            else:
-                while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:
-                    pass
-                cute.arch.sync_warp()
-                p.dQ.consumer_wait(stage)
-                with cute.arch.elect_one():
+        before, after = Int32(0), Int32(0)
+        if const_expr(self.deterministic and self.windowed):
+            before = self.turn(g, m_block)
+            after = before + 1
+        elif const_expr(self.deterministic):
+            before = item.predecessors(m_block) * self.cluster
+            if const_expr(self.cluster == 2):
+                before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
+            after = item.order * self.cluster + self.rank() + 1
+        if const_expr(self.windowed):
+            m_block = g.blocks[m_block, BlockFields.M_BLOCK]
+        target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
+        stage = p.dQ.stage_of_warp_group(it, wg)
+        if const_expr(self.deterministic):
+            lock = self.lock_of(g, m_block, h, wg)
+            while load_acquire(lock) != before:
+                pass
+            cute.arch.sync_warp()
+            p.dQ.consumer_wait(stage)
+            with cute.arch.elect_one():
+                if before == 0:
+                    bulk_store(target, source, num_bytes)
+                else:
                     bulk_add(target, source, num_bytes)
-                    self.release_dq(p, stage)
-                    if const_expr(wg == 0):
-                        store_volatile(s.dq_progress, it)
-            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
+                self.release_dq(p, stage)
+                cute.arch.cp_async_bulk_wait_group(0)
+                store_release(lock, after)
+        else:
+            while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:
+                pass
+            cute.arch.sync_warp()
+            p.dQ.consumer_wait(stage)
+            with cute.arch.elect_one():
+                bulk_add(target, source, num_bytes)
+                self.release_dq(p, stage)
+                if const_expr(wg == 0):
+                    store_volatile(s.dq_progress, it)
 
     def release_dq(self, p: NarrowPipelines, stage: Stage) -> None:
         """This thread's copies have read the stage, which the warp group may write again."""
@@ -249,33 +274,42 @@ class NarrowBackward(BackwardFrame):
         """Zeros for dQ of blocks that no CTA has claimed yet, CLEAR_AHEAD steps before this CTA adds to them."""
         if const_expr(self.deterministic):
             return
-        m_block, h, lane = item.block_end - 1, item.kv_head * heads_per_kv, cute.arch.lane_idx()
-        num_blocks = g.stats.shape[1]
+        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
+        own = Int32(0)
         for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
-            with cute.arch.elect_one():  # one lane, and seldom: shared memory has no clock to spare
-                while load_volatile(s.dq_progress) < it - CLEAR_AHEAD:
-                    sleep(1000)
-            cute.arch.sync_warp()
-            lock, state = self.lock_of(g, m_block, h, 0), Int32(0)
-            if lane == 0:
-                state = load_acquire(lock)
-                if state == 0:
-                    state = Int32(
-                        cute.arch.atomic_cas(lock, cmp=Int32(0), val=Int32(CLAIMED), sem="relaxed", scope="gpu")
-                    )
-            if cute.arch.shuffle_sync(state, 0) == 0:
-                quads = self.tile_m * self.head_dim // 128  # a lane
-                block = (self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
-                dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
-                for i in cutlass.range(0, quads, 1, unroll=8):
-                    cute.autovec_copy(zeros, dst[None, i])
-                cute.arch.fence_proxy("async.global")  # the copy engine adds to them
-                cute.arch.sync_warp()
-                if lane == 0:
-                    store_release(lock, CLEARED)
+            if const_expr(self.windowed):
+                if self.is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
+                    self.clear_dq_block(g, s, own, g.blocks[m_block, BlockFields.M_BLOCK], h, zeros)
+                    own += 1
+            else:
+                self.clear_dq_block(g, s, it, m_block, h, zeros)
             m_block, h = self.next_block(m_block, h, item, heads_per_kv)
+
+    @cute.jit
+    def clear_dq_block(self, g: Global, s: Shared, it: Int32, m_block: Int32, h: Int32, zeros: cute.Tensor) -> None:
+        """`clear_dq` of one step."""
+        num_blocks, lane = g.stats.shape[1], cute.arch.lane_idx()
+        with cute.arch.elect_one():  # one lane, and seldom: shared memory has no clock to spare
+            while load_volatile(s.dq_progress) < it - CLEAR_AHEAD:
+                sleep(1000)
+        cute.arch.sync_warp()
+        lock, state = self.lock_of(g, m_block, h, 0), Int32(0)
+        if lane == 0:
+            state = load_acquire(lock)
+            if state == 0:
+                state = Int32(cute.arch.atomic_cas(lock, cmp=Int32(0), val=Int32(CLAIMED), sem="relaxed", scope="gpu"))
+        if cute.arch.shuffle_sync(state, 0) == 0:
+            quads = self.tile_m * self.head_dim // 128  # a lane
+            block = (self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
+            dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
+            for i in cutlass.range(0, quads, 1, unroll=8):
+                cute.autovec_copy(zeros, dst[None, i])
+            cute.arch.fence_proxy("async.global")  # the copy engine adds to them
+            cute.arch.sync_warp()
+            if lane == 0:
+                store_release(lock, CLEARED)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
@@ -290,13 +324,20 @@ class NarrowBackward(BackwardFrame):
         first_key = item.key + wg * 64
         mask = self.mask_of(g, item, first_key, warp_id)
         row_end = Int32(0)
-        for n in (first_key + lane, first_key + 32 + lane):
-            row_end = cutlass.max(row_end, self.visible_end(g, item, n))
-        visible = first_key, cute.arch.warp_redux_sync(row_end, "max")
+        if const_expr(not self.windowed):
+            for n in (first_key + lane, first_key + 32 + lane):
+                row_end = cutlass.max(row_end, self.visible_end(g, item, n))
+            row_end = cute.arch.warp_redux_sync(row_end, "max")
 
         mask = self.await_keys(s, p, mask)
         x = self.with_late_operands(s, x, warp_id)
-        self.walk(s, p, x, mask, item, visible, scale * math.log2(math.e), heads_per_kv)
+        scale_log2 = scale * math.log2(math.e)
+        if const_expr(self.softcap):
+            x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
+        if const_expr(self.windowed):
+            self.walk_table(s, p, x, mask, item, scale_log2, heads_per_kv, wg)
+        else:
+            self.walk(s, p, x, mask, item, (first_key, row_end), scale_log2, heads_per_kv)
 
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
@@ -406,10 +447,7 @@ class NarrowBackward(BackwardFrame):
             self.skip_block(s, p, x, mask, it, m_block)
             m_block, h = self.next_block(m_block, h, item, heads_per_kv)
         if const_expr(self.want_dq):
-            p.dS.wait(own_steps - 1)
-            acc_dQ = self.issue_dq(x, own_steps - 1)
-            warpgroup.wait_group(0)
-            self.stage_dq(p, x, acc_dQ, own_steps - 1)
+            self.finish_last_dq(p, x, own_steps - 1)
         for it in cutlass.range(own_steps, steps, 1, unroll=1):
             self.release_block(p, it)
 
@@ -420,45 +458,56 @@ class NarrowBackward(BackwardFrame):
         x: Operands,
         mask: Mask,
         it: Int32,
-        m_block: Int32,
+        m_block: Int32 | None,  # None with a window: it lies beside Q
         rows: ScoreOperands,  # of the block's rows that may see keys of this warp group
         scale_log2: Float32,
+        own: Int32 | None = None,  # number of the step among those in which this CTA makes dQ; None: `it`
     ) -> None:
         """S, dP, dV and dK of step `it`, and dQ of the step before.
 
         No product is in flight at either end, and few accumulators are at a time: else the compiler makes every product
         wait.
         """
-        stage, m0, mma, mma_dKV = p.Q.stage(it), m_block * self.tile_m, rows.mma, x.mma_dKV
+        own, stage, mma, mma_dKV = it if own is None else own, p.Q.stage(it), rows.mma, x.mma_dKV
         lse, dpsum, count = rows.stats.lse(stage.index), rows.stats.dpsum(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
         # S^T and dP^T
         p.Q.consumer_wait(stage)
-        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[lse])
+        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.softcap else [lse])
         p.dO.consumer_wait(stage)
         if self.want_dp:
             gemm(mma, acc_dP, x.V, rows.dO[None, None, None, stage.index], True, addends=[dpsum])
+        if self.windowed:
+            m_block, mask = self.block_of_stage(s, mask, stage)
+        m0 = m_block * self.tile_m
         warpgroup.wait_group(1 if self.want_dp else 0)
 
         # P^T beside the product dP^T, then dS^T
+        tP, tdS, slope = [self.dKV_operand(16 * count) for _ in range(3)]
+        if self.softcap:
+            to_tanh(acc_S, x.cap)
         self.mask(acc_S, m0 + 16 * rows.begin, mask)
-        for e in range(8 * count):
-            acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
+        if self.softcap:
+            slope = slope if self.want_dp else None
+            to_probabilities(acc_S, tP, slope, s.stats, 16 * rows.begin, stage.index, x.cap, self.dtype)
+        else:
+            for e in range(8 * count):
+                acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
         warpgroup.wait_group(0)
         if self.want_dp:
             for e in range(8 * count):
                 dP[e] = acc_dP[e]
         self.contain_block(s, x, mask, stage, m0, dP, rows.begin)
-        tP, tdS = [cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, 16 * count)), self.dtype) for _ in range(2)]
-        round_to(acc_S, tP)
+        if not self.softcap:
+            round_to(acc_S, tP)
         if self.want_dp:
             for e in range(8 * count):
-                acc_dP[e] = acc_S[e] * dP[e]
+                acc_dP[e] = (Float32(slope[e]) if self.softcap else acc_S[e]) * dP[e]
             round_to(acc_dP, tdS)
         if self.want_dq:
-            self.write_dS(p, x, tdS, it, rows.begin)
+            self.write_dS(p, x, tdS, own, rows.begin)
         else:
             self.compiler_fence(p)  # keeps dS before the issue of dV: behind it there are not the registers
 
@@ -466,30 +515,35 @@ class NarrowBackward(BackwardFrame):
         if self.want_dv:
             gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
-            acc_dQ = self.issue_dq(x, it + 1)  # of step `it` - 1; in the first step of whatever is there
+            acc_dQ = self.issue_dq(x, own + 1)  # of the step before; in the first step of whatever is there
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         if self.want_dk:
             gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
-            self.finish_previous_dq(p, x, acc_dQ, it)
+            self.finish_previous_dq(p, x, acc_dQ, own)
         else:
             p.dO.consumer_release(stage)
         warpgroup.wait_group(0)
         p.Q.consumer_release(stage)
 
-    def skip_block(self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32) -> None:
-        """A step whose rows see no key of this warp group: only dQ of the step before is made."""
-        stage = p.Q.stage(it)
+    def skip_block(
+        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None,
+        own: Int32 | None = None,
+    ) -> None:  # fmt: skip
+        """A step whose rows see no key of this warp group: only dQ of the step before is made. See `block`."""
+        own, stage = it if own is None else own, p.Q.stage(it)
         p.Q.consumer_wait(stage)  # a stage may be released once it is full
         p.dO.consumer_wait(stage)
+        if self.windowed:
+            m_block, mask = self.block_of_stage(s, mask, stage)
         self.contain_block(s, x, mask, stage, m_block * self.tile_m, None, 0)
         if self.want_dq:
-            self.write_dS(p, x, None, it)
-            acc_dQ = self.issue_dq(x, it + 1)
+            self.write_dS(p, x, None, own)
+            acc_dQ = self.issue_dq(x, own + 1)
             warpgroup.wait_group(0)
-            self.finish_previous_dq(p, x, acc_dQ, it)
+            self.finish_previous_dq(p, x, acc_dQ, own)
         p.dO.consumer_release(stage)
         p.Q.consumer_release(stage)
 
@@ -543,6 +597,17 @@ class NarrowBackward(BackwardFrame):
         acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
         gemm(x.mma_dQ, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], True)
         return acc_dQ
+
+    def finish_last_dq(self, p: NarrowPipelines, x: Operands, it: Int32) -> None:
+        """dQ of the last step, after the loop."""
+        p.dS.wait(it)
+        acc_dQ = self.issue_dq(x, it)
+        warpgroup.wait_group(0)
+        self.stage_dq(p, x, acc_dQ, it)
+
+    def dKV_operand(self, rows: int) -> cute.Tensor:
+        """Registers of P^T or dS^T (64 keys, rows) in 16 bits."""
+        return cute.make_rmem_tensor(self.mma_dKV().partition_shape_A((64, rows)), self.dtype)
 
     @cute.jit
     def finish_previous_dq(self, p: NarrowPipelines, x: Operands, acc_dQ: cute.Tensor, it: Int32) -> None:
