@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.accumulator import column
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
+from cute_kernels.bwd_arguments import Global, Item, Mask, Shared
 from cute_kernels.cluster import Clustered
 from cute_kernels.pipeline import Stage
 
@@ -30,7 +29,6 @@ class Windows(Clustered):
 
     tile_m: int
     windowed: bool
-    want_dq: bool
 
     # ---------------------------------------------------------------- rows of the table
     def store_block(self, g: Global, s: Shared, index: Int32, stage: Stage) -> None:
@@ -110,6 +108,5 @@ class Windows(Clustered):
                     for it in cutlass.range(begin, end, 1, unroll=1):
                         self.block(s, p, x, mask, it, None, x.last_rows, scale_log2, it + after)
                 own += heads_per_kv
-        if const_expr(self.want_dq):
-            if own > 0:
-                self.finish_last_dq(p, x, own - 1)
+        if own > 0:
+            self.finish_last_dq(p, x, own - 1)

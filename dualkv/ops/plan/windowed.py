@@ -84,10 +84,15 @@ def windowed_work(
 
 
 def key_items(segments: Segments, tile: BackwardTile) -> KeyItems:
-    """The keys of one KV head in items of a cluster's keys each: from a group's first row on, and from the first row of
-    each segment that fills an item."""
+    """The keys of one KV head in items of a cluster's keys each.
+
+    The keys of an item lie on the grid of query blocks where that fits: then the rows that see them are the fewest
+    blocks. Such an item may have keys of several groups. Where it does not fit, items begin with a group, and with a
+    segment that fills an item, as without a window.
+    """
     step, present = tile.cluster * tile.tile_n, segments.lengths > 0
-    cut_begin = segments.offsets[:-1][(segments.parent == -1) | (segments.lengths >= step)]
+    starts = (segments.parent == -1) | (segments.lengths >= step)
+    cut_begin = segments.offsets[:-1][starts] if tile.tile_m % CHUNK else np.zeros(1, np.int64)
     cut_end = np.append(cut_begin, segments.total)[1:]
     count = -(-(cut_end - cut_begin) // step)
     key = np.repeat(cut_begin, count) + positions(count) * step
@@ -205,6 +210,17 @@ def visible_pairs(segments: Segments, window: Window, tile: BackwardTile, keys: 
         ancestor[rows] = segments.parent[above]
         rows = rows[further]
     return Pairs(*(np.concatenate(x) for x in zip(*found, strict=True)))
+
+
+def position_tables(segments: Segments, window: Window, tile: BackwardTile) -> tuple[Table, Table]:
+    """Of the kernel: the position of every row of every query block, 0 past the last one; and of each key one past the
+    last position that sees it, or past all of them."""
+    own, rows = segments.segment_of_row, np.arange(segments.total)
+    position = rows - (segments.offsets[:-1] - segments.first_position)[own]
+    padded = np.zeros(-(-segments.total // tile.tile_m) * tile.tile_m, np.int32)
+    padded[: segments.total] = position
+    end = np.minimum(window.end(position), position.max(initial=0) + 1)
+    return padded, end.astype(np.int32)
 
 
 def adders_before(table: Table, work: IntArray, tile: BackwardTile) -> IntArray:

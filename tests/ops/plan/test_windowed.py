@@ -216,8 +216,8 @@ def useful(seg, window):
     return (position - window.lowest(position) + 1).sum()
 
 
-@pytest.mark.parametrize("prompt, responses", [(8192, 32), (32768, 16)])
-@pytest.mark.parametrize("head_dim, size, heads, most", [(128, 4096, 32, 1.1), (64, 128, 64, 2.0)])
+@pytest.mark.parametrize(("prompt", "responses"), [(8192, 32), (32768, 16)])
+@pytest.mark.parametrize(("head_dim", "size", "heads", "most"), [(128, 4096, 32, 1.1), (64, 128, 64, 2.0)])
 def test_little_is_computed_besides_what_is_visible(prompt, responses, head_dim, size, heads, most):
     seg, window, tile = segments([prompt], [[2048] * responses]), Window(size), backward_tile(head_dim)
     plan = windowed_work(seg, window, tile, heads, 8, 132)
