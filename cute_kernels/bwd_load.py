@@ -26,7 +26,7 @@ class Producer(Clustered):
     want_dp: bool
     heads_inside: bool
     windowed: bool
-    store_block: Callable[..., None]
+    store_block: Callable[..., Int32]
 
     @cute.jit
     def load_keys(self, loads: Loads, s: Shared, p: BackwardPipelines, item: Item) -> None:
@@ -49,7 +49,7 @@ class Producer(Clustered):
         """
         stat_bytes = 2 * self.tile_m * STAT_COLUMNS
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-        it = Int32(0)
+        it, own = Int32(0), Int32(0)
         outer, inner = heads_per_kv, item.block_end - item.block_begin
         if const_expr(self.heads_inside):
             outer, inner = inner, outer
@@ -63,7 +63,7 @@ class Producer(Clustered):
                     index = m_block
                     m_block = g.blocks[index, BlockFields.M_BLOCK]
                     p.Q.producer_acquire(stage)
-                    self.store_block(g, s, index, stage)
+                    own = self.store_block(g, s, index, own, stage)
                 self.load_rows(loads.Q, h, m_block, s.Q, p.Q, stage, stat_bytes)
                 row = stats_of(g.stats, h, m_block)  # lse and dpsum come with Q
                 with cute.arch.elect_one():

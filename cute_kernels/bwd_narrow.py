@@ -30,6 +30,7 @@ from cute_kernels.bwd_frame import BackwardFrame, split_rows
 from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
+from cute_kernels.bwd_window import OWN_STEP
 from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
 
 
@@ -278,14 +279,13 @@ class NarrowBackward(NarrowDq):
         m_block: Int32 | None,  # None with a window: it lies beside Q
         rows: ScoreOperands,  # of the block's rows that may see keys of this warp group
         scale_log2: Float32,
-        own: Int32 | None = None,  # number of the step among those in which this CTA makes dQ; None: `it`
     ) -> None:
         """S, dP, dV and dK of step `it`, and dQ of the step before.
 
         No product is in flight at either end, and few accumulators are at a time: else the compiler makes every product
         wait.
         """
-        own, stage, mma, mma_dKV = it if own is None else own, p.Q.stage(it), rows.mma, x.mma_dKV
+        stage, mma, mma_dKV = p.Q.stage(it), rows.mma, x.mma_dKV
         lse, dpsum, count = rows.stats.lse(stage.index), rows.stats.dpsum(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
@@ -313,6 +313,7 @@ class NarrowBackward(NarrowDq):
                 acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
         warpgroup.wait_group(0)
+        own = self.own_step(s, stage, it)
         if self.want_dp:
             for e in range(8 * count):
                 dP[e] = acc_dP[e]
@@ -346,13 +347,13 @@ class NarrowBackward(NarrowDq):
         p.Q.consumer_release(stage)
 
     def skip_block(
-        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None,
-        own: Int32 | None = None,
+        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None
     ) -> None:  # fmt: skip
         """A step whose rows see no key of this warp group: only dQ of the step before is made. See `block`."""
-        own, stage = it if own is None else own, p.Q.stage(it)
+        stage = p.Q.stage(it)
         p.Q.consumer_wait(stage)  # a stage may be released once it is full
         p.dO.consumer_wait(stage)
+        own = self.own_step(s, stage, it)
         if self.windowed:
             m_block, mask = self.block_of_stage(s, mask, stage)
         self.contain_block(s, x, mask, stage, m_block * self.tile_m, None, 0)
@@ -372,6 +373,10 @@ class NarrowBackward(NarrowDq):
             pipeline.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
+    def own_step(self, s: Shared, stage: Stage, it: Int32) -> Int32:
+        """Number of step `it` among those in which this CTA makes dQ: with a window it skips some (`release_block`)."""
+        return s.blocks[OWN_STEP, stage.index] if self.windowed else it
+
     def compiler_fence(self, p: NarrowPipelines) -> None:
         """A workaround for the compiler, which moves arithmetic past a wait for products but not past a branch.
 

@@ -11,7 +11,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.abi import STAT_COLUMNS
 from cute_kernels.ptx import round_pair
 
 
@@ -67,6 +66,6 @@ def to_probabilities(
 
 def row_lse(sStat: cute.Tensor, row: Int32, stage: Int32) -> Float32:
     """Half of -lse / softmax_scale of a query row."""
-    columns = cute.make_rmem_tensor(STAT_COLUMNS, sStat.element_type)
-    cute.autovec_copy(sStat[None, row, stage], columns)
+    columns = cute.make_rmem_tensor(4, sStat.element_type)
+    cute.autovec_copy(cute.local_tile(sStat[None, row, stage], (4,), (0,)), columns)
     return Float32(columns[0]) + Float32(columns[1]) + Float32(columns[2])

@@ -21,6 +21,7 @@ from cute_kernels.pipeline import Stage
 if TYPE_CHECKING:
     from cute_kernels.bwd_narrow import NarrowPipelines, Operands
 
+OWN_STEP = 3  # word beside Q, behind fields of the table; see `NarrowBackward.own_step`
 NO_LIMIT = 2**31 - 1  # unmasked_end of a block that needs no mask
 
 
@@ -31,13 +32,17 @@ class Windows(Clustered):
     windowed: bool
 
     # ---------------------------------------------------------------- rows of the table
-    def store_block(self, g: Global, s: Shared, index: Int32, stage: Stage) -> None:
-        """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after."""
+    def store_block(self, g: Global, s: Shared, index: Int32, own: Int32, stage: Stage) -> Int32:
+        """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after.
+
+        own: steps so far in which this CTA makes dQ. Returns what it is in the next step.
+        """
         row = [g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)]
         with cute.arch.elect_one():
-            for f, x in enumerate(row):
+            for f, x in enumerate([*row, own]):
                 s.blocks[f, stage.index] = x
         cute.arch.sync_warp()
+        return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))
 
     def block_of_stage(self, s: Shared, mask: Mask, stage: Stage) -> tuple[Int32, Mask]:
         """Number of the query block in a full stage, and its mask."""
@@ -83,30 +88,30 @@ class Windows(Clustered):
         heads_per_kv: Int32, wg: Int32,
     ) -> None:  # fmt: skip
         """The loop over the steps of `NarrowBackward.walk`, with the rows of the table: each one for all heads."""
-        own = Int32(0)  # blocks (of all heads) to whose dQ this CTA adds, so far
+        own = Int32(0)  # steps so far in which this CTA makes dQ
         for i in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
             begin = i * heads_per_kv
             end = begin + heads_per_kv
             stage = p.Q.stage(begin)
             p.Q.consumer_wait(stage)
             flags = cute.arch.make_warp_uniform(s.blocks[fields.FLAGS, stage.index])
-            rows, after = (flags >> (4 * self.rank() + 2 * wg)) & 3, own - begin
+            rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
             if not self.is_own(flags, self.rank()):
                 for it in cutlass.range(begin, end, 1, unroll=1):
                     self.release_block(p, it)
             else:
                 if rows == fields.SKIP:
                     for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.skip_block(s, p, x, mask, it, None, it + after)
+                        self.skip_block(s, p, x, mask, it, None)
                 if rows == fields.FIRST_ROWS:
                     for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.block(s, p, x, mask, it, None, x.first_rows, scale_log2, it + after)
+                        self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
                 if rows == fields.WHOLE:
                     for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.block(s, p, x, mask, it, None, x.whole, scale_log2, it + after)
+                        self.block(s, p, x, mask, it, None, x.whole, scale_log2)
                 if rows == fields.LAST_ROWS:
                     for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.block(s, p, x, mask, it, None, x.last_rows, scale_log2, it + after)
+                        self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
                 own += heads_per_kv
         if own > 0:
             self.finish_last_dq(p, x, own - 1)

@@ -417,7 +417,8 @@ def cases() -> list[Case]:
         after = " deterministic" * deterministic
         options = {"heads": 2, "window": Window(40), "deterministic": deterministic}
         for d in (64, 96, 128):
-            found.append(backward(f"bwd_narrow d{d} window{after}", d, "qkv", windowed, **options))
+            heads = {"heads": 1 if d == 96 else 2}
+            found.append(backward(f"bwd_narrow d{d} window{after}", d, "qkv", windowed, **options | heads))
         tree = {"parents": [-1, 0, 1, 1, 0, -1], "window": Window(chunk=50), "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 chunks{after}", 128, "qkv", [90, 30, 60, 20, 40, 30], **tree))
         narrow_one = options | {"cluster": 1}

@@ -341,10 +341,10 @@ PLANTED = [
     ),
     one(
         "steps of the other CTA are counted as own",
-        NARROW_WINDOW,
+        "bwd_narrow d96 window",
         "bwd_window.py",
-        "after = (flags >> (4 * self.rank() + 2 * wg)) & 3, own - begin",
-        "after = (flags >> (4 * self.rank() + 2 * wg)) & 3, Int32(0)",
+        "return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))",
+        "return own + 1",
     ),
     one(
         "rows of the other warp group",
@@ -371,8 +371,9 @@ PLANTED = [
         "dQ of a block that this CTA does not see",
         NARROW_WINDOW,
         "bwd_dq.py",
-        "                    self.add_dq_block(g, s, p, item, own, m_block, h, wg)\n                    own += 1\n",
-        "                    self.add_dq_block(g, s, p, item, own, m_block, h, wg)\n                own += 1\n",
+        "                if self.is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):\n"
+        "                    self.add_dq_block(",
+        "                if True:\n                    self.add_dq_block(",
     ),
     one(
         "the second CTA does not wait for the first one",
