@@ -27,7 +27,7 @@ from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import Global, Item, Mask, Shared
 from cute_kernels.bwd_dq import NarrowDq, NarrowPipelines, StagedDq
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
-from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
+from cute_kernels.bwd_softcap import Softcap, slope_of, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from cute_kernels.bwd_window import OWN_STEP
@@ -286,19 +286,18 @@ class NarrowBackward(NarrowDq):
         wait.
         """
         stage, mma, mma_dKV = p.Q.stage(it), rows.mma, x.mma_dKV
-        lse, dpsum, count = rows.stats.lse(stage.index), rows.stats.dpsum(stage.index), rows.end - rows.begin
+        lse, count = rows.stats.lse(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
         # S^T and dP^T
         p.Q.consumer_wait(stage)
         gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.softcap else [lse])
-        p.dO.consumer_wait(stage)
-        if self.want_dp:
-            gemm(mma, acc_dP, x.V, rows.dO[None, None, None, stage.index], True, addends=[dpsum])
+        if not self.softcap:
+            self.issue_dP(p, x, rows, acc_dP, stage)
         if self.windowed:
             m_block, mask = self.block_of_stage(s, mask, stage)
         m0 = m_block * self.tile_m
-        warpgroup.wait_group(1 if self.want_dp else 0)
+        warpgroup.wait_group(1 if self.want_dp and not self.softcap else 0)
 
         # P^T beside the product dP^T, then dS^T
         tP, tdS, slope = [self.dKV_operand(16 * count) for _ in range(3)]
@@ -312,6 +311,8 @@ class NarrowBackward(NarrowDq):
             for e in range(8 * count):
                 acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
+        if self.softcap:  # there were no registers for dP^T beside tanh
+            self.issue_dP(p, x, rows, acc_dP, stage)
         warpgroup.wait_group(0)
         own = self.own_step(s, stage, it)
         if self.want_dp:
@@ -322,7 +323,7 @@ class NarrowBackward(NarrowDq):
             round_to(acc_S, tP)
         if self.want_dp:
             for e in range(8 * count):
-                acc_dP[e] = (Float32(slope[e]) if self.softcap else acc_S[e]) * dP[e]
+                acc_dP[e] = (slope_of(slope, e) if self.softcap else acc_S[e]) * dP[e]
             round_to(acc_dP, tdS)
         if self.want_dq:
             self.write_dS(p, x, tdS, own, rows.begin)
@@ -345,6 +346,15 @@ class NarrowBackward(NarrowDq):
             p.dO.consumer_release(stage)
         warpgroup.wait_group(0)
         p.Q.consumer_release(stage)
+
+    def issue_dP(
+        self, p: NarrowPipelines, x: Operands, rows: ScoreOperands, acc_dP: cute.Tensor, stage: Stage
+    ) -> None:  # fmt: skip
+        """Wait for dO, and issue dP^T where it is needed."""
+        p.dO.consumer_wait(stage)
+        if self.want_dp:
+            dO, dpsum = rows.dO[None, None, None, stage.index], rows.stats.dpsum(stage.index)
+            gemm(rows.mma, acc_dP, x.V, dO, True, addends=[dpsum])
 
     def skip_block(
         self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None

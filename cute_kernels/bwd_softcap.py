@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.ptx import round_pair
+from cute_kernels.ptx import round_pair, unpacked
 
 
 class Softcap(NamedTuple):
@@ -62,6 +62,11 @@ def to_probabilities(
             if const_expr(slope is not None):
                 t = [cute.arch.fmax(x, Float32(-1.0)) for x in t]  # a hidden pair gets 0 * 0, not 0 * inf
                 slope_pairs[2 * c + r] = round_pair(dtype, *(p[i] * (1.0 - t[i] * t[i]) for i in range(2)))
+
+
+def slope_of(slope: cute.Tensor, e: int) -> Float32:
+    """An element of what `to_probabilities` leaves."""
+    return unpacked(slope.element_type, cute.recast_tensor(slope, Int32)[e // 2], e % 2 == 1)
 
 
 def row_lse(sStat: cute.Tensor, row: Int32, stage: Int32) -> Float32:

@@ -21,11 +21,12 @@ _CONVERT = {cutlass.BFloat16: "cvt.rn.bf16x2.f32", cutlass.Float16: "cvt.rn.f16x
 
 def _asm(
     text: str, constraints: str, operands: list[Operand], loc: Location, ip: Point, volatile: bool = True
-) -> Int32 | None:
+) -> Int32 | Float32 | None:
     """`text` with `operands`; what it returns, if the constraints begin with a result, in 32 bits."""
+    kind, number = {"=r": (T.i32, Int32), "=f": (T.f32, Float32)}.get(constraints[:2], (None, None))
     values = [x.toint(loc=loc, ip=ip) if isinstance(x, cute.Pointer) else x for x in operands]
     result = llvm.inline_asm(
-        T.i32() if constraints.startswith("=") else None,
+        kind() if kind else None,
         [x.ir_value(loc=loc, ip=ip) for x in values],
         text,
         constraints,
@@ -35,7 +36,7 @@ def _asm(
         loc=loc,
         ip=ip,
     )
-    return Int32(result) if constraints.startswith("=") else None
+    return number(result) if number else None
 
 
 # ---------------------------------------------------------------- registers
@@ -45,6 +46,19 @@ def round_pair(
 ) -> Int32:
     """Two fp32 rounded to nearest, as 16-bit floats in one register."""
     return _asm(f"{_CONVERT[dtype]} $0, $1, $2;", "=r,f,f", [Float32(high), Float32(low)], loc, ip, volatile=False)
+
+
+@dsl_user_op
+def unpacked(
+    dtype: type[cutlass.Numeric], pair: Int32, high: bool, *, loc: Location = None, ip: Point = None
+) -> Float32:
+    """One of two 16-bit floats in a register. Where it stands: elsewhere the compiler splits pairs when they are made,
+    and each half takes a register from there on."""
+    if dtype is cutlass.BFloat16:
+        text = "and.b32 $0, $1, 0xFFFF0000;" if high else "shl.b32 $0, $1, 16;"
+    else:
+        text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {'high' if high else 'low'}; }}"
+    return _asm(text, "=f,r", [Int32(pair)], loc, ip)
 
 
 @dsl_user_op

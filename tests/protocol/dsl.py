@@ -414,7 +414,7 @@ def atomic_cas(at: Pointer, *, cmp: int, val: int, **_: Any) -> int:
 # ---------------------------------------------------------------- ptx
 def inline_asm(_: Any, operands: list[Any], text: str, constraints: str, **__: Any) -> Any:
     machine, who = Now.machine, agent()
-    if text.startswith(("cvt.rn", "fma.rn")):
+    if text.startswith(("cvt.rn", "fma.rn", "and.b32", "shl.b32")) or "cvt.f32.f16" in text:
         x = operands[0]
         for y in operands[1:]:
             x = x._with(y) if isinstance(x, Scalar) else y
@@ -551,7 +551,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
     llvm = _module("cutlass._mlir.dialects.llvm", inline_asm=inline_asm, AsmDialect=kinds(AD_ATT=0))
     dialects = _module("cutlass._mlir.dialects", llvm=llvm)
     mlir = _module("cutlass._mlir", dialects=dialects)
-    dsl = _module("cutlass.cutlass_dsl", T=kinds(i32=nothing), dsl_user_op=same)
+    dsl = _module("cutlass.cutlass_dsl", T=kinds(i32=nothing, f32=nothing), dsl_user_op=same)
     numbers = {x.__name__: x for x in (Numeric, Boolean, Int16, Int32, Int64, Float32, BFloat16, Float16)}
     cutlass = _module(
         "cutlass", cute=cute, utils=utils, _mlir=mlir, cutlass_dsl=dsl, **numbers, Constexpr=object, const_expr=same,
