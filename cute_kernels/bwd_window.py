@@ -87,31 +87,28 @@ class Windows(Clustered):
         self, s: Shared, p: "NarrowPipelines", x: "Operands", mask: Mask, item: Item, scale_log2: Float32,
         heads_per_kv: Int32, wg: Int32,
     ) -> None:  # fmt: skip
-        """The loop over the steps of `NarrowBackward.walk`, with the rows of the table: each one for all heads."""
-        own = Int32(0)  # steps so far in which this CTA makes dQ
-        for i in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
-            begin = i * heads_per_kv
-            end = begin + heads_per_kv
-            stage = p.Q.stage(begin)
+        """The loop over the steps of `NarrowBackward.walk`, with the rows of the table.
+
+        One loop over steps, whose registers are few, and not one over rows with one over heads inside.
+        """
+        for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
+            stage = p.Q.stage(it)
             p.Q.consumer_wait(stage)
             flags = cute.arch.make_warp_uniform(s.blocks[fields.FLAGS, stage.index])
             rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
             if not self.is_own(flags, self.rank()):
-                for it in cutlass.range(begin, end, 1, unroll=1):
-                    self.release_block(p, it)
+                self.release_block(p, it)
             else:
                 if rows == fields.SKIP:
-                    for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.skip_block(s, p, x, mask, it, None)
+                    self.skip_block(s, p, x, mask, it, None)
                 if rows == fields.FIRST_ROWS:
-                    for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
+                    self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
                 if rows == fields.WHOLE:
-                    for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.block(s, p, x, mask, it, None, x.whole, scale_log2)
+                    self.block(s, p, x, mask, it, None, x.whole, scale_log2)
                 if rows == fields.LAST_ROWS:
-                    for it in cutlass.range(begin, end, 1, unroll=1):
-                        self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
-                own += heads_per_kv
+                    self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
+        last = p.Q.stage((item.block_end - item.block_begin) * heads_per_kv - 1).index
+        flags, own = s.blocks[fields.FLAGS, last], s.blocks[OWN_STEP, last]
+        own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
         if own > 0:
             self.finish_last_dq(p, x, own - 1)

@@ -364,8 +364,8 @@ PLANTED = [
         "a block that the other CTA alone sees is not released",
         NARROW_WINDOW,
         "bwd_window.py",
-        "                    self.release_block(p, it)\n",
-        "                    pass\n",
+        "                self.release_block(p, it)\n",
+        "                pass\n",
     ),
     one(
         "dQ of a block that this CTA does not see",
