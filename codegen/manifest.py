@@ -2,7 +2,8 @@
 
 `python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
 with `--check` it compares instead. The CPU tests (tests/codegen/test_manifest.py) compile a part of the kernels and
-check that the sources are those which the record was compiled from.
+check that the sources are those which the record was compiled from. `-k` of these tests chooses kernels; this program
+always takes all of them.
 """
 
 from __future__ import annotations
