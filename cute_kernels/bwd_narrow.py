@@ -58,7 +58,8 @@ class NarrowPipelines(BackwardPipelines):
         dS: complete for step `it` when all MMA warps have written dS of step `it` and no longer read that of step
             `it` - 1. So one barrier says both that a block's dS is there and that the buffer of the block before may
             be written again, for which there are two buffers. Every MMA warp waits for step `it` - 1 before it arrives
-            for step `it`, so no warp is a phase behind.
+            for step `it`, so no warp is a phase behind. That one wait, in `write_dS`, stands before both uses of step
+            `it`: the store over dS of step `it` - 2, and the product dQ of step `it` - 1 (`issue_dq`).
         dQ: from the warp group that makes a part of dQ to the warp that adds it up.
     """
 
@@ -242,7 +243,7 @@ class NarrowBackward(BackwardFrame):
         """This thread's copies have read the stage, which the warp group may write again."""
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        p.dQ.empty.arrive(stage.index)
+        p.dQ.empty.arrive(stage.index)  # by hand: `consumer_release` is for whole warps, here one lane is elected
 
     @cute.jit
     def clear_dq(self, g: Global, s: Shared, item: Item, heads_per_kv: Int32) -> None:
@@ -388,6 +389,8 @@ class NarrowBackward(BackwardFrame):
         first, end = self.first_block(item), item.block_end
         m_block, h = end - 1, item.kv_head * heads_per_kv
         blocks = Walk.of(first, end, *visible, self.tile_m)
+        # Steps go from the last block down, so a loop over steps ends where a run of blocks begins: `part_end` here is
+        # from Walk's `whole_end`, and `whole_end` here from Walk's `whole_begin`.
         skipped, part_end, whole_end, visible_end = ((end - i) * heads_per_kv for i in reversed(blocks))
         for it in cutlass.range(0, skipped, 1, unroll=1):
             self.skip_block(s, p, x, mask, it, m_block)
@@ -466,7 +469,8 @@ class NarrowBackward(BackwardFrame):
         if self.want_dv:
             gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
-            acc_dQ = self.issue_dq(x, it + 1)  # of step `it` - 1; in the first step of whatever is there
+            # Of step `it` - 1, whose dS `write_dS` has waited for; in the first step of whatever is there.
+            acc_dQ = self.issue_dq(x, it + 1)
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         if self.want_dk:
@@ -495,7 +499,7 @@ class NarrowBackward(BackwardFrame):
 
     def release_block(self, p: NarrowPipelines, it: Int32) -> None:
         """A step of the other CTA of the cluster alone, whose Q and dO come to this CTA too."""
-        stage = p.Q.stage(it)
+        stage = p.Q.stage(it)  # of dO too, which has as many stages
         for pipeline in (p.Q, p.dO):
             pipeline.consumer_wait(stage)
             pipeline.consumer_release(stage)
