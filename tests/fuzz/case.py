@@ -475,7 +475,7 @@ def _simpler(case):
         yield changed(heads=case.kv_heads)
 
 
-def reduce(case, fails, tries=400):
+def reduce(case, fails, tries=1000):
     """A case that still fails and of which nothing simpler does (as far as `tries` calls of `fails` reach)."""
     found = True
     while found:
