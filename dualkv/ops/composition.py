@@ -167,9 +167,9 @@ def forward(
     scale: float,
     window: Window | None = None,
     sinks: torch.Tensor | None = None,
-    softcap: None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32."""
+    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32, softcap None (see :func:`unsupported`)."""
     q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, without a check
 
     def call(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +233,7 @@ def backward(
     deterministic: bool,
     window: Window | None = None,
     sinks: torch.Tensor | None = None,
-    softcap: None = None,
+    softcap: float | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) fp32; parts are
