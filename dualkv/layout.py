@@ -108,6 +108,16 @@ class Segments:
         return start
 
     @cached_property
+    def position(self) -> IntArray:
+        """[T] position id of each row on its path."""
+        return np.arange(self.total) + (self.first_position - self.offsets[:-1])[self.segment_of_row]
+
+    @cached_property
+    def longest_path(self) -> int:
+        """Tokens of the longest path: one more than the highest position id."""
+        return int((self.first_position + self.lengths).max(initial=0))
+
+    @cached_property
     def first_query(self) -> IntArray:
         """[G] the first row of each group that kernels compute. Rows of a prompt without queries are skipped, except
         the last row of a group that has no other rows. See Layout.without_prompt_queries."""
@@ -134,6 +144,28 @@ class Segments:
     def visible_end(self) -> IntArray:
         """[T] of the visibility rule `k <= q < visible_end[k]`."""
         return self.subtree_end[self.segment_of_row]
+
+    def runs_above(self, segments: IntArray, lowest: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """The rows above each of n segments at positions `lowest` and later: one run for each segment on its path.
+
+        Args:
+            segments: [n] segments.
+            lowest: [n] lowest position for each, at most its first position.
+
+        Returns:
+            index into `segments`, the run's segment and its first row, in the order of index and row. A run ends with
+            its segment and may be empty.
+        """
+        index, up = np.arange(len(segments)), self.parent[segments]
+        found = [np.zeros((3, 0), np.int64)]
+        while (inside := up >= 0).any():
+            index, up = index[inside], up[inside]
+            hidden = np.maximum(lowest[index] - self.first_position[up], 0)
+            found.append(np.stack([index, up, self.offsets[up] + hidden]))
+            up = np.where(hidden > 0, -1, self.parent[up])
+        runs = np.concatenate(found, 1)
+        index, up, begin = runs[:, np.lexsort((runs[1], runs[0]))]
+        return index, up, begin
 
     def cached(self, key: Any, make: Callable[[], Value]) -> Value:
         """The result of `make()` at the first call with this `key` (a plan, an index tensor)."""
@@ -399,12 +431,7 @@ class Layout:
     @property
     def position_ids(self) -> torch.Tensor:
         """[T] int64: the position of each row in its own sequence. Every response starts at the prompt's length."""
-        s = self._segments
-        return self._tensor(
-            "position_ids",
-            lambda: np.arange(s.total) + (s.first_position - s.offsets[:-1])[s.segment_of_row],
-            torch.int64,
-        )
+        return self._tensor("position_ids", lambda: self._segments.position, torch.int64)
 
     @property
     def visible_end(self) -> torch.Tensor:
