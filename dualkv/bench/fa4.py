@@ -146,11 +146,9 @@ def three_calls(inputs: Inputs, direction: str, deterministic: bool = False) -> 
     responses; dk and dv of prompts).
 
     Raises:
-        ValueError: windows, chunks or sinks, which do not fall apart into these calls.
+        ValueError: windows, chunks, sinks or softcapping.
     """
-    workload = inputs.workload
-    if workload.reach or workload.sinks:
-        raise ValueError(f"computes full attention without sinks, {workload.name} has others: see fa4-prompt-copied")
+    inputs.check_plain()
     prompts = [p for p, _ in inputs.groups]
     responses = [r for _, group in inputs.groups for r in group]
     together = [np.concatenate([np.zeros(0, np.int64), *group]) for _, group in inputs.groups]
@@ -233,7 +231,8 @@ def prompt_copied(inputs: Inputs, direction: str) -> Side:
 
 
 def replicated(inputs: Inputs, direction: str) -> Side:
-    """Every response behind a prompt of its own."""
+    """Every response behind a prompt of its own, with full attention."""
+    inputs.check_plain()
     rows = inputs.replicated()
     call = Varlen(inputs, rows, rows, True)
     return _side(inputs, direction, {"sequences": call}, lambda: [(call.q_rows, call.out)], call.ready, {})

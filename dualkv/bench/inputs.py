@@ -75,6 +75,11 @@ class Inputs:
         shape, dtype = (self.layout.num_tokens, heads, self.workload.head_dim), DTYPES[self.workload.dtype]
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
+    def check_plain(self) -> None:
+        """Raise ValueError for a workload with windows, chunks, sinks or softcapping: the calling side has none."""
+        if self.workload.reach or self.workload.sinks or self.workload.softcap:
+            raise ValueError(f"computes full attention without sinks or softcapping, {self.workload.name} has others")
+
     def copied(self) -> list[tuple[Rows, Rows]]:
         """(query rows, key rows) of sequences that together are the workload, causal from the last key on: each
         segment, or its part in a chunk, behind a copy of as much of its path as it sees."""

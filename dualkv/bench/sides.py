@@ -153,6 +153,7 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
 
 def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
     """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt."""
+    inputs.check_plain()
     sequences = inputs.replicated()
     rows, lengths = inputs.index(sequences), [len(r) for r in sequences]
     qkv = [take(x, rows) for x in (inputs.q, inputs.k, inputs.v)]
