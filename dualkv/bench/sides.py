@@ -76,11 +76,7 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
     if direction == "bwd":
         out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True, **features)
         call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
-<<<<<<< HEAD
         return _kept(lambda: torch.ops.dualkv.bwd(*call, **features)[:3])
-=======
-        return _kept(lambda: torch.ops.dualkv.bwd(*call)[:3])
->>>>>>> api
 
     def attend() -> torch.Tensor:
         return dualkv.attention(q, k, v, layout, inputs.scale, deterministic, **features)
