@@ -21,6 +21,7 @@ from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.plan import schedule
+from dualkv.ops.window import Window
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
@@ -29,11 +30,16 @@ MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 
 # ---------------------------------------------------------------- which calls
-def unsupported(q: torch.Tensor) -> str | None:
-    """Why no kernel serves q [T, H, D], or None. All layouts, head dims and GQA ratios are served."""
+def unsupported(
+    q: torch.Tensor, window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+    dlse: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Why no kernel serves q [T, H, D] with these features, or None. All layouts, head dims and GQA ratios are
+    served."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
-    return device_unsupported(q.device)
+    features = {"a window or chunks": window, "sinks": sinks, "softcap": softcap, "gradients of lse": dlse}
+    return device_unsupported(q.device) or next((name for name, x in features.items() if x is not None), None)
 
 
 @cache
@@ -232,8 +238,9 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float,
+    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [T, H, D] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
 
     The first call with a dtype, head dim and GQA ratio loads the kernel, and compiles it if no store has it. The first
@@ -264,8 +271,10 @@ def forward(
 def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     segments: Segments, softmax_scale: float, deterministic: bool, gradients: str = "qkv",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, in two to four launches on the current stream.
+    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype and dsinks [0], in two to four launches on the current stream.
 
     Takes the calls that :func:`forward` takes; first calls load kernels and make plans likewise. dk and dv are bitwise
     equal from run to run. dq is a sum over key blocks in fp32; the order of the sum is fixed if `deterministic`, and
@@ -312,4 +321,4 @@ def backward(
         kernels["bwd_sum"](partials, planned.sums, dk, dv)
     if specs.postprocess:
         kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)
-    return dq, dk, dv
+    return dq, dk, dv, workspace(0)
