@@ -1,7 +1,7 @@
 """The visibility rule on the device: which scores of a masked key block a query row keeps.
 
-`RegionMask` serves prompts with responses, `PathMask` trees, `WindowMask` windows and chunks. tests/ops/plan/ has the same rules in numpy and proves
-them together with the plans.
+`RegionMask` serves prompts with responses, `PathMask` trees, `WindowMask` windows and chunks. tests/ops/plan/ has the
+same rules in numpy and proves them together with the plans.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""The forward's work plan for trees of any depth, and for windows and chunks. Made on the host with numpy, once a batch.
+"""The forward's work plan for trees of any depth, for windows and chunks. Made on the host with numpy, once a batch.
 
-`cute_kernels.abi.PathFields` says what the tables hold. Prompts with responses need two regions a tile only, and without
-a window they have a plan of their own: `dualkv.ops.plan.forward`.
+`cute_kernels.abi.PathFields` says what the tables hold. Without a window, prompts with responses need two regions a
+tile only, and have a plan of their own: `dualkv.ops.plan.forward`.
 """
 
 from __future__ import annotations
@@ -154,9 +154,8 @@ def first_keys(segments: Segments, window: Window) -> IntArray:
         segment, above, row_end = segment[more], parent[above[more]], begin[more]
     runs, shift = np.concatenate(begins), np.concatenate(shifts)
     order = np.argsort(runs)
-    position = positions(segments.lengths) + np.repeat(start, segments.lengths)
     lengths = np.diff(np.append(runs[order], segments.total))
-    result: IntArray = window.lowest(position) + np.repeat(shift[order], lengths)
+    result: IntArray = window.lowest(segments.position) + np.repeat(shift[order], lengths)
     return result
 
 

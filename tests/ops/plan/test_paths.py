@@ -76,8 +76,7 @@ def check(seg, tokens, tile_n, window=None):
     q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
     rule = (k <= q) & (q < seg.visible_end[k])
     if window is not None:
-        position = seg.first_position[seg.segment_of_row] + np.arange(seg.total) - seg.offsets[seg.segment_of_row]
-        rule &= position[k] >= window.lowest(position)[q]
+        rule &= seg.position[k] >= window.lowest(seg.position)[q]
     asked = np.repeat(seg.prompts_ask | (seg.depth > 0), seg.lengths)
     assert (taken[asked] == 1).all()
     assert (taken <= 1).all()
@@ -105,9 +104,7 @@ windows = st.one_of(
 
 
 @settings(max_examples=2000, deadline=None)
-@given(
-    trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), windows
-)
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), windows)
 @example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64))  # begin and end of responses within a tile
 @example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24))
 def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
