@@ -118,7 +118,7 @@ def _kernel(spec: KernelSpec) -> Any:
         kernel = {"fwd": "ForwardKernel", "fwd_paths": "PathForwardKernel"}[spec.operation]
         return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **features)
     make = {
-        "bwd_preprocess": "BackwardPreprocess",
+        "bwd_preprocess": "preprocess_kernel",
         "bwd": "backward_kernel",
         "bwd_sum": "PartialSum",
         "bwd_postprocess": "BackwardPostprocess",

@@ -79,6 +79,9 @@ class BackwardFields:
     PREVIOUS = 10  # ... and to the others this one, -1: none
     NUM_FIELDS = 11
 
+    # With a window, query blocks [BLOCK_BEGIN, BLOCK_END) are rows of a table (`BlockFields`), walked from the last to
+    # the first; ORDER, PREVIOUS_END, PREVIOUS and UNMASKED_END are not used.
+
     # A reduction: the partial sums of one run of keys, added up in order.
     SUM_KV_HEAD = 0
     SUM_KEY = 1
@@ -86,6 +89,26 @@ class BackwardFields:
     SUM_FIRST = 3  # partial sums [SUM_FIRST, SUM_FIRST + SUM_COUNT)
     SUM_COUNT = 4
     NUM_SUM_FIELDS = 5
+
+
+class BlockFields:
+    """The fields of a row of the backward's table of query blocks, which layouts with a window have: a query block of a
+    work item, of every query head. Of a cluster's CTAs, `rank` is the number; a CTA has 64 keys a warp group.
+
+    Row q sees key n iff n <= q < visible_end[n] and position[q] < end_position[n].
+    """
+
+    M_BLOCK = 0  # packed rows from M_BLOCK * tile_m on
+    FLAGS = 1
+    SHIFT = 2  # position[q] - q of the block's rows, unless SEVERAL
+    BEFORE = 3  # deterministic: how many add to the block's dQ before: CTAs up to head dim 128, beyond items
+    NUM_FIELDS = 4
+
+    # Bits of FLAGS. First, two for each warp group (2 * rank + wg) up to head dim 128, the rows that see its keys:
+    SKIP, FIRST_ROWS, WHOLE, LAST_ROWS = range(4)
+    MASKED = 8  # (and 9) per CTA: not every row of the block sees all its keys
+    OWN = 10  # (and 11) per CTA, up to head dim 128: rows of the block see its keys; else it only releases the block
+    SEVERAL = 12  # rows of several segments, whose positions must be looked up
 
 
 # ---------------------------------------------------------------- the forward's tiles

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.pipeline import Pipeline, Signal
@@ -40,6 +40,10 @@ class Global(NamedTuple):
     locks: cute.Tensor
     work: cute.Tensor  # (items, fields)
     visible_end: cute.Tensor  # (T)
+    blocks: cute.Tensor | None = None  # with a window: (rows, fields), see abi.BlockFields
+    position: cute.Tensor | None = None  # (query blocks * M)
+    end_position: cute.Tensor | None = None  # (T) one past the last position that sees a key
+    softcap: Float32 | None = None
 
 
 # ---------------------------------------------------------------- shared memory
@@ -58,6 +62,7 @@ class Shared(NamedTuple):
     bars: cute.Pointer  # mbarriers, which belong to pipelines
     dq_progress: cute.Pointer  # one word: the block whose dQ is being added up
     item: cute.Pointer  # words of SavedItem; if deterministic, then the item's index in `work`
+    blocks: cute.Tensor | None  # (words, stages), with a window: fields of the query block whose Q is in a stage
 
 
 class SavedItem(NamedTuple):
@@ -114,6 +119,11 @@ class Mask(NamedTuple):
     visible_end: cute.Tensor  # (2) one past the last
     unmasked_begin: Int32  # rows [unmasked_begin, unmasked_end) see all keys of the CTA
     unmasked_end: Int32
+    # with a window; the last two fields, and unmasked_end, are a block's
+    end_position: cute.Tensor | None = None  # (2) one past the last position that sees the key
+    position: cute.Tensor | None = None  # of all query rows, in global memory
+    shift: Int32 | None = None  # see abi.BlockFields
+    several: Int32 | None = None
 
 
 # ---------------------------------------------------------------- pipelines

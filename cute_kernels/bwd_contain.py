@@ -36,7 +36,9 @@ class BackwardContainment:
     tile_n: int
     warp_groups: int
     want_dq: bool
+    windowed: bool
     k_columns: int
+    hide: Callable[..., None]
     row_atom: Callable[..., cute.ComposedLayout]
 
     # ---------------------------------------------------------------- keys
@@ -138,7 +140,10 @@ class BackwardContainment:
         for m in cutlass.range(0, self.tile_m, 1, unroll=1):
             if broken_dpsum(sStat, m, stage):
                 for r in cutlass.range_constexpr(2):
-                    if (m + m0 >= mask.key[r] + first) & (m + m0 < mask.visible_end[r] + first):  # see Mask
+                    visible = (m + m0 >= mask.key[r] + first) & (m + m0 < mask.visible_end[r] + first)  # see Mask
+                    if const_expr(self.windowed):
+                        visible = visible & (mask.position[m + m0] < mask.end_position[r])
+                    if visible:
                         for e in cutlass.range_constexpr(self.head_dim // 4):
                             x = Float32(sdO[m, first + e // 2 * 8 + e % 2])
                             i = e // 2 * 4 + 2 * r + e % 2
@@ -147,10 +152,13 @@ class BackwardContainment:
     @cute.jit
     def zero_hidden(self, acc_dP: cute.Tensor, m0: Int32, mask: Mask) -> None:
         """dP^T of query rows from m0 on becomes 0 where the pair is hidden."""
-        for e in cutlass.range_constexpr(cute.size(acc_dP)):
-            r = e // 2 % 2
-            visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
-            acc_dP[e] = cutlass.select_(visible, acc_dP[e], Float32(0.0))
+        if const_expr(self.windowed):
+            self.hide(acc_dP, m0, mask, 0.0)
+        else:
+            for e in cutlass.range_constexpr(cute.size(acc_dP)):
+                r = e // 2 % 2
+                visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
+                acc_dP[e] = cutlass.select_(visible, acc_dP[e], Float32(0.0))
 
     # ---------------------------------------------------------------- tiles in shared memory
     def quads(self, tile: cute.Tensor) -> cute.Tensor:

@@ -71,6 +71,7 @@ from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, init_mbar
 from cute_kernels.ptx import load_of_cta, store_volatile
 
 ITEM_WORDS = len(SavedItem._fields)
+BLOCK_WORDS = 4  # of a row of the table of query blocks, for each stage
 
 
 def split_rows(head_dim: int) -> bool:
@@ -135,6 +136,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         cluster: int = 2,
         heads_inside: bool = False,
         deterministic: bool = False,
+        features: tuple[str, ...] = (),
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
@@ -146,6 +148,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         self.stages, self.cluster, self.heads_inside = stages, cluster, heads_inside
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.deterministic = deterministic and self.want_dq
+        self.windowed, self.softcap = "window" in features, "softcap" in features
         self.want_dp = self.want_dq or self.want_dk
         self.check_tile()
         barriers = MbarrierAllocator()
@@ -254,6 +257,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         """Statistics, keys' columns, mbarriers and words; K and V, Q and dO stages, P and dS, dQ."""
         words = 1 + self.item_words
         small = 2 * STAT_COLUMNS * self.tile_m * self.stages + KEYS_BYTES + 8 * self.num_bars + 4 * words
+        small += 4 * BLOCK_WORDS * self.stages * self.windowed
         keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
         rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
         probs = self.buffers * self.tile_m * self.tile_n
@@ -299,27 +303,41 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
+        g = Global(by_block(stats, q.shape[0], self.tile_m), dk, dv, dq_acc, partials, locks, work, visible_end)
+        self.launch(q, k, v, dout, g, softmax_scale, stream)
+
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        g: Global,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """The kernel. g: with dk and dv as they were given."""
         M, N = self.tile_m, self.tile_n
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_rows = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        load_rows = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         rows, row_layout = (M, self.head_dim), cute.select(self.layout_Q(), mode=[0, 1])
         Q = Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(q), row_layout, rows, self.cluster))
         dO = Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(dout), row_layout, rows, self.cluster))
         K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_K(), (N, self.k_columns)))
         peer_K = None
-        if const_expr(self.peer_columns):
+        if self.peer_columns:
             shape = (N, self.peer_columns)
             peer_K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_peer_K(), shape))
         V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(v), self.layout_V(), (N, self.head_dim)))
-        dk = as_pairs(dk) if const_expr(self.want_dk) else dk
-        dv = as_pairs(dv) if const_expr(self.want_dv) else dv
+        dk = as_pairs(g.dk) if self.want_dk else g.dk
+        dv = as_pairs(g.dv) if self.want_dv else g.dv
         self.kernel(
             Loads(Q, dO, K, V, peer_K),
-            Global(by_block(stats, q.shape[0], M), dk, dv, dq_acc, partials, locks, work, visible_end),
+            g._replace(dk=dk, dv=dv),
             softmax_scale,
             q.shape[1] // k.shape[1],
         ).launch(
-            grid=[work.shape[0] * self.cluster, 1, 1],
+            grid=[g.work.shape[0] * self.cluster, 1, 1],
             block=[128 * (1 + self.warp_groups), 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
@@ -418,18 +436,22 @@ class BackwardFrame(Producer, BackwardContainment, Results):
             layouts["peer_K"] = self.layout_peer_K
         smem = SmemAllocator()
         tiles: dict[str, cute.Tensor | None] = {"dQ": None, "peer_K": None}
+        blocks = None
         for name in self.smem_order:
             if name == "small":
                 stats = smem.allocate_tensor(BFloat16, cute.make_layout((STAT_COLUMNS, self.tile_m, self.stages)), 128)
                 stat_keys = smem.allocate_tensor(BFloat16, cute.make_layout(KEYS_BYTES // 2), 16).iterator
                 bars = smem.allocate_array(Int64, self.num_bars)
                 words = [smem.allocate_array(Int32, n) for n in (1, self.item_words)]
+                if self.windowed:
+                    blocks = smem.allocate_tensor(Int32, cute.make_layout((BLOCK_WORDS, self.stages)), 16)
             elif name in layouts:
                 layout = layouts[name]()
                 tiles[name] = smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             elif self.staged_floats:
                 tiles[name] = smem.allocate_tensor(Float32, cute.make_layout(self.staged_floats), 128)
-        return Shared(**tiles, stats=stats, stat_keys=stat_keys, bars=bars, dq_progress=words[0], item=words[1])
+        named = {"bars": bars, "dq_progress": words[0], "item": words[1], "blocks": blocks}
+        return Shared(**tiles, **named, stats=stats, stat_keys=stat_keys)
 
     @cute.jit
     def take_index(self, warp_idx: Int32, counter: cute.Pointer, index: cute.Pointer) -> None:
@@ -452,6 +474,12 @@ class BackwardFrame(Producer, BackwardContainment, Results):
             n = first_key + warp_id % 4 * 16 + lane // 4 + 8 * r
             key[r] = n - lane % 4 * 2
             visible_end[r] = self.visible_end(g, item, n) - lane % 4 * 2
+        if const_expr(self.windowed):
+            end_position = cute.make_rmem_tensor(2, Int32)
+            for r in range(2):
+                n = first_key + warp_id % 4 * 16 + lane // 4 + 8 * r
+                end_position[r] = g.end_position[cutlass.min(n, item.key_end - 1)]
+            return Mask(key, visible_end, Int32(0), Int32(0), end_position, g.position)
         return Mask(key, visible_end, item.unmasked_begin, item.unmasked_end)
 
     @cute.jit

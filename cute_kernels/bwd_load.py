@@ -1,11 +1,13 @@
 """The producer warp of the backward's main kernels: keys once, then Q with its statistics and dO, block by block."""
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.abi import STAT_COLUMNS
+from cute_kernels.abi import STAT_COLUMNS, BlockFields
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Shared
 from cute_kernels.bwd_stats import stats_of
 from cute_kernels.cluster import Clustered
@@ -23,6 +25,8 @@ class Producer(Clustered):
     want_dq: bool
     want_dp: bool
     heads_inside: bool
+    windowed: bool
+    store_block: Callable[..., Int32]
 
     @cute.jit
     def load_keys(self, loads: Loads, s: Shared, p: BackwardPipelines, item: Item) -> None:
@@ -45,7 +49,7 @@ class Producer(Clustered):
         """
         stat_bytes = 2 * self.tile_m * STAT_COLUMNS
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-        it = Int32(0)
+        it, own = Int32(0), Int32(0)
         outer, inner = heads_per_kv, item.block_end - item.block_begin
         if const_expr(self.heads_inside):
             outer, inner = inner, outer
@@ -55,6 +59,11 @@ class Producer(Clustered):
                 h = item.kv_head * heads_per_kv + head
                 m_block = item.block_end - 1 - block
                 stage, do_stage = p.Q.stage(it), p.dO.stage(it)
+                if const_expr(self.windowed):
+                    index = m_block
+                    m_block = g.blocks[index, BlockFields.M_BLOCK]
+                    p.Q.producer_acquire(stage)
+                    own = self.store_block(g, s, index, own, stage)
                 self.load_rows(loads.Q, h, m_block, s.Q, p.Q, stage, stat_bytes)
                 row = stats_of(g.stats, h, m_block)  # lse and dpsum come with Q
                 with cute.arch.elect_one():

@@ -15,7 +15,6 @@ another. Therefore a step makes dQ of the step before: by then dS of the other w
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -25,46 +24,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.accumulator import gemm, part, round_to
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
+from cute_kernels.bwd_arguments import Global, Item, Mask, Shared
+from cute_kernels.bwd_dq import NarrowDq, NarrowPipelines, StagedDq
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
+from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
-from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, Stage
-from cute_kernels.ptx import (
-    bulk_add,
-    bulk_store,
-    load_acquire,
-    load_volatile,
-    sleep,
-    store_release,
-    store_volatile,
-)
-
-CLEAR_AHEAD = 8  # steps between clearing and adding up: some 20 us
-CLAIMED, CLEARED = 1, 2  # states of a block's dQ, whose lock is 0 before
-
-
-class StagedDq(Pipeline):
-    """dQ in shared memory. Stages do not rotate: each warp group has one of its own, and fills it in every step."""
-
-    def stage_of_warp_group(self, it: Int32, wg: Int32 | int) -> Stage:
-        return Stage(wg, it & 1)
-
-
-@dataclass(frozen=True)
-class NarrowPipelines(BackwardPipelines):
-    """
-    Attributes:
-        dS: complete for step `it` when all MMA warps have written dS of step `it` and no longer read that of step
-            `it` - 1. So one barrier says both that a block's dS is there and that the buffer of the block before may
-            be written again, for which there are two buffers. Every MMA warp waits for step `it` - 1 before it arrives
-            for step `it`, so no warp is a phase behind. That one wait, in `write_dS`, stands before both uses of step
-            `it`: the store over dS of step `it` - 2, and the product dQ of step `it` - 1 (`issue_dq`).
-        dQ: from the warp group that makes a part of dQ to the warp that adds it up.
-    """
-
-    dS: Signal
-    dQ: StagedDq
+from cute_kernels.bwd_window import OWN_STEP
+from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
 
 
 class ScoreOperands(NamedTuple):
@@ -96,9 +63,10 @@ class Operands(NamedTuple):
     dQ_target: cute.Pointer | None  # and dQ^T
     acc_dK: cute.Tensor  # (64, D)
     acc_dV: cute.Tensor  # (64, D)
+    cap: Softcap | None = None
 
 
-class NarrowBackward(BackwardFrame):
+class NarrowBackward(NarrowDq):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (64, 96, 128)
@@ -142,26 +110,6 @@ class NarrowBackward(BackwardFrame):
         """Sixteens of rows in a part of a block."""
         return part_rows(self.tile_m) // 16
 
-    @property
-    def dq_warps(self) -> list[int]:
-        """Of each warp group, the warps that hold columns of dQ."""
-        return [4, 4 if split_rows(self.head_dim) else self.head_dim // 16 - 4]
-
-    @property
-    def dq_rows(self) -> int:
-        """Rows of dQ (columns of the product) a warp group."""
-        return self.tile_m // 2 if split_rows(self.head_dim) else self.tile_m
-
-    @property
-    def dq_chunks(self) -> int:
-        """Quads of floats of dQ a thread, for one query block."""
-        return self.dq_rows // 8
-
-    @property
-    def dq_warp_floats(self) -> int:
-        """Floats of dQ a warp, for one query block: [warp][chunk of 8 rows][lane][4]."""
-        return 16 * self.dq_rows
-
     def mma_S(self) -> cute.TiledMma:
         return self.mma_of_rows(self.tile_m)
 
@@ -178,105 +126,9 @@ class NarrowBackward(BackwardFrame):
 
     def first_block(self, item: Item) -> Int32:
         """If deterministic, the CTA adds zeros to all blocks of the item, as others wait for it to have added."""
-        if self.deterministic:
+        if self.deterministic or self.windowed:
             return item.block_begin
         return first_block(item.block_begin, item.block_end, item.key, item.key_end, self.tile_m)
-
-    # ---------------------------------------------------------------- the warps beside the producer: dQ
-    @cute.jit
-    def assist(
-        self, g: Global, s: Shared, p: NarrowPipelines, item: Item, heads_per_kv: Int32, warp_idx: Int32
-    ) -> None:
-        if const_expr(self.want_dq):
-            for wg in cutlass.range_constexpr(2):
-                if warp_idx == 1 + wg:
-                    self.add_dq(g, s, p, item, heads_per_kv, wg)
-            if warp_idx == 3:
-                self.clear_dq(g, s, item, heads_per_kv)
-
-    @cute.jit
-    def add_dq(
-        self, g: Global, s: Shared, p: NarrowPipelines, item: Item, heads_per_kv: Int32, wg: cutlass.Constexpr
-    ) -> None:
-        """Add a warp group's part of dQ to global memory, block by block.
-
-        If deterministic, wait until all predecessors have added theirs. The CTAs of a cluster add to the same rows one
-        after the other; the products of the second one go on until its next dQ is ready, so that it releases the
-        stages which the first one waits for.
-        """
-        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
-        first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
-        source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
-        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
-            target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
-            stage = p.dQ.stage_of_warp_group(it, wg)
-            if const_expr(self.deterministic):
-                lock = self.lock_of(g, m_block, h, wg)
-                before = item.predecessors(m_block) * self.cluster
-                if const_expr(self.cluster == 2):
-                    before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
-                while load_acquire(lock) != before:
-                    pass
-                cute.arch.sync_warp()
-                p.dQ.consumer_wait(stage)
-                with cute.arch.elect_one():
-                    if before == 0:
-                        bulk_store(target, source, num_bytes)
-                    else:
-                        bulk_add(target, source, num_bytes)
-                    self.release_dq(p, stage)
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    store_release(lock, item.order * self.cluster + self.rank() + 1)
-            else:
-                while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:
-                    pass
-                cute.arch.sync_warp()
-                p.dQ.consumer_wait(stage)
-                with cute.arch.elect_one():
-                    bulk_add(target, source, num_bytes)
-                    self.release_dq(p, stage)
-                    if const_expr(wg == 0):
-                        store_volatile(s.dq_progress, it)
-            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
-
-    def release_dq(self, p: NarrowPipelines, stage: Stage) -> None:
-        """This thread's copies have read the stage, which the warp group may write again."""
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        p.dQ.empty.arrive(stage.index)  # by hand: `consumer_release` is for whole warps, here one lane is elected
-
-    @cute.jit
-    def clear_dq(self, g: Global, s: Shared, item: Item, heads_per_kv: Int32) -> None:
-        """Zeros for dQ of blocks that no CTA has claimed yet, CLEAR_AHEAD steps before this CTA adds to them."""
-        if const_expr(self.deterministic):
-            return
-        m_block, h, lane = item.block_end - 1, item.kv_head * heads_per_kv, cute.arch.lane_idx()
-        num_blocks = g.stats.shape[1]
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
-            with cute.arch.elect_one():  # one lane, and seldom: shared memory has no clock to spare
-                while load_volatile(s.dq_progress) < it - CLEAR_AHEAD:
-                    sleep(1000)
-            cute.arch.sync_warp()
-            lock, state = self.lock_of(g, m_block, h, 0), Int32(0)
-            if lane == 0:
-                state = load_acquire(lock)
-                if state == 0:
-                    state = Int32(
-                        cute.arch.atomic_cas(lock, cmp=Int32(0), val=Int32(CLAIMED), sem="relaxed", scope="gpu")
-                    )
-            if cute.arch.shuffle_sync(state, 0) == 0:
-                quads = self.tile_m * self.head_dim // 128  # a lane
-                block = (self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
-                dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
-                for i in cutlass.range(0, quads, 1, unroll=8):
-                    cute.autovec_copy(zeros, dst[None, i])
-                cute.arch.fence_proxy("async.global")  # the copy engine adds to them
-                cute.arch.sync_warp()
-                if lane == 0:
-                    store_release(lock, CLEARED)
-            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
@@ -291,13 +143,20 @@ class NarrowBackward(BackwardFrame):
         first_key = item.key + wg * 64
         mask = self.mask_of(g, item, first_key, warp_id)
         row_end = Int32(0)
-        for n in (first_key + lane, first_key + 32 + lane):
-            row_end = cutlass.max(row_end, self.visible_end(g, item, n))
-        visible = first_key, cute.arch.warp_redux_sync(row_end, "max")
+        if const_expr(not self.windowed):
+            for n in (first_key + lane, first_key + 32 + lane):
+                row_end = cutlass.max(row_end, self.visible_end(g, item, n))
+            row_end = cute.arch.warp_redux_sync(row_end, "max")
 
         mask = self.await_keys(s, p, mask)
         x = self.with_late_operands(s, x, warp_id)
-        self.walk(s, p, x, mask, item, visible, scale * math.log2(math.e), heads_per_kv)
+        scale_log2 = scale * math.log2(math.e)
+        if const_expr(self.softcap):
+            x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
+        if const_expr(self.windowed):
+            self.walk_table(s, p, x, mask, item, scale_log2, heads_per_kv, wg)
+        else:
+            self.walk(s, p, x, mask, item, (first_key, row_end), scale_log2, heads_per_kv)
 
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
@@ -408,11 +267,7 @@ class NarrowBackward(BackwardFrame):
         for it in cutlass.range(visible_end, own_steps, 1, unroll=1):
             self.skip_block(s, p, x, mask, it, m_block)
             m_block, h = self.next_block(m_block, h, item, heads_per_kv)
-        if const_expr(self.want_dq):
-            p.dS.wait(own_steps - 1)
-            acc_dQ = self.issue_dq(x, own_steps - 1)
-            warpgroup.wait_group(0)
-            self.stage_dq(p, x, acc_dQ, own_steps - 1)
+        self.finish_last_dq(p, x, own_steps - 1)
         for it in cutlass.range(own_steps, steps, 1, unroll=1):
             self.release_block(p, it)
 
@@ -423,7 +278,7 @@ class NarrowBackward(BackwardFrame):
         x: Operands,
         mask: Mask,
         it: Int32,
-        m_block: Int32,
+        m_block: Int32 | None,  # None with a window: it lies beside Q
         rows: ScoreOperands,  # of the block's rows that may see keys of this warp group
         scale_log2: Float32,
     ) -> None:
@@ -432,36 +287,47 @@ class NarrowBackward(BackwardFrame):
         No product is in flight at either end, and few accumulators are at a time: else the compiler makes every product
         wait.
         """
-        stage, m0, mma, mma_dKV = p.Q.stage(it), m_block * self.tile_m, rows.mma, x.mma_dKV
+        stage, mma, mma_dKV = p.Q.stage(it), rows.mma, x.mma_dKV
         lse, dpsum, count = rows.stats.lse(stage.index), rows.stats.dpsum(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
         # S^T and dP^T
         p.Q.consumer_wait(stage)
-        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[lse])
+        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.softcap else [lse])
         p.dO.consumer_wait(stage)
         if self.want_dp:
             gemm(mma, acc_dP, x.V, rows.dO[None, None, None, stage.index], True, addends=[dpsum])
+        if self.windowed:
+            m_block, mask = self.block_of_stage(s, mask, stage)
+        m0 = m_block * self.tile_m
         warpgroup.wait_group(1 if self.want_dp else 0)
 
         # P^T beside the product dP^T, then dS^T
+        tP, tdS, slope = [self.dKV_operand(16 * count) for _ in range(3)]
+        if self.softcap:
+            to_tanh(acc_S, x.cap)
         self.mask(acc_S, m0 + 16 * rows.begin, mask)
-        for e in range(8 * count):
-            acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
+        if self.softcap:
+            slope = slope if self.want_dp else None
+            to_probabilities(acc_S, tP, slope, s.stats, 16 * rows.begin, stage.index, x.cap, self.dtype)
+        else:
+            for e in range(8 * count):
+                acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
         warpgroup.wait_group(0)
+        own = self.own_step(s, stage, it)
         if self.want_dp:
             for e in range(8 * count):
                 dP[e] = acc_dP[e]
         self.contain_block(s, x, mask, stage, m0, dP, rows.begin)
-        tP, tdS = [cute.make_rmem_tensor(mma_dKV.partition_shape_A((64, 16 * count)), self.dtype) for _ in range(2)]
-        round_to(acc_S, tP)
+        if not self.softcap:
+            round_to(acc_S, tP)
         if self.want_dp:
             for e in range(8 * count):
-                acc_dP[e] = acc_S[e] * dP[e]
+                acc_dP[e] = (Float32(slope[e]) if self.softcap else acc_S[e]) * dP[e]
             round_to(acc_dP, tdS)
         if self.want_dq:
-            self.write_dS(p, x, tdS, it, rows.begin)
+            self.write_dS(p, x, tdS, own, rows.begin)
         else:
             self.compiler_fence(p)  # keeps dS before the issue of dV: behind it there are not the registers
 
@@ -469,31 +335,36 @@ class NarrowBackward(BackwardFrame):
         if self.want_dv:
             gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
-            # Of step `it` - 1, whose dS `write_dS` has waited for; in the first step of whatever is there.
-            acc_dQ = self.issue_dq(x, it + 1)
+            # Of the step before, whose dS `write_dS` has waited for; in the first step of whatever is there.
+            acc_dQ = self.issue_dq(x, own + 1)
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         if self.want_dk:
             gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
-            self.finish_previous_dq(p, x, acc_dQ, it)
+            self.finish_previous_dq(p, x, acc_dQ, own)
         else:
             p.dO.consumer_release(stage)
         warpgroup.wait_group(0)
         p.Q.consumer_release(stage)
 
-    def skip_block(self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32) -> None:
-        """A step whose rows see no key of this warp group: only dQ of the step before is made."""
+    def skip_block(
+        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None
+    ) -> None:  # fmt: skip
+        """A step whose rows see no key of this warp group: only dQ of the step before is made. See `block`."""
         stage = p.Q.stage(it)
         p.Q.consumer_wait(stage)  # a stage may be released once it is full
         p.dO.consumer_wait(stage)
+        own = self.own_step(s, stage, it)
+        if self.windowed:
+            m_block, mask = self.block_of_stage(s, mask, stage)
         self.contain_block(s, x, mask, stage, m_block * self.tile_m, None, 0)
         if self.want_dq:
-            self.write_dS(p, x, None, it)
-            acc_dQ = self.issue_dq(x, it + 1)
+            self.write_dS(p, x, None, own)
+            acc_dQ = self.issue_dq(x, own + 1)
             warpgroup.wait_group(0)
-            self.finish_previous_dq(p, x, acc_dQ, it)
+            self.finish_previous_dq(p, x, acc_dQ, own)
         p.dO.consumer_release(stage)
         p.Q.consumer_release(stage)
 
@@ -505,6 +376,10 @@ class NarrowBackward(BackwardFrame):
             pipeline.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
+    def own_step(self, s: Shared, stage: Stage, it: Int32) -> Int32:
+        """Number of step `it` among those in which this CTA makes dQ: with a window it skips some (`release_block`)."""
+        return s.blocks[OWN_STEP, stage.index] if self.windowed else it
+
     def compiler_fence(self, p: NarrowPipelines) -> None:
         """A workaround for the compiler, which moves arithmetic past a wait for products but not past a branch.
 
@@ -547,6 +422,18 @@ class NarrowBackward(BackwardFrame):
         acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
         gemm(x.mma_dQ, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], True)
         return acc_dQ
+
+    def finish_last_dq(self, p: NarrowPipelines, x: Operands, it: Int32) -> None:
+        """dQ of the last step, after the loop."""
+        if self.want_dq:
+            p.dS.wait(it)
+            acc_dQ = self.issue_dq(x, it)
+            warpgroup.wait_group(0)
+            self.stage_dq(p, x, acc_dQ, it)
+
+    def dKV_operand(self, rows: int) -> cute.Tensor:
+        """Registers of P^T or dS^T (64 keys, rows) in 16 bits."""
+        return cute.make_rmem_tensor(self.mma_dKV().partition_shape_A((64, rows)), self.dtype)
 
     @cute.jit
     def finish_previous_dq(self, p: NarrowPipelines, x: Operands, acc_dQ: cute.Tensor, it: Int32) -> None:

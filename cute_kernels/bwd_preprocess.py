@@ -1,5 +1,8 @@
 """Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query row, zeros."""
 
+import math
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +15,14 @@ from cute_kernels.bwd_stats import by_block, fake_stats, stat_columns, stats_of
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
+
+
+class More(NamedTuple):
+    """Arguments of features."""
+
+    dlse: cute.Tensor | None = None  # (H, T)
+    sinks: cute.Tensor | None = None  # (H)
+    dsinks: cute.Tensor | None = None  # (H, nm)
 
 
 class BackwardPreprocess:
@@ -39,11 +50,21 @@ class BackwardPreprocess:
             NaN, as below).
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, gradients: str = "qkv") -> None:
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        *,
+        tile_m: int,
+        gradients: str = "qkv",
+        features: tuple[str, ...] = (),
+    ) -> None:
         if tile_m % 16 or tile_m > THREADS:
             raise ValueError(f"tile_m is {tile_m}, expected a multiple of 16 up to {THREADS}")
         self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
-        self.clear, self.want_dpsum = "q" in gradients and not clears_ahead(head_dim), gradients != "v"
+        self.sinks, self.dlse = "sinks" in features, "dlse" in features
+        self.clear = "q" in gradients and not clears_ahead(head_dim)
+        self.want_dpsum = gradients != "v" or self.sinks
         self.lanes = 1 << (head_dim // VECTOR - 1).bit_length()  # threads a row, at most a warp
 
     def fake_arguments(self) -> tuple[object, ...]:
@@ -66,8 +87,22 @@ class BackwardPreprocess:
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
+        self.launch(out, dout, lse, stats, dq_acc, locks, softmax_scale, stream, More())
+
+    def launch(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        stats: cute.Tensor,
+        dq_acc: cute.Tensor,
+        locks: cute.Tensor,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+        more: More,
+    ) -> None:
         stats = by_block(stats, out.shape[0], self.tile_m)
-        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale).launch(
+        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale, more).launch(
             grid=[stats.shape[1] * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -81,6 +116,7 @@ class BackwardPreprocess:
         dq_acc: cute.Tensor,
         locks: cute.Tensor,
         scale: Float32,
+        more: More,
     ) -> None:
         M, lanes, tid = self.tile_m, self.lanes, cute.arch.thread_idx()[0]
         (num_rows, num_heads, dim), num_blocks = out.shape, stats.shape[1]
@@ -100,6 +136,8 @@ class BackwardPreprocess:
                     total += Float32(o[e]) * Float32(do[e])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if lane == 0 and m < M:
+                if cutlass.const_expr(self.dlse):
+                    total = total - more.dlse[h, t] if t < num_rows else total
                 sum_of_row[m] = total
         if cutlass.const_expr(self.clear):
             zero = cute.make_rmem_tensor(4, Float32)
@@ -114,6 +152,8 @@ class BackwardPreprocess:
             if cute.arch.block_idx()[0] == 0 and tid == LOCKS:
                 locks[Int64(num_heads) * num_blocks * LOCKS] = Int32(0)
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.sinks):
+            self.add_sinks(lse, sum_of_row, more, h, mb)
         if tid < M:
             t, of_row = mb * M + tid, Float32.inf
             if t < num_rows:
@@ -123,3 +163,69 @@ class BackwardPreprocess:
                 columns[j] = x
             row = (stats_of(stats, h, mb).iterator + tid * STAT_COLUMNS).align(16)
             cute.autovec_copy(columns, cute.make_tensor(row, cute.make_layout(STAT_COLUMNS)))
+
+    @cute.jit
+    def add_sinks(self, lse: cute.Tensor, sum_of_row: cute.Tensor, more: More, h: Int32, mb: Int32) -> None:
+        """The block's part of the gradient of a head's sink: -sum of exp(sink - lse) * dpsum over its rows.
+
+        A row that asks for nothing (lse inf) and a sink of -inf add nothing, whatever dpsum is.
+        """
+        M, tid, warps = self.tile_m, cute.arch.thread_idx()[0], THREADS // 32
+        of_warp = SmemAllocator().allocate_tensor(Float32, cute.make_layout(warps), 16)
+        t, sink, part = mb * M + tid, more.sinks[h], Float32(0.0)
+        if tid < M and t < lse.shape[1]:
+            of_row = lse[h, t]
+            if of_row != Float32.inf and sink != -Float32.inf:
+                share = cute.math.exp2((sink - of_row) * math.log2(math.e), fastmath=True)
+                part = -share * sum_of_row[tid]
+        part = cute.arch.warp_reduction_sum(part, threads_in_group=32)
+        if tid % 32 == 0:
+            of_warp[tid // 32] = part
+        cute.arch.sync_threads()
+        if tid == 0:
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(warps):
+                total += of_warp[w]
+            more.dsinks[h, mb] = total
+
+
+class FeaturedPreprocess(BackwardPreprocess):
+    """The preprocess of calls with sinks or with a gradient of lse. More arguments behind the others, None where their
+    feature is absent:
+
+    dlse: [H, T] fp32, contiguous along T, the gradient of lse: dpsum = rowsum(dO * O) - dlse.
+    sinks: [H] fp32, logits (natural log) that out and lse include.
+    dsinks: [H, nm] fp32, contiguous: each block's part of the sinks' gradients. Every element is written.
+    """
+
+    def fake_arguments(self) -> tuple[object, ...]:
+        heads = cute.sym_int32()
+        dlse = fakes.by_head(Float32, heads, cute.sym_int32()) if self.dlse else None
+        sinks = fakes.flat(Float32, heads) if self.sinks else None
+        dsinks = fakes.by_head(Float32, heads, cute.sym_int32()) if self.sinks else None
+        return *super().fake_arguments(), dlse, sinks, dsinks
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,  # (T, H, D)
+        dout: cute.Tensor,  # (T, H, D)
+        lse: cute.Tensor,  # (H, T)
+        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
+        dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
+        locks: cute.Tensor,  # (lock_words(H * nm))
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+        dlse: cute.Tensor | None,  # (H, T)
+        sinks: cute.Tensor | None,  # (H)
+        dsinks: cute.Tensor | None,  # (H, nm)
+    ) -> None:
+        self.launch(out, dout, lse, stats, dq_acc, locks, softmax_scale, stream, More(dlse, sinks, dsinks))
+
+
+def preprocess_kernel(
+    dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, gradients: str = "qkv", features: tuple[str, ...] = ()
+) -> BackwardPreprocess:
+    """The kernel for these; arguments and errors as of :class:`BackwardPreprocess`."""
+    kernel = FeaturedPreprocess if features else BackwardPreprocess
+    return kernel(dtype, head_dim, tile_m=tile_m, gradients=gradients, features=features)

@@ -3,6 +3,7 @@
 Their rows are keys. `accumulator` says which elements a thread holds.
 """
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -11,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.accumulator import column, part, round_to
 from cute_kernels.bwd_arguments import Mask, SavedItem, Shared
-from cute_kernels.cluster import Clustered
+from cute_kernels.bwd_window import Windows
 from cute_kernels.ptx import load_volatile, store_volatile
 
 
@@ -69,7 +70,7 @@ class Destination(NamedTuple):
     partial: Int32  # -1: to dk and dv, else to these partial sums
 
 
-class Results(Clustered):
+class Results(Windows):
     """Mask S^T, write dK and dV. Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
 
     dtype: type[cutlass.Numeric]
@@ -81,10 +82,13 @@ class Results(Clustered):
     def mask(self, acc_S: cute.Tensor, m0: Int32, mask: Mask) -> None:
         """S^T of query rows from m0 on: hidden pairs become -inf. Most blocks need no mask and skip this."""
         if m0 < mask.unmasked_begin or m0 + cute.size(acc_S) * 2 > mask.unmasked_end:
-            for e in cutlass.range_constexpr(cute.size(acc_S)):
-                r = e // 2 % 2
-                visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
-                acc_S[e] = acc_S[e] if visible else -Float32.inf
+            if const_expr(self.windowed):
+                self.hide(acc_S, m0, mask, -math.inf)
+            else:
+                for e in cutlass.range_constexpr(cute.size(acc_S)):
+                    r = e // 2 % 2
+                    visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
+                    acc_S[e] = acc_S[e] if visible else -Float32.inf
 
     # ---------------------------------------------------------------- the item, after the loop
     def save_item(self, s: Shared, saved: SavedItem) -> None:

@@ -20,9 +20,11 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_kernels.abi import BlockFields
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
 from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
@@ -102,6 +104,7 @@ class Operands(NamedTuple):
     P: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
     acc: cute.Tensor | None = None  # (64, D) dV, or dK
+    cap: Softcap | None = None
     dq: DqOperands | None = None
 
 
@@ -188,8 +191,12 @@ class WideBackward(BackwardFrame):
         for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
                 m_block = item.block_end - 1 - j
+                if const_expr(self.windowed):
+                    before = g.blocks[m_block, BlockFields.BEFORE]
+                    m_block = g.blocks[m_block, BlockFields.M_BLOCK]
+                else:
+                    before = item.predecessors(m_block)
                 lock = self.lock_of(g, m_block, h, self.rank())
-                before = item.predecessors(m_block)
                 while load_acquire(lock) != before:
                     pass
                 cute.arch.sync_warp()
@@ -205,10 +212,14 @@ class WideBackward(BackwardFrame):
         it = Int32(0)
         for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
+                m_block, after = item.block_end - 1 - j, item.order + 1
+                if const_expr(self.windowed):
+                    after = g.blocks[m_block, BlockFields.BEFORE] + 1
+                    m_block = g.blocks[m_block, BlockFields.M_BLOCK]
                 p.dq_order.added.wait(it)
                 with cute.arch.elect_one():
                     p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
-                    store_release(self.lock_of(g, item.block_end - 1 - j, h, self.rank()), item.order + 1)
+                    store_release(self.lock_of(g, m_block, h, self.rank()), after)
                 it += 1
 
     @cute.jit
@@ -241,6 +252,8 @@ class WideBackward(BackwardFrame):
         acc = cute.make_rmem_tensor(x.mma_dKV.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
         acc.fill(0.0)
         scale_log2 = scale * math.log2(math.e)
+        if const_expr(self.softcap):
+            x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
         steps = (item.block_end - item.block_begin) * heads_per_kv
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(acc=acc, dq=self.dq_operands(g, s, i, tid)) for i in range(2)]
@@ -322,11 +335,24 @@ class WideBackward(BackwardFrame):
         h: Int32,
     ) -> None:
         """The steps of one warp group. dQ of a step is made in the next one."""
-        step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)
-        for it in cutlass.range(1, steps, 1, unroll=1):
-            previous = (m_block, h)
-            m_block, h = self.next_block(m_block, h, item, heads_per_kv)
-            step(g, s, p, x, mask, it, m_block, previous, scale_log2)
+        if const_expr(self.windowed):
+            index, place = m_block, p.Q.stage(Int32(0))  # of the table, and of the block's Q
+            p.Q.consumer_wait(place)
+            m_block, block_mask = self.block_of_stage(s, mask, place)
+            step(g, s, p, x, block_mask, Int32(0), m_block, None, scale_log2)
+            for it in cutlass.range(1, steps, 1, unroll=1):
+                previous = (m_block, h)
+                index, h = self.next_block(index, h, item, heads_per_kv)
+                stage = p.Q.stage(it)
+                p.Q.consumer_wait(stage)
+                m_block, its_mask = self.block_of_stage(s, mask, stage)
+                step(g, s, p, x, its_mask, it, m_block, previous, scale_log2)
+        else:
+            step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)
+            for it in cutlass.range(1, steps, 1, unroll=1):
+                previous = (m_block, h)
+                m_block, h = self.next_block(m_block, h, item, heads_per_kv)
+                step(g, s, p, x, mask, it, m_block, previous, scale_log2)
         if const_expr(self.want_dq):
             p.dS.wait(steps - 1)
             self.issue_own_dq(x, steps - 1)
@@ -351,19 +377,28 @@ class WideBackward(BackwardFrame):
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=[x.stats.lse(stage.index)])
+        lse = [] if self.softcap else [x.stats.lse(stage.index)]
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
         warpgroup.wait_group(0)
+        if self.softcap:
+            to_tanh(acc_S, x.cap)
         self.mask(acc_S, m_block * self.tile_m, mask)
-        tP = cute.make_rmem_tensor(x.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
-        for c in range(self.tile_m // 16):  # 16 query rows at a time
-            for e in range(8 * c, 8 * c + 8):
-                acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
-            round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
+        shape = x.mma_dKV.partition_shape_A((64, self.tile_m))
+        tP = cute.make_rmem_tensor(shape, self.dtype)
+        passed = tP  # to the other warp group, for dS
+        if self.softcap:
+            passed = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
+            to_probabilities(acc_S, tP, passed, s.stats, 0, stage.index, x.cap, self.dtype)
+        else:
+            for c in range(self.tile_m // 16):  # 16 query rows at a time
+                for e in range(8 * c, 8 * c + 8):
+                    acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
+                round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
         if self.want_dp:
             if previous is not None:  # then the other warp group has read P of the step before
                 p.dS.wait(it - 1)
             for c in range(self.tile_m // 16):
-                cute.autovec_copy(part(tP, 8 * c, 8), x.P[None, c])
+                cute.autovec_copy(part(passed, 8 * c, 8), x.P[None, c])
             p.P.arrive(it)
         if with_dq:
             self.issue_own_dq(x, it - 1)

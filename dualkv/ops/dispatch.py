@@ -215,7 +215,7 @@ def _fwd_cuda(
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     if segments.total == 0:
         return reference.forward(q, k, v, segments, softmax_scale, *features)
-    no_kernel = hopper.unsupported(q, *features)
+    no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
             return hopper.forward(q, k, v, segments, softmax_scale, *features)
@@ -235,7 +235,7 @@ def _bwd_cuda(
     if segments.total == 0:
         return _requested(gradients, reference.backward(*call, *features, dlse))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    no_kernel = hopper.unsupported(q, *features, dlse)
+    no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
             return hopper.backward(*call, deterministic, gradients, *features, dlse)

@@ -21,6 +21,7 @@ from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.plan import schedule
+from dualkv.ops.plan import windowed as plan_windowed
 from dualkv.ops.window import Window
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -30,16 +31,11 @@ MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 
 # ---------------------------------------------------------------- which calls
-def unsupported(
-    q: torch.Tensor, window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
-    dlse: torch.Tensor | None = None,
-) -> str | None:  # fmt: skip
-    """Why no kernel serves q [T, H, D] with these features, or None. All layouts, head dims and GQA ratios are
-    served."""
+def unsupported(q: torch.Tensor) -> str | None:
+    """Why no kernel serves q [T, H, D], or None. All layouts, head dims, GQA ratios and features are served."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
-    features = {"a window or chunks": window, "sinks": sinks, "softcap": softcap, "gradients of lse": dlse}
-    return device_unsupported(q.device) or next((name for name, x in features.items() if x is not None), None)
+    return device_unsupported(q.device)
 
 
 @cache
@@ -141,16 +137,34 @@ class BackwardPlan(Plan):
         sums: [m, BackwardFields.NUM_SUM_FIELDS] int32; m is 0 where no item is split.
         num_partials: partial sums that the items write.
         visible_end: [T] int32.
+        tables: with a window, int32 in the order of the kernel's arguments: query blocks [b, BlockFields.NUM_FIELDS],
+            position [blocks of rows * tile_m] and end_position [T]. Else empty.
     """
 
-    def __init__(self, segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int) -> None:
-        made = plan_backward.backward_work(segments, tile, heads, kv_heads, _num_sms(device), tile.deterministic)
+    def __init__(
+        self,
+        segments: Segments,
+        device: torch.device,
+        tile: BackwardTile,
+        heads: int,
+        kv_heads: int,
+        window: Window | None = None,
+    ) -> None:
+        num_sms = _num_sms(device)
+        self.tables: list[torch.Tensor] = []
+        if window is None:
+            made = plan_backward.backward_work(segments, tile, heads, kv_heads, num_sms, tile.deterministic)
+        else:
+            made = plan_windowed.windowed_work(segments, window, tile, heads, kv_heads, num_sms)
+            assert made.blocks is not None
+            arrays = made.blocks, *plan_windowed.position_tables(segments, window, tile)
+            self.tables = [_upload(array, device) for array in arrays]
         self.num_partials = made.num_partials
         self.work, self.sums = _upload(made.items, device), _upload(made.sums, device)
         self.visible_end = segments.cached(
             ("visible_end", device), lambda: _upload(segments.visible_end.astype(np.int32), device)
         )
-        super().__init__(self.work, self.sums, self.visible_end)
+        super().__init__(self.work, self.sums, self.visible_end, *self.tables)
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -182,11 +196,16 @@ def forward_plan(
 
 
 def backward_plan(
-    segments: Segments, device: torch.device, tile: BackwardTile, heads: int, kv_heads: int
+    segments: Segments,
+    device: torch.device,
+    tile: BackwardTile,
+    heads: int,
+    kv_heads: int,
+    window: Window | None = None,
 ) -> BackwardPlan:
     """The backward's plan; see `_planned`."""
-    key = "backward", tile, heads, kv_heads
-    return _planned(segments, device, key, lambda: BackwardPlan(segments, device, tile, heads, kv_heads))
+    key = "backward", tile, heads, kv_heads, window
+    return _planned(segments, device, key, lambda: BackwardPlan(segments, device, tile, heads, kv_heads, window))
 
 
 @cache
@@ -227,11 +246,16 @@ def _kernel(
 
 @cache
 def _backward_kernels(
-    dtype: torch.dtype, head_dim: int, deterministic: bool, gradients: str, device: torch.device
+    dtype: torch.dtype,
+    head_dim: int,
+    deterministic: bool,
+    gradients: str,
+    device: torch.device,
+    features: tuple[str, ...] = (),
 ) -> tuple[BackwardSpecs, dict[str, Kernel]]:
     """The specifications and the loaded kernels, by operation; independent of the batch and the GQA ratio."""
     _refuse_capture(device, "the backward's kernels are not loaded")
-    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients)
+    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients, features)
     operations = [spec.operation for spec in specs.present]
     return specs, dict(zip(operations, store.load_all(specs.present), strict=True))
 
@@ -296,12 +320,12 @@ def backward(
     window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype and dsinks [0], in two to four launches on the current stream.
+    """(dq [T, H, D], dk and dv [T, Hk, D] in q's dtype, dsinks [H] fp32), in two to four launches.
 
-    Takes the calls that :func:`forward` takes; first calls load kernels and make plans likewise. dk and dv are bitwise
-    equal from run to run. dq is a sum over key blocks in fp32; the order of the sum is fixed if `deterministic`, and
-    differs from run to run otherwise. Workspace: dq in fp32, and at most a quarter of that for partial sums of dk and
-    dv where items are split.
+    They run on the current stream. Takes the calls that :func:`forward` takes; first calls load kernels and make plans
+    likewise. dk, dv and dsinks are bitwise equal from run to run. dq is a sum over key blocks in fp32; the order of the
+    sum is fixed if `deterministic`, and differs from run to run otherwise. Workspace: dq in fp32, and at most a quarter
+    of that for partial sums of dk and dv where items are split.
 
     Args:
         dout, out: [T, H, D], dtype of q.
@@ -310,17 +334,23 @@ def backward(
         deterministic: bitwise equal dq from run to run.
         gradients: the ones to compute, letters of "qkv" in that order. The others are empty, [0], and work for them
             alone is skipped.
+        window: which keys of its path a query sees; None: all.
+        sinks: [H] fp32, as given to the forward; out and lse include them. None: there are none, and dsinks is [0].
+        softcap: scores are softcap * tanh(score / softcap); None: as they are.
+        dlse: [H, T] fp32, the gradient of lse; None: 0.
 
     Raises:
         RuntimeError: as :func:`forward`.
         ValueError: an unknown value of `gradients`.
     """
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
-    specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device)
+    asked = {"window": window, "sinks": sinks, "softcap": softcap, "dlse": dlse}
+    features = tuple(name for name, value in asked.items() if value is not None)
+    specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device, features)
     tile, native = specs.main.tile, specs.main.head_dim
-    planned = backward_plan(segments, device, tile, heads, kv_heads)
+    planned = backward_plan(segments, device, tile, heads, kv_heads, window)
     q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
-    lse = lse if lse.stride(1) == 1 else lse.contiguous()
+    lse, dlse = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
     dq, dk, dv = (
         torch.empty(x.shape if name in gradients else 0, dtype=x.dtype, device=device)
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -335,12 +365,15 @@ def backward(
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
     partials = workspace(planned.num_partials * tile.partial_floats(native) if specs.partial_sum else 0)
-    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale)
-    kernels["bwd"](
-        q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, planned.work, planned.visible_end, softmax_scale
-    )
+    sinks = None if sinks is None else sinks.float().contiguous()
+    dsinks = None if sinks is None else workspace(heads, blocks)
+    more = (dlse, sinks, dsinks) if specs.preprocess.features else ()
+    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale, *more)
+    more = (*(planned.tables or [None] * 3), softcap) if specs.main.features else ()
+    tables = planned.work, planned.visible_end
+    kernels["bwd"](q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, *tables, softmax_scale, *more)
     if specs.partial_sum and planned.num_partials:
         kernels["bwd_sum"](partials, planned.sums, dk, dv)
     if specs.postprocess:
         kernels["bwd_postprocess"](dq_sums, locks, dq, softmax_scale)
-    return dq, dk, dv, workspace(0)
+    return dq, dk, dv, workspace(0) if dsinks is None else dsinks.sum(1)

@@ -21,6 +21,7 @@ from dualkv.layout import Layout, segments_of
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
+from dualkv.ops.plan import windowed as plan_windowed
 from dualkv.ops.plan.schedule import schedule
 from dualkv.ops.window import Window
 from tests.protocol.lanes import BFloat16, Float16, Now, first_lane
@@ -107,10 +108,16 @@ def barrier_names(pipelines: Any, name: str = "") -> dict[int, str]:
 class Gradients:
     """What the backward's main kernel adds up, and what it should."""
 
-    def __init__(self, kernel: Any, seg: Any, work: Any, heads: int, kv_heads: int) -> None:
+    def __init__(self, kernel: Any, seg: Any, work: Any, heads: int, kv_heads: int, window: Window | None) -> None:
         self.kernel, self.seg, self.work, self.heads, self.kv_heads = kernel, seg, work, heads, kv_heads
         self.M, self.N = kernel.tile_m, kernel.tile_n
-        self.visible_end = np.asarray(seg.visible_end)
+        row, visible_end = np.arange(seg.total), np.asarray(seg.visible_end)
+        self.visible = (row <= row[:, None]) & (row[:, None] < visible_end)  # [query, key]
+        if window is not None:
+            position = (seg.first_position - seg.offsets[:-1])[seg.segment_of_row] + row
+            self.visible &= position >= window.lowest(position)[:, None]
+        pad = np.zeros((-seg.total % self.M, seg.total), bool)
+        self.block_sees = np.concatenate([self.visible, pad]).reshape(-1, self.M, seg.total).any(1)  # [block, key]
         self.num_blocks = -(-seg.total // self.M)
         self.of_keys: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of ("dk", KV head, 16 keys' first)
         self.of_queries: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of (block, place in it)
@@ -150,6 +157,9 @@ class Gradients:
     def operands(self, dS: Any) -> tuple[Any, Any]:
         """The tags of (keys, queries) that dS or P is made of: they fit each other."""
         keys, queries = set(), set()
+        read = {term for term in dS if term[0] == "stats"}  # by the warp, with softcapping
+        queries.update((head, col // 8) for _, head, _, col in read)
+        dS = dS - read
         for term in dS:
             for part in term:
                 for name, head, row, col in (x for x in part if len(x) == 4):
@@ -176,7 +186,7 @@ class Gradients:
                         found[row] = self.summed(sums)
                 for key in range(seg.total):
                     first = max((row for row in found if row <= key < row + 16), default=None)
-                    blocks = range(key // M, -(-int(self.visible_end[key]) // M))
+                    blocks = np.flatnonzero(self.block_sees[:, key]).tolist()
                     wanted = {(kv_head * per_kv + h, mb * M) for h in range(per_kv) for mb in blocks}
                     if first is None or not wanted <= found[first]:
                         missing = wanted - (found[first] if first is not None else set())
@@ -186,16 +196,15 @@ class Gradients:
         added: dict[int, list[Any]] = defaultdict(list)
         for (block, place), sums in self.of_queries.items():
             added[block].append((place, [self.keys_of(prov, block) for prov in sums]))
-        rows = np.arange(seg.total)
         for h in range(self.heads):
             for mb in range(self.num_blocks):
-                last = min(mb * M + M, seg.total) - 1
-                needed = (rows <= last) & (self.visible_end > mb * M)
+                needed = self.block_sees[mb]
                 for place, sums in added[h * self.num_blocks + mb]:
                     once = [key for keys in sums for key in keys]
                     if len(set(once)) != len(once):
                         raise Fault(f"dQ of block {mb}, head {h}, has keys twice: {sorted(once)}")
-                    if kernel.deterministic and (order := [self.item_of(min(keys)) for keys in sums]) != sorted(order):
+                    order = [self.place_of(min(keys), h // per_kv, mb) for keys in sums]
+                    if kernel.deterministic and order != sorted(order):
                         raise Fault(f"dQ of block {mb}, head {h}, has its sums in the order {order}")
                     lacking = needed.copy()
                     for first in once:
@@ -207,9 +216,14 @@ class Gradients:
                 if not added[h * self.num_blocks + mb]:
                     raise Fault(f"nothing is added to dQ of block {mb}, head {h}")
 
-    def item_of(self, key: int) -> int:
-        """The first key of the item whose CTAs' first keys these are."""
-        return max(int(x[1]) for x in self.work if key - int(x[1]) in (0, self.N))
+    def place_of(self, key: int, kv_head: int, block: int) -> int:
+        """Of the item that adds to a block and whose CTAs' first keys these are: its first key, or with a window its
+        place among those that start."""
+        steps = range(0, self.kernel.cluster * self.N, self.N)
+        of_keys = [i for i, x in enumerate(self.work.items) if x[0] == kv_head and key - int(x[1]) in steps]
+        if self.work.blocks is None:
+            return max(int(self.work.items[i, 1]) for i in of_keys)
+        return next(i for i in of_keys if block in self.work.blocks[slice(*self.work.items[i, 3:5]), 0])
 
     def summed(self, sums: list[frozenset[Any]]) -> set[Any]:
         """The query blocks in dK or dV of some keys: (head, row)."""
@@ -242,19 +256,29 @@ class Gradients:
 
 def backward(
     name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 1, kv_heads: int = 1, tile_m: int = 32,
-    **tile: Any,
+    window: Window | None = None, softcap: float | None = None, parents: list[int] | None = None, **tile: Any,
 ) -> Case:  # fmt: skip
-    """A launch of the backward's main kernel."""
+    """A launch of the backward's main kernel. parents: of a tree, where `layout` is lengths of segments."""
     config = tiles.backward_tile(head_dim)
     options = {"tile_m": tile_m, "tile_n": config.tile_n, "stages": config.stages, "cluster": config.cluster,
                "heads_inside": config.heads_inside, **tile}  # fmt: skip
     made = tiles.BackwardTile(**options)
-    seg = segments(*layout)
-    work = plan_backward.backward_work(seg, made, heads, kv_heads, 4, made.deterministic)
+    if parents is None:
+        seg = segments(*layout)
+    else:
+        seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
+    more: list[Any] = [None] * 3
+    if window is None:
+        work = plan_backward.backward_work(seg, made, heads, kv_heads, 4, made.deterministic)
+    else:
+        work = plan_windowed.windowed_work(seg, window, made, heads, kv_heads, 4)
+        arrays = work.blocks, *plan_windowed.position_tables(seg, window, made)
+        more = [Host(*x) for x in zip(("blocks", "position", "end_position"), arrays, strict=True)]
+    asked = {"window": window, "softcap": softcap}
+    features = tuple(feature for feature, value in asked.items() if value is not None)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
-        cls = loaded.bwd_narrow.NarrowBackward if head_dim <= 128 else loaded.bwd_wide.WideBackward
-        kernel = cls(BFloat16, head_dim, gradients=gradients, **options)
+        kernel = loaded.bwd.backward_kernel(BFloat16, head_dim, gradients=gradients, features=features, **options)
         machine.barrier_names = barrier_names(kernel.pipelines(loaded.pipeline.MbarrierAllocator()))
         total, blocks = seg.total, -(-seg.total // tile_m)
         q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
@@ -262,10 +286,11 @@ def backward(
         stats = View("stats", (heads, blocks * tile_m * 8), ("head", "col"))
         dq_acc = Flat("dq_acc", heads * blocks * tile_m * head_dim)
         locks = Flat("locks", heads * blocks * LOCKS + 1)
-        out = Gradients(kernel, seg, work.items, heads, kv_heads)
+        out = Gradients(kernel, seg, work, heads, kv_heads, window)
         machine.stores = out
         tables = Host("work", work.items), Host("visible_end", np.asarray(seg.visible_end))
-        kernel(q, k, v, dout, stats, dk, dv, dq_acc, Flat("partials", 0), locks, *tables, SCALE, None)
+        given = q, k, v, dout, stats, dk, dv, dq_acc, Flat("partials", 0), locks, *tables, SCALE, None
+        kernel(*given, *((*more, softcap) if features else ()))
         return out.check
 
     return Case(name, made.cluster, 12, start)
@@ -397,6 +422,26 @@ def cases() -> list[Case]:
     for gradients in ("q", "k", "v", "kv"):
         found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide))
         found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow))
+    windowed = ([70, 40], [[60, 90, 20], [30]])
+    for deterministic in (False, True):
+        after = " deterministic" * deterministic
+        options = {"heads": 2, "window": Window(40), "deterministic": deterministic}
+        for d in (64, 96, 128):
+            heads = {"heads": 1 if d == 96 else 2}
+            found.append(backward(f"bwd_narrow d{d} window{after}", d, "qkv", windowed, **options | heads))
+        tree = {"parents": [-1, 0, 1, 1, 0, -1], "window": Window(chunk=50), "deterministic": deterministic}
+        found.append(backward(f"bwd_narrow d128 chunks{after}", 128, "qkv", [90, 30, 60, 20, 40, 30], **tree))
+        narrow_one = options | {"cluster": 1}
+        found.append(backward(f"bwd_narrow d64 window cluster 1{after}", 64, "qkv", windowed, **narrow_one))
+        for d in (192, 256):
+            found.append(backward(f"bwd_wide d{d} window{after}", d, "qkv", windowed, **options))
+        found.append(backward(f"bwd_wide d256 chunks{after}", 256, "qkv", [90, 30, 60, 20, 40, 30], **tree))
+    for gradients in ("q", "kv"):
+        for kernel, d in (("wide", 256), ("narrow", 128)):
+            name = f"bwd_{kernel} d{d} {gradients} window softcap"
+            found.append(backward(name, d, gradients, windowed, window=Window(40), softcap=30.0))
+    found.append(backward("bwd_wide d256 softcap", 256, "qkv", wide, softcap=30.0))
+    found.append(backward("bwd_narrow d128 softcap", 128, "qkv", narrow, softcap=30.0))
     found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2))
     found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
     for d in tiles.HEAD_DIMS:

@@ -24,6 +24,7 @@ class Planted(NamedTuple):
 
 WIDE, NARROW, FWD, PATHS = "bwd_wide d256", "bwd_narrow d128", "fwd d128", "fwd_paths d128"
 WIDE_IN_ORDER, NARROW_IN_ORDER = f"{WIDE} deterministic", f"{NARROW} deterministic"
+WIDE_WINDOW, NARROW_WINDOW = f"{WIDE} window", f"{NARROW} window"
 END_OF_STEP = "        warpgroup.wait_group(0)\n        p.Q.consumer_release(stage)\n"
 RELEASE_V = "V.consumer_release(V.stage(it), sync_warp=False)\n"
 
@@ -275,51 +276,122 @@ PLANTED = [
     one(
         "dQ leaves before it is there",
         NARROW,
-        "bwd_narrow.py",
-        "                    pass\n"
-        "                cute.arch.sync_warp()\n"
-        "                p.dQ.consumer_wait(stage)\n"
-        "                with cute.arch.elect_one():\n"
-        "                    bulk_add",
-        "                    pass\n"
-        "                cute.arch.sync_warp()\n"
-        "                with cute.arch.elect_one():\n"
-        "                    bulk_add",
+        "bwd_dq.py",
+        "                pass\n"
+        "            cute.arch.sync_warp()\n"
+        "            p.dQ.consumer_wait(stage)\n"
+        "            with cute.arch.elect_one():\n"
+        "                bulk_add",
+        "                pass\n"
+        "            cute.arch.sync_warp()\n"
+        "            with cute.arch.elect_one():\n"
+        "                bulk_add",
     ),
     one(
         "dQ's stage is released before it is read",
         NARROW,
-        "bwd_narrow.py",
+        "bwd_dq.py",
         "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
         "",
     ),
     one(
         "added to before it is cleared",
         NARROW,
-        "bwd_narrow.py",
-        "                while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:\n                    pass\n",
+        "bwd_dq.py",
+        "            while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:\n                pass\n",
         "",
     ),
     one(
         "said to be cleared too early",
         NARROW,
-        "bwd_narrow.py",
+        "bwd_dq.py",
         "val=Int32(CLAIMED)",
         "val=Int32(CLEARED)",
     ),
     one(
         "predecessors are not awaited",
         NARROW_IN_ORDER,
-        "bwd_narrow.py",
-        "                while load_acquire(lock) != before:\n                    pass\n",
+        "bwd_dq.py",
+        "            while load_acquire(lock) != before:\n                pass\n",
         "",
     ),
     one(
         "a block is passed on before the sums are in memory",
         NARROW_IN_ORDER,
-        "bwd_narrow.py",
-        "                    cute.arch.cp_async_bulk_wait_group(0)\n",
+        "bwd_dq.py",
+        "                cute.arch.cp_async_bulk_wait_group(0)\n",
         "",
+    ),
+    one(
+        "a row of the table over one that is read",
+        NARROW_WINDOW,
+        "bwd_load.py",
+        "                    p.Q.producer_acquire(stage)\n",
+        "",
+    ),
+    one(
+        "a row of the table is read before it is there",
+        NARROW_WINDOW,
+        "bwd_window.py",
+        "            p.Q.consumer_wait(stage)\n",
+        "",
+    ),
+    one(
+        "a row of the table is read before it is there",
+        WIDE_WINDOW,
+        "bwd_wide.py",
+        "                p.Q.consumer_wait(stage)\n                m_block, its_mask",
+        "                m_block, its_mask",
+    ),
+    one(
+        "steps of the other CTA are counted as own",
+        "bwd_narrow d96 window",
+        "bwd_window.py",
+        "return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))",
+        "return own + 1",
+    ),
+    one(
+        "rows of the other warp group",
+        NARROW_WINDOW,
+        "bwd_window.py",
+        "(flags >> (4 * self.rank() + 2 * wg)) & 3",
+        "(flags >> (4 * self.rank() + 2 * (1 - wg))) & 3",
+    ),
+    one(
+        "dQ of the last step is not made",
+        NARROW_WINDOW,
+        "bwd_window.py",
+        "            self.finish_last_dq(p, x, own - 1)\n",
+        "            pass\n",
+    ),
+    one(
+        "a block that the other CTA alone sees is not released",
+        NARROW_WINDOW,
+        "bwd_window.py",
+        "                    self.release_block(p, it)\n",
+        "                    pass\n",
+    ),
+    one(
+        "dQ of a block that this CTA does not see",
+        NARROW_WINDOW,
+        "bwd_dq.py",
+        "                if self.is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):\n"
+        "                    self.add_dq_block(",
+        "                if True:\n                    self.add_dq_block(",
+    ),
+    one(
+        "the second CTA does not wait for the first one",
+        f"{NARROW_WINDOW} deterministic",
+        "bwd_window.py",
+        "cutlass.select_(first, Int32(1), Int32(0))",
+        "Int32(0)",
+    ),
+    one(
+        "a grant for another block",
+        f"{WIDE_WINDOW} deterministic",
+        "bwd_wide.py",
+        "before = g.blocks[m_block, BlockFields.BEFORE]",
+        "before = g.blocks[item.block_begin, BlockFields.BEFORE]",
     ),
     one(
         "V is not released",

@@ -25,6 +25,7 @@ ALIKE = {
     "bwd_contain.py": ("add_not_finite", "mark_keys", "not_finite", "remove_not_finite", "zero_hidden"),
     "bwd_results.py": ("mask", "store_partial", "store_rows"),
     "bwd_wide.py": ("add_chunks",),
+    "bwd_window.py": ("hide",),
     "fwd_contain.py": ("add_key", "contain"),
     "mask.py": ("apply", "keep_before"),
     "softmax.py": (
@@ -174,7 +175,7 @@ def kernels(*edits: tuple[str, str, str]) -> types.SimpleNamespace:
     sys.modules.update(stand_ins())
     sys.meta_path.insert(0, sources)  # type: ignore[arg-type]
     try:
-        names = "pipeline", "bwd_narrow", "bwd_wide", "fwd", "fwd_paths"
+        names = "pipeline", "bwd", "fwd", "fwd_paths"
         found = {name: importlib.import_module(f"cute_kernels.{name}") for name in names}
     finally:
         sys.meta_path.remove(sources)  # type: ignore[arg-type]

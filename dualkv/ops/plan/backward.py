@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,11 +50,13 @@ class BackwardWork:
         items: [n, items.NUM_FIELDS] int32, in the order in which they start.
         sums: [m, items.NUM_SUM_FIELDS] int32: which partial sums make the dK and dV of split items.
         num_partials: partial sums that the items write.
+        blocks: [b, abi.BlockFields.NUM_FIELDS] int32 with a window, which `items` has intervals of; else None.
     """
 
     items: Table
     sums: Table
     num_partials: int
+    blocks: Table | None = None
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,54 @@ def backward_work(
             one.
     """
     keys = _key_items(segments, tile, deterministic)
-    clusters = max(num_sms // tile.cluster, 1)
-    trees = segments.max_depth > 2
-    wave = (WAVE_OF_TREES if trees and not deterministic else WAVE) if tile.heads_inside else None
+    chosen = choose_lengths(keys, segments.total, tile, heads, kv_heads, num_sms)
+    clusters, trees = chosen.clusters, segments.max_depth > 2
+    if deterministic:
+        at_once = clusters // kv_heads
+        pieces, priority = _cut_in_key_order(keys, chosen.best, tile, segments.max_depth, at_once, chosen.budget)
+        return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, chosen.wave), kv_heads)
 
-    per_kv = heads // kv_heads
+    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
+    if tile.heads_inside and not trees and not chosen.few and prompt_items.max() <= clusters:
+        pieces = cut(keys, chosen.first)
+        order = by_queries(pieces, kv_heads, clusters)
+        blocks = lengths_in(order, pieces)
+        shortest_span = (blocks + PIECE_OVERHEAD).sum() / clusters
+        if len(order) >= MANY * clusters or _span(blocks, clusters) < GAIN * shortest_span:
+            return work_tables(keys, pieces, order, kv_heads)
+    return work_tables(keys, *in_order(keys, chosen, kv_heads, trees), kv_heads)
+
+
+class Lengths(NamedTuple):
+    """How items are cut.
+
+    Attributes:
+        first: [n] lengths of pieces, in query blocks: the first that partial sums pay for.
+        best: [n] those whose pieces are done first, started longest first, if there are few items; else `first`.
+        span: when they are done, in query blocks; 0 if there are many items.
+        few: whether there are few items.
+        clusters: clusters that run at the same time.
+        budget: partial sums, of one KV head.
+        wave: see backward_order.
+    """
+
+    first: IntArray
+    best: IntArray
+    span: int
+    few: bool
+    clusters: int
+    budget: int
+    wave: int | None
+
+
+def choose_lengths(
+    keys: KeyItems, total: int, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int
+) -> Lengths:  # fmt: skip
+    """The lengths of pieces, of `total` rows."""
+    clusters, per_kv = max(num_sms // tile.cluster, 1), heads // kv_heads
     limit = int((keys.blocks * per_kv).sum()) * kv_heads // (MAX_SHARE * clusters)
-    budget = segments.total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
-    few = len(keys.key) * kv_heads < FEW * clusters
+    budget = total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
+    few, span = len(keys.key) * kv_heads < FEW * clusters, 0
     lengths = _piece_lengths(keys, per_kv, limit, budget)
     if few:  # choose by the span of the pieces, longest first
         finer = _piece_lengths(keys, per_kv, limit // FINER, budget)
@@ -120,28 +163,20 @@ def backward_work(
         span, best = min(by_span, key=lambda found: found[0])
     else:
         first = best = next(lengths)
+    return Lengths(first, best, span, few, clusters, budget, WAVE if tile.heads_inside else None)
 
-    if deterministic:
-        pieces, priority = _cut_in_key_order(keys, best, tile, segments.max_depth, clusters // kv_heads, budget)
-        return _work(keys, pieces, in_key_order(pieces, priority, kv_heads, wave), kv_heads)
 
-    ordered = in_tree_order if trees else in_waves
-    pieces = _cut(keys, first)
-    if few:
-        order = ordered(pieces, kv_heads, wave)
-        if _span(lengths_in(order, pieces), clusters) >= GAIN * span:
-            pieces = _cut(keys, best)
-            order = longest_first(ordered(pieces, kv_heads, wave), pieces)
-        return _work(keys, pieces, order, kv_heads)
-
-    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
-    if tile.heads_inside and not trees and prompt_items.max() <= clusters:
-        order = by_queries(pieces, kv_heads, clusters)
-        blocks = lengths_in(order, pieces)
-        shortest_span = (blocks + PIECE_OVERHEAD).sum() / clusters
-        if len(order) >= MANY * clusters or _span(blocks, clusters) < GAIN * shortest_span:
-            return _work(keys, pieces, order, kv_heads)
-    return _work(keys, pieces, ordered(pieces, kv_heads, wave), kv_heads)
+def in_order(keys: KeyItems, chosen: Lengths, kv_heads: int, trees: bool = False) -> tuple[Pieces, IntArray]:
+    """Pieces and their order, where sums of dQ have none: few items start longest first if that is clearly earlier."""
+    ordered, wave = in_waves, chosen.wave
+    if trees:
+        ordered, wave = in_tree_order, None if wave is None else WAVE_OF_TREES
+    pieces = cut(keys, chosen.first)
+    order = ordered(pieces, kv_heads, wave)
+    if chosen.few and _span(lengths_in(order, pieces), chosen.clusters) >= GAIN * chosen.span:
+        pieces = cut(keys, chosen.best)
+        order = longest_first(ordered(pieces, kv_heads, wave), pieces)
+    return pieces, order
 
 
 def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> KeyItems:
@@ -178,7 +213,7 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
     return KeyItems(key, key_end, group, run, is_response, block_begin, block_end, previous, unmasked_end)
 
 
-def _cut(keys: KeyItems, length: IntArray) -> Pieces:
+def cut(keys: KeyItems, length: IntArray) -> Pieces:
     """Items cut into pieces of `length` [n] query blocks each, from their last block on; their first piece may be
     shorter."""
     count = -(-keys.blocks // length)
@@ -202,14 +237,14 @@ def _cut_in_key_order(
         priority, separate = delayed_responses(keys.group, keys.is_response, shares_block, at_once)
         split = separate & (keys.blocks > 1)
         if 2 * split.sum() <= budget:
-            pieces = _cut(keys, np.where(split, keys.blocks - 1, length))
+            pieces = cut(keys, np.where(split, keys.blocks - 1, length))
             has_first_block = pieces.number == pieces.count - 1
             return pieces, priority[pieces.item] + 2 * (separate[pieces.item] & has_first_block)
-    pieces = _cut(keys, length)
+    pieces = cut(keys, length)
     return pieces, np.zeros_like(pieces.item)
 
 
-def _work(keys: KeyItems, pieces: Pieces, order: IntArray, kv_heads: int) -> BackwardWork:
+def work_tables(keys: KeyItems, pieces: Pieces, order: IntArray, kv_heads: int) -> BackwardWork:
     """The tables of a plan: pieces of all KV heads in the order of `backward_order`, and the sums of split items."""
     first, split = pieces.number == 0, pieces.count > 1
     num_partials = int(split.sum())  # of one KV head

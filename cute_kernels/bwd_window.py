@@ -1,0 +1,117 @@
+"""The backward with a sliding window or chunks: walks along a table of query blocks, and one more limit of the mask.
+
+The rows that see a prompt's key are then some of the prompt and the first ones of each response. So a work item has a
+list of query blocks, rows of a table that the host writes (abi.BlockFields), in place of an interval of blocks. All
+warps of a cluster go through the same rows. The producer puts the row of a step beside the step's Q, from where the MMA
+warps read it.
+"""
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cute_kernels.abi import BlockFields as fields
+from cute_kernels.accumulator import column
+from cute_kernels.bwd_arguments import Global, Item, Mask, Shared
+from cute_kernels.cluster import Clustered
+from cute_kernels.pipeline import Stage
+
+if TYPE_CHECKING:
+    from cute_kernels.bwd_narrow import NarrowPipelines, Operands
+
+OWN_STEP = 3  # word beside Q, behind fields of the table; see `NarrowBackward.own_step`
+NO_LIMIT = 2**31 - 1  # unmasked_end of a block that needs no mask
+
+
+class Windows(Clustered):
+    """Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+
+    tile_m: int
+    windowed: bool
+
+    # ---------------------------------------------------------------- rows of the table
+    def store_block(self, g: Global, s: Shared, index: Int32, own: Int32, stage: Stage) -> Int32:
+        """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after.
+
+        own: steps so far in which this CTA makes dQ. Returns what it is in the next step.
+        """
+        row = [g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)]
+        with cute.arch.elect_one():
+            for f, x in enumerate([*row, own]):
+                s.blocks[f, stage.index] = x
+        cute.arch.sync_warp()
+        return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))
+
+    def block_of_stage(self, s: Shared, mask: Mask, stage: Stage) -> tuple[Int32, Mask]:
+        """Number of the query block in a full stage, and its mask."""
+        m_block, flags, shift = [s.blocks[f, stage.index] for f in range(3)]
+        masked = (flags >> (fields.MASKED + self.rank())) & 1
+        return m_block, mask._replace(
+            unmasked_end=cutlass.select_(masked != 0, Int32(0), Int32(NO_LIMIT)),
+            shift=shift,
+            several=(flags >> fields.SEVERAL) & 1,
+        )
+
+    def is_own(self, flags: Int32, rank: Int32) -> Boolean:
+        """Whether rows of a block see keys of a CTA."""
+        return (flags >> (fields.OWN + rank)) & 1 != 0
+
+    def turn(self, g: Global, index: Int32) -> Int32:
+        """Deterministic, up to head dim 128: how many CTAs add to a block's dQ before this one."""
+        first = self.is_own(g.blocks[index, fields.FLAGS], Int32(0)) & (self.rank() == 1)
+        return g.blocks[index, fields.BEFORE] + cutlass.select_(first, Int32(1), Int32(0))
+
+    # ---------------------------------------------------------------- the mask
+    @cute.jit
+    def hide(self, acc: cute.Tensor, m0: Int32, mask: Mask, value: cutlass.Constexpr) -> None:
+        """`value` for hidden pairs in an accumulator whose columns are query rows from m0 on."""
+        first = cute.arch.lane_idx() % 4 * 2
+        if mask.several != 0:
+            for e in cutlass.range_constexpr(cute.size(acc)):
+                r = e // 2 % 2
+                seen = mask.position[m0 + column(e) + first] < mask.end_position[r]
+                visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0) & seen
+                acc[e] = cutlass.select_(visible, acc[e], Float32(value))
+        else:
+            for e in cutlass.range_constexpr(cute.size(acc)):
+                r = e // 2 % 2
+                end = cutlass.min(mask.visible_end[r] - m0, mask.end_position[r] - (m0 + mask.shift) - first)
+                visible = (column(e) >= mask.key[r] - m0) & (column(e) < end)
+                acc[e] = cutlass.select_(visible, acc[e], Float32(value))
+
+    # ---------------------------------------------------------------- the walk up to head dim 128
+    @cute.jit
+    def walk_table(
+        self, s: Shared, p: "NarrowPipelines", x: "Operands", mask: Mask, item: Item, scale_log2: Float32,
+        heads_per_kv: Int32, wg: Int32,
+    ) -> None:  # fmt: skip
+        """The loop over the steps of `NarrowBackward.walk`, with the rows of the table: each one for all heads."""
+        own = Int32(0)  # steps so far in which this CTA makes dQ
+        for i in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
+            begin = i * heads_per_kv
+            end = begin + heads_per_kv
+            stage = p.Q.stage(begin)
+            p.Q.consumer_wait(stage)
+            flags = cute.arch.make_warp_uniform(s.blocks[fields.FLAGS, stage.index])
+            rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
+            if not self.is_own(flags, self.rank()):
+                for it in cutlass.range(begin, end, 1, unroll=1):
+                    self.release_block(p, it)
+            else:
+                if rows == fields.SKIP:
+                    for it in cutlass.range(begin, end, 1, unroll=1):
+                        self.skip_block(s, p, x, mask, it, None)
+                if rows == fields.FIRST_ROWS:
+                    for it in cutlass.range(begin, end, 1, unroll=1):
+                        self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
+                if rows == fields.WHOLE:
+                    for it in cutlass.range(begin, end, 1, unroll=1):
+                        self.block(s, p, x, mask, it, None, x.whole, scale_log2)
+                if rows == fields.LAST_ROWS:
+                    for it in cutlass.range(begin, end, 1, unroll=1):
+                        self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
+                own += heads_per_kv
+        if own > 0:
+            self.finish_last_dq(p, x, own - 1)
