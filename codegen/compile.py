@@ -78,7 +78,13 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
     own = cubin.resources((folder / "kernel.cubin").read_bytes())
     if (own.registers, own.stack) != (found["registers"], found["stack"]):
         raise KernelError(f"compiling {spec} failed: ptxas reported {found}, its cubin says {own}")
-    ctas = cubin.ctas_per_sm(own.registers, own.threads, own.static_shared_memory + found["shared_memory"])
+    shared_memory = own.static_shared_memory + found["shared_memory"]
+    ctas = cubin.ctas_per_sm(own.registers, own.threads, shared_memory)
+    if ctas == 0:
+        raise KernelError(
+            f"compiling {spec} failed: a CTA of {own.threads} threads with {own.registers} registers each and"
+            f" {shared_memory} bytes of shared memory fits no multiprocessor"
+        )
     return found | {"threads": own.threads, "static_shared_memory": own.static_shared_memory, "ctas_per_sm": ctas}
 
 

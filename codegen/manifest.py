@@ -2,7 +2,8 @@
 
 `python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
 with `--check` it compares instead. The CPU tests (tests/codegen/test_manifest.py) compile a part of the kernels and
-check that the sources are those which the record was compiled from.
+check that the sources are those which the record was compiled from. `-k` of these tests chooses kernels; this program
+always takes all of them.
 """
 
 from __future__ import annotations
@@ -123,11 +124,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every specialization and record registers, memory and code.")
     parser.add_argument("path", type=Path, help="the manifest")
     parser.add_argument("--check", action="store_true", help="compare with the manifest instead of writing it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="with --check: kernels whose names contain it")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="compiles at a time")
     parser.add_argument("--folder", type=Path, default=Path("build/kernels"), help="where compiled kernels are kept")
     arguments = parser.parse_args()
+    if arguments.only and not arguments.check:
+        parser.error("--only needs --check: the record is of all kernels")
     recorded = read(arguments.path)["kernels"] if arguments.check else {}
-    specs, kernels, wrong, made_from = table(), {}, 0, sources()
+    specs, kernels, wrong, made_from = [s for s in table() if arguments.only in str(s)], {}, 0, sources()
+    if not specs:
+        parser.error(f"--only is {arguments.only!r}, which no kernel's name contains (such as {table()[0]})")
     for spec, described in describe(specs, arguments.folder, arguments.jobs):
         kernels[name := str(spec)] = described
         found = problems(spec, described) + (differences(recorded.get(name), described) if arguments.check else [])

@@ -150,7 +150,8 @@ def forward_spec(
         features: see :class:`KernelSpec`.
     """
     operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
-    return KernelSpec(operation, dtype, native, packed, forward_tile(head_dim), features=features)
+    tile = forward_tile(head_dim, "window" in features.split("+"))
+    return KernelSpec(operation, dtype, native, packed, tile, features=features)
 
 
 class BackwardSpecs(NamedTuple):

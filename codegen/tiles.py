@@ -40,6 +40,10 @@ FORWARD_TILES = {
     256: ForwardTile(tile_n=64),
 }
 
+WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks
+    64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),
+}
+
 
 def kernel_head_dim(head_dim: int) -> int:
     """The native head dim whose kernel runs `head_dim`.
@@ -60,9 +64,12 @@ def packed_heads(heads_per_kv: int) -> int:
     return max(divisors, key=lambda n: (64 // n * n, n))
 
 
-def forward_tile(head_dim: int) -> ForwardTile:
-    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share it."""
-    return FORWARD_TILES[kernel_head_dim(head_dim)]
+def forward_tile(head_dim: int, window: bool = False) -> ForwardTile:
+    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share it.
+
+    window: for windows and chunks.
+    """
+    return (WINDOW_TILES if window else FORWARD_TILES)[kernel_head_dim(head_dim)]
 
 
 # ---------------------------------------------------------------- backward

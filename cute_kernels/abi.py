@@ -28,7 +28,7 @@ class ForwardFields:
 
 
 class PathFields:
-    """The fields of a forward work item over trees of any depth.
+    """The fields of a forward work item over trees of any depth, and with windows or chunks.
 
     A *tile* is a run of consecutive packed rows of one group, as in `ForwardFields`. The keys that it sees are those of
     the segments on the path of its first row, and its own rows. Its blocks of `tile_n` keys cover them from the root
@@ -39,6 +39,10 @@ class PathFields:
     above the row. A work item has those of the first masked block, with which a tile begins; the table of *regions* has
     a row for each other one. Then it has a row for each run of whole blocks, which every row of the tile sees: the
     first key, and how many blocks follow one another.
+
+    With a window or chunks, a row keeps only the keys from its first one on, in every masked block (`first_key` [T],
+    packed rows; along a path rows ascend as positions do, so one number says where a row's window begins). Of each
+    segment of the path, blocks begin at the first key that any row of the tile sees.
     """
 
     ROW = 0  # first packed row of the tile

@@ -38,7 +38,8 @@ class NarrowPipelines(BackwardPipelines):
         dS: complete for step `it` when all MMA warps have written dS of step `it` and no longer read that of step
             `it` - 1. So one barrier says both that a block's dS is there and that the buffer of the block before may
             be written again, for which there are two buffers. Every MMA warp waits for step `it` - 1 before it arrives
-            for step `it`, so no warp is a phase behind.
+            for step `it`, so no warp is a phase behind. That one wait, in `write_dS`, stands before both uses of step
+            `it`: the store over dS of step `it` - 2, and the product dQ of step `it` - 1 (`issue_dq`).
         dQ: from the warp group that makes a part of dQ to the warp that adds it up.
     """
 
@@ -151,7 +152,7 @@ class NarrowDq(BackwardFrame):
         """This thread's copies have read the stage, which the warp group may write again."""
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        p.dQ.empty.arrive(stage.index)
+        p.dQ.empty.arrive(stage.index)  # by hand: `consumer_release` is for whole warps, here one lane is elected
 
     @cute.jit
     def clear_dq(self, g: Global, s: Shared, item: Item, heads_per_kv: Int32) -> None:

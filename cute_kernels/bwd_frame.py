@@ -9,26 +9,43 @@ Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of 
 `bwd_narrow` (up to head dim 128) and `bwd_wide` (192 and 256) say how the products are laid out.
 
 A CTA has three warp groups. Warp 0 is the producer (bwd_load), warps 1 to 3 assist with dQ, and the other two warp
-groups are the consumers, which issue the products (MMA warps). All of them go through the same sequence of steps: step
-`it` is one block of query rows of one head. Warps hand data to each other through pipelines and signals (pipeline.py):
+groups, warps 4 to 11 (`warp_id` 0 to 7), are the consumers, which issue the products (MMA warps). All of them go
+through the same sequence of steps: step `it` is one block of query rows of one head. In the narrow kernel the last
+steps may be those of the cluster's other CTA alone: Q and dO come in all `steps`, dS and dQ end after this CTA's
+`own_steps` (SavedItem). Warps hand data to each other through pipelines and signals (pipeline.py). A signal has no
+empty barriers; "held up by" names what keeps its producer from running ahead:
 
     in      pipeline      stages      full: arrivals of              empty: arrivals of
-    both    K, V          1 each      the producer, and bytes        (loaded once, never overwritten)
-    both    Q             2           the producer, and bytes        8 MMA warps of every CTA of the cluster
+    both    K, V          1 each      the producer, and bytes;       (loaded once, never overwritten)
+                                      wide: peer_K comes with K
+    both    Q, with its   2           the producer, and bytes        8 MMA warps of every CTA of the cluster
+            statistics
     both    dO            narrow 2,   the producer, and bytes        8 MMA warps of every CTA of the cluster
                           wide 1
     narrow  dS            1           8 MMA warps                    (the same barrier: NarrowPipelines says why)
     narrow  dQ            1 a warp    4 MMA warps of the warp group  the warp that adds this part up (1 or 2)
                           group
     wide    P             1           4 MMA warps of the first one   (held up by dS: WidePipelines says why)
-    wide    dS            2           4 MMA warps of the second one  (held up by peer_dS)
+    wide    dS            2           4 MMA warps of the second one  (held up by peer_dS; without dQ by P)
     wide    peer_dS       3           warp 3, and bytes of the peer  (held up by dO)
     wide    dq_order      2           see DqOrder; if deterministic
 
+Besides, warps wait at the cluster's barrier (set-up and end); at named barriers of the MMA warps, where these remove
+NaN and infinity (bwd_contain); for words in global memory (`locks`), which say that dQ is cleared or whose turn it is
+to add; and warp 3 for warp 1 (narrow, `dq_progress`), only so that it does not clear too far ahead.
+
 A pipeline is declared in `pipelines`, as a field of the kernel's `...Pipelines`, which also numbers its mbarriers. To
-add one: declare it there, add what it protects to `Shared`, `allocate` and `smem_bytes`, and use it in the code of both
-sides. `python -m tests.protocol --kernel bwd` then runs the kernels with it under random schedules on the CPU; faults
-that it must find are planted in tests/protocol/faults.py.
+add one:
+
+1. Declare it there. One that some gradients do not need has 0 stages for them, as dS and dQ of the narrow kernel.
+2. Add what it protects to `Shared`, `smem_order`, `allocate` and `smem_bytes`. At head dims 128 and 256 the tiles leave
+   room for a few mbarriers only. What `smem_bytes` forgets is not refused when the kernel is compiled; `dualkv
+   precompile` then shows 0 in the column CTA/SM.
+3. Use it on both sides, in every step, also by warps that do not need the data. The producer's steps are those of
+   `Producer.load_queries`, which both kernels share. The MMA warps' are `block`, `skip_block` and `release_block`
+   (narrow; the last one only for what comes in all `steps`), or `values_step` and `keys_step` (wide).
+4. Run, compile and compare the kernels as CONTRIBUTING.md says ("Changes to kernels"), and plant faults in
+   tests/protocol/faults.py, which the simulator must find.
 """
 
 import math

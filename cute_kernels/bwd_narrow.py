@@ -248,6 +248,8 @@ class NarrowBackward(NarrowDq):
         first, end = self.first_block(item), item.block_end
         m_block, h = end - 1, item.kv_head * heads_per_kv
         blocks = Walk.of(first, end, *visible, self.tile_m)
+        # Steps go from the last block down, so a loop over steps ends where a run of blocks begins: `part_end` here is
+        # from Walk's `whole_end`, and `whole_end` here from Walk's `whole_begin`.
         skipped, part_end, whole_end, visible_end = ((end - i) * heads_per_kv for i in reversed(blocks))
         for it in cutlass.range(0, skipped, 1, unroll=1):
             self.skip_block(s, p, x, mask, it, m_block)
@@ -334,7 +336,8 @@ class NarrowBackward(NarrowDq):
         if self.want_dv:
             gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
-            acc_dQ = self.issue_dq(x, own + 1)  # of the step before; in the first step of whatever is there
+            # Of the step before, whose dS `write_dS` has waited for; in the first step of whatever is there.
+            acc_dQ = self.issue_dq(x, own + 1)
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         if self.want_dk:
@@ -377,7 +380,7 @@ class NarrowBackward(NarrowDq):
 
     def release_block(self, p: NarrowPipelines, it: Int32) -> None:
         """A step of the other CTA of the cluster alone, whose Q and dO come to this CTA too."""
-        stage = p.Q.stage(it)
+        stage = p.Q.stage(it)  # of dO too, which has as many stages
         for pipeline in (p.Q, p.dO):
             pipeline.consumer_wait(stage)
             pipeline.consumer_release(stage)

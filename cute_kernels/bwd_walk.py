@@ -1,6 +1,6 @@
 """Which query blocks the backward up to head dim 128 walks, and of which blocks it takes a part of the rows only.
 
-Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/test_plan_backward.py walks plans so.
+Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/ops/plan/test_backward.py walks plans so.
 """
 
 from typing import NamedTuple

@@ -64,9 +64,11 @@ class WidePipelines(BackwardPipelines):
             one, dS of step `it` + 1 could arrive before the exchange warp (3) has seen dS of step `it`; that warp would
             then wait for a phase that is over. It is never two steps behind: dS of step `it` + 2 comes after dQ of step
             `it`, which waits for peer_dS of step `it`, where this CTA's exchange warp arrives after it has seen dS of
-            step `it`.
+            step `it`. Where dQ is not asked the exchange warp does nothing, and P holds dS up: dS of step `it` + 1
+            comes after P of step `it` + 1, for which the first warp group has seen dS of step `it`.
         peer_dS: dS of the other CTA of the cluster is there. The MMA warps wait for step `it` in step `it` + 1; the
-            exchange warp arrives for step `it` + 3 after dS of step `it` + 3.
+            exchange warp arrives for step `it` + 3 after dS of step `it` + 3, which comes after P of that step: by then
+            both warp groups are past their wait.
         dq_order: see there.
     """
 
@@ -130,6 +132,8 @@ class WideBackward(BackwardFrame):
     @property
     def buffers(self) -> int:
         """P; dS of this CTA, which is read until the other CTA has released a block of dO; dS of the other CTA."""
+        # dS of this CTA is written after the wait for dO of its step. So both CTAs have released dO of the step before,
+        # which their first warp groups do after dQ of two steps back: its copy to the other CTA is over as well.
         return 1 + (self.do_stages + 1) + 3
 
     def own_dS(self, it: Int32) -> Int32:

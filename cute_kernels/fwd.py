@@ -26,16 +26,19 @@ from cute_kernels.fwd_contain import ForwardContainment
 from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Shared, Thread
 from cute_kernels.fwd_load import ForwardLoads
 from cute_kernels.fwd_walk import Walk
+from cute_kernels.mask import PathBounds
 from cute_kernels.pipeline import WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,
     REFERENCE_LIMIT,
     SUM_LIMIT,
+    add_sinks,
     fixed_softmax,
     half_softmax,
     normalize,
     online_softmax,
     rescale,
+    softcap,
 )
 from cute_kernels.work import AnyTile, Mask, first_and_step
 
@@ -63,8 +66,9 @@ class State(NamedTuple):
     rows: Rows
     sV: cute.Tensor  # (N, D, stages)
     pipes: Pipelines
-    bounds: cute.Tensor  # what the mask reads
+    bounds: cute.Tensor | PathBounds  # what the mask reads
     scale_log2: Float32
+    cap_factor: Float32 | None  # see softmax.softcap
     wg: Int32
 
 
@@ -109,8 +113,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim)), Float32)
         for registers, initial in ((acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
             registers.fill(initial)
-        scale_log2 = g.scale * math.log2(math.e)
-        return State(tSrQ, tSrK, tOrP, tOrV, acc_O, rows, s.V, s.pipes, g.bounds, scale_log2, wg)
+        scale_log2, cap_factor = self.scale(g) * math.log2(math.e), self.cap_factor(g)
+        return State(tSrQ, tSrK, tOrP, tOrV, acc_O, rows, s.V, s.pipes, g.bounds, scale_log2, cap_factor, wg)
 
     # ---------------------------------------------------------------- a warp group's tiles
     @cute.jit
@@ -155,9 +159,11 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         masked = cutlass.select_(recompute == 0, walk.masked, tile.blocks)
         it = self.walk_blocks(state, tile, walk, masked, it)
 
-        normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, g.scale)
+        normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g))
         if not self.fits(state, part):
             self.request_recompute(s.recompute, n)
+        if const_expr(self.has.sinks):
+            add_sinks(state.acc_O, state.rows.scale, [g.sinks[self.head(part, r)] for r in range(2)])
         if recompute == 1 and tile.straddles:
             first, step = first_and_step(self.cluster)
             fields = g.work[g.schedule[first + n * step, 0], None]
@@ -233,6 +239,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], True)
         warpgroup.wait_group(0)
         K.consumer_release(stage, sync_warp=False)
+        self.cap(acc_S, state)
         mask.apply(acc_S, rows.token, state.bounds)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
         round_to(acc_S, state.tOrP)
@@ -247,6 +254,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         """
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
+        self.cap(acc_S, state)
         mask.apply(acc_S, rows.token, state.bounds)
         online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
         it = self.finish_products(acc_S, state, continues, it)
@@ -258,6 +266,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         """As masked_block, where the next block needs no mask: rows keep their reference maximum."""
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
+        self.cap(acc_S, state)
         if const_expr(self.dtype is cutlass.BFloat16):
             fixed_softmax(acc_S, rows.max, rows.sum, state.scale_log2)
             return self.finish_products(acc_S, state, continues, it)
@@ -291,6 +300,11 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], False)
         warpgroup.wait_group(1)
         K.consumer_release(k_stage, sync_warp=False)
+
+    def cap(self, acc_S: cute.Tensor, state: State) -> None:
+        """Softcapping, of scores that are not masked yet."""
+        if const_expr(self.has.softcap):
+            softcap(acc_S, state.cap_factor)
 
     @cute.jit
     def finish_products(self, acc_S: cute.Tensor, state: State, continues: Boolean, it: Int32) -> Int32:

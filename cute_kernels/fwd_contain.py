@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import reduce_tree, row_elements
 from cute_kernels.fwd_frame import ForwardFrame, Global, Part
+from cute_kernels.softmax import capped
 
 
 class Query(NamedTuple):
@@ -76,8 +77,10 @@ class ForwardContainment(ForwardFrame):
             q, k = self.columns(g.q, query.token, query.head, c), self.columns(g.k, key, kv_head, c)
             score += q[0] * k[0] + q[1] * k[1]
         score = cute.arch.warp_reduction_sum(score, threads_in_group=4)
+        if const_expr(self.has.softcap):
+            score = capped(score, self.cap_factor(g))
         if visible:
-            p = cute.math.exp2((score * g.scale - query.lse) * math.log2(math.e), fastmath=True)
+            p = cute.math.exp2((score * self.scale(g) - query.lse) * math.log2(math.e), fastmath=True)
             for c in cutlass.range_constexpr(chunks):
                 value = self.columns(g.v, key, kv_head, c)
                 for j in cutlass.range_constexpr(2):

@@ -15,6 +15,7 @@ Pipelines (pipeline.py), all filled by the producer warp, which has the copy eng
 Besides, each warp group meets at a named barrier of its own (BAR_WG), and the cluster at its barrier after each pass.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from cute_kernels import fakes
 from cute_kernels.abi import WG_ROWS, ForwardFields, warp_group_tokens
 from cute_kernels.cluster import SMEM_BYTES, Clustered, check_smem
 from cute_kernels.fwd_walk import Walk
+from cute_kernels.mask import PathBounds
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage, WrappingPipeline, init_mbarriers
 from cute_kernels.work import AnyTile, Tile, first_and_step
 
@@ -45,6 +47,14 @@ class Atoms(NamedTuple):
     O: cute.CopyAtom
 
 
+class Features(NamedTuple):
+    """Arguments of the kernel's features; None without the feature."""
+
+    first_key: cute.Tensor | None  # (T)
+    sinks: cute.Tensor | None  # (H)
+    softcap: Float32 | None
+
+
 class Arguments(NamedTuple):
     """Tensors as they are passed; see :class:`ForwardFrame`."""
 
@@ -56,11 +66,12 @@ class Arguments(NamedTuple):
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
     bounds: cute.Tensor  # what the mask reads: (T) segment_begin of rows, or in a tree (T + N) visible_end of keys
-    regions: cute.Tensor | None = None  # (m, 2), of trees
+    regions: cute.Tensor | None  # (m, 2), of trees
+    features: Features
 
 
 class Global(NamedTuple):
-    """Tensors in global memory, Q to O as coordinates for the copy engine; and two numbers."""
+    """Tensors in global memory, Q to O as coordinates for the copy engine; and numbers."""
 
     Q: cute.Tensor  # ((packed_heads, T), D, head groups)
     K: cute.Tensor  # (T, D, Hk)
@@ -73,8 +84,10 @@ class Global(NamedTuple):
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
-    bounds: cute.Tensor  # see Arguments
+    bounds: cute.Tensor | PathBounds  # see Arguments; with a window first_key too
     regions: cute.Tensor | None
+    sinks: cute.Tensor | None  # (H)
+    softcap: Float32 | None
     scale: Float32
     groups_per_kv: Int32  # head groups of one KV head
 
@@ -177,6 +190,11 @@ class ForwardFrame(Clustered):
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.
         stream: taken from the environment (torch's current stream), not passed.
+        *features: those of the kernel's features, in this order:
+            first_key: [T] int32, of a window or chunks: the packed row of the first key that each row sees.
+            sinks: [H] fp32, a natural-log logit in the denominator of each head's rows, neither scaled nor capped. lse
+                contains it.
+            softcap: fp32 above 0: scores are softcap * tanh(softmax_scale * q.k / softcap).
     q, k, v and out: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
     NaN and infinity in Q and K touch only the rows that see them. In V they may also touch rows of the same segment
@@ -188,6 +206,7 @@ class ForwardFrame(Clustered):
         head_dim: native head dim, a multiple of 32 up to 256.
         packed_heads: query heads of one KV head in a tile, 1 to 16.
         tile_n, warp_groups, stages, cluster: see codegen.tiles.ForwardTile.
+        features: see codegen.spec.KernelSpec.
 
     Raises:
         ValueError: a configuration that does not fit, in one sentence.
@@ -206,6 +225,7 @@ class ForwardFrame(Clustered):
         warp_groups: int = 2,
         stages: int = 2,
         cluster: int = 2,
+        features: tuple[str, ...] = (),
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
@@ -219,6 +239,8 @@ class ForwardFrame(Clustered):
             raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3, and 1 or 2")
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
+        self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
+        self.windowed = bool(self.has.first_key)
         self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]  # registers a thread
@@ -241,7 +263,15 @@ class ForwardFrame(Clustered):
         k, v = [fakes.packed(self.dtype, rows, kv_heads, dim) for _ in range(2)]
         lse, segment_begin = fakes.by_head(Float32, heads, rows), fakes.flat(Int32, rows)
         work, schedule = fakes.table(ForwardFields.NUM_FIELDS, align=16), fakes.table(2, align=8)
-        return q, k, v, out, lse, work, schedule, segment_begin, Float32(0.0), Int32(0), fakes.stream()
+        numbers = Float32(0.0), Int32(0), fakes.stream()
+        features = fakes.flat(Int32, rows), fakes.flat(Float32, heads), Float32(0.0)
+        own = [x for x, has in zip(features, self.has, strict=True) if has]
+        return q, k, v, out, lse, work, schedule, segment_begin, *numbers, *own
+
+    def features(self, given: tuple[object, ...]) -> Features:
+        """The arguments of the kernel's features, which come last, by their names."""
+        left = iter(given)
+        return Features(*[next(left) if has else None for has in self.has])
 
     @cute.jit
     def __call__(
@@ -257,8 +287,11 @@ class ForwardFrame(Clustered):
         softmax_scale: Float32,
         num_sms: Int32,
         stream: cuda.CUstream,
+        *features: object,
     ) -> None:
-        self.launch(Arguments(q, k, v, out, lse, work, schedule, segment_begin), softmax_scale, num_sms, stream)
+        tables = work, schedule, segment_begin, None
+        arguments = Arguments(q, k, v, out, lse, *tables, self.features(features))
+        self.launch(arguments, softmax_scale, num_sms, stream)
 
     def launch(self, x: Arguments, softmax_scale: Float32, num_sms: Int32, stream: cuda.CUstream) -> None:
         q_smem = cute.make_composed_layout(self.q_layout().inner, 0, self.rows_layout())
@@ -274,7 +307,8 @@ class ForwardFrame(Clustered):
             (x.q.shape[0], x.q.shape[1], x.q.shape[2] // 2), stride=(x.out.stride[0] // 2, x.out.stride[1] // 2, 1)
         )
         pairs = cute.make_tensor(cute.recast_ptr(x.out.iterator, dtype=Int32), pairs_layout)
-        tables = x.lse, x.work, x.schedule, x.bounds, x.regions
+        bounds = PathBounds(x.bounds, x.features.first_key) if const_expr(self.windowed) else x.bounds
+        tables = x.lse, x.work, x.schedule, bounds, x.regions, x.features.sinks, x.features.softcap
         groups_per_kv = x.q.shape[1] // self.packed_heads // x.k.shape[1]
         num_clusters = cutlass.min(x.schedule.shape[0], num_sms // self.cluster)
         self.kernel(
@@ -423,6 +457,15 @@ class ForwardFrame(Clustered):
         """
         self.sync_cluster()
         return s.recompute[0]
+
+    # ---------------------------------------------------------------- scores
+    def scale(self, g: Global) -> Float32:
+        """Of scores in the softmax, which with softcapping are between -1 and 1."""
+        return g.softcap if const_expr(self.has.softcap) else g.scale
+
+    def cap_factor(self, g: Global) -> Float32 | None:
+        """See softmax.softcap."""
+        return g.scale / g.softcap * (2 * math.log2(math.e)) if const_expr(self.has.softcap) else None
 
     # ---------------------------------------------------------------- rows of a tile
     def first_token(self, tile: AnyTile, wg: Int32) -> Int32:

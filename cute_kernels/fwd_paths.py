@@ -1,14 +1,17 @@
-"""Attention forward on Hopper over trees of any depth: the forward, with the keys of a path instead of two regions."""
+"""Attention forward on Hopper over trees of any depth: the forward, with the keys of a path instead of two regions.
+
+Windows and chunks run here too, whatever the depth: with them, tiles see a few runs of keys of their path.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels import fakes
 from cute_kernels.abi import PathFields
 from cute_kernels.fwd import ForwardKernel
 from cute_kernels.fwd_frame import Arguments, Global
-from cute_kernels.work import PathTile
+from cute_kernels.work import PathTile, WindowTile
 
 
 class PathForwardKernel(ForwardKernel):
@@ -46,9 +49,11 @@ class PathForwardKernel(ForwardKernel):
         softmax_scale: Float32,
         num_sms: Int32,
         stream: cuda.CUstream,
+        *features: object,
     ) -> None:
-        arguments = Arguments(q, k, v, out, lse, work, schedule, visible_end, regions)
+        arguments = Arguments(q, k, v, out, lse, work, schedule, visible_end, regions, self.features(features))
         self.launch(arguments, softmax_scale, num_sms, stream)
 
     def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> PathTile:
-        return PathTile.load(fields, g.regions, self.tile_n)
+        tile = WindowTile if const_expr(self.windowed) else PathTile
+        return tile.load(fields, g.regions, self.tile_n)

@@ -1,7 +1,7 @@
 """The visibility rule on the device: which scores of a masked key block a query row keeps.
 
-`RegionMask` serves prompts with responses, `PathMask` trees. tests/ops/plan/ has the same rules in numpy and proves
-them together with the plans.
+`RegionMask` serves prompts with responses, `PathMask` trees, `WindowMask` windows and chunks. tests/ops/plan/ has the
+same rules in numpy and proves them together with the plans.
 """
 
 from typing import NamedTuple
@@ -91,6 +91,49 @@ class PathMask(NamedTuple):
         if not hidden:  # nothing is loaded for the keys past a limit
             hidden = visible_end[key] <= self.tile_row
         return hidden
+
+
+class PathBounds(NamedTuple):
+    """What a `WindowMask` reads."""
+
+    visible_end: cute.Tensor  # (T + N) as `PathMask` reads it
+    first_key: cute.Tensor  # (T) packed row of the first key that each row sees
+
+
+class WindowMask(NamedTuple):
+    """The mask of a block of a path with a window or chunks: of the keys that the path's mask keeps, a row keeps those
+    from its first one on."""
+
+    path: PathMask
+    masked: Boolean  # not a whole block, of which rows keep all keys
+
+    @property
+    def key_row(self) -> Int32:
+        return self.path.key_row
+
+    @cute.jit
+    def apply(self, acc_S: cute.Tensor, q_row: cute.Tensor, bounds: PathBounds) -> None:
+        """-inf for the scores that rows do not keep."""
+        self.path.apply(acc_S, q_row, bounds.visible_end)
+        if self.masked:
+            first = first_key(self.path.key_row)
+            for r in cutlass.range_constexpr(2):
+                low = bounds.first_key[q_row[r]] - first
+                if low > 0:
+                    for e in row_elements(acc_S, r):
+                        acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
+
+    def sees(self, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
+        """What `apply` says of one pair."""
+        return self.path.sees(row, key, bounds.visible_end) & (~self.masked | (key >= bounds.first_key[row]))
+
+    def first_hidden(self) -> Int32:
+        """As of a `PathMask`: a key of the path that a block has is in the window of some row of the tile."""
+        return self.path.first_hidden()
+
+    def hides(self, key: Int32, bounds: PathBounds) -> Boolean:
+        """Whether a key from `first_hidden` on is hidden from all rows of the tile."""
+        return self.path.hides(key, bounds.visible_end)
 
 
 @cute.jit

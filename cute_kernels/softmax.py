@@ -1,5 +1,6 @@
 """Online softmax of score tiles held as wgmma accumulators (accumulator.py says which element is where)."""
 
+import math
 import operator
 
 import cutlass
@@ -100,6 +101,32 @@ def rescale(acc_O: cute.Tensor, o_scale: cute.Tensor) -> None:
         for r in cutlass.range_constexpr(2):
             for e in row_elements(acc_O, r):
                 acc_O[e] = acc_O[e] * o_scale[r]
+
+
+def softcap(acc_S: cute.Tensor, factor: Float32) -> None:
+    """acc_S becomes tanh(s * factor / (2 log2(e))), off by 2^-22 at most; `tanh.approx` is off by 2^-11.
+
+    tanh(x) is 1 - 2 / (exp(2 x) + 1). The exponential may be 0 or infinite: then tanh is -1 or 1.
+    """
+    for e in range(cute.size(acc_S)):
+        acc_S[e] = capped(acc_S[e], factor)
+
+
+def capped(score: Float32, factor: Float32) -> Float32:
+    """What `softcap` makes of a score."""
+    return 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(score * factor, fastmath=True) + 1.0)
+
+
+def add_sinks(acc_O: cute.Tensor, lse: cute.Tensor, sinks: list[Float32]) -> None:
+    """The softmax of rows with one more key each, without a value: lse becomes log(exp(lse) + exp(sink)), O *=
+    exp(lse - that). A sink of -inf changes nothing; one of +inf takes all of the row."""
+    for r in range(2):
+        excess = (sinks[r] - lse[r]) * math.log2(math.e)
+        factor = cute.arch.rcp_approx(cute.math.exp2(excess, fastmath=True) + 1.0)
+        smaller = cute.math.exp2(-cute.arch.fmax(excess, -excess), fastmath=True)  # over the larger of both
+        lse[r] = cute.arch.fmax(lse[r], sinks[r]) + cute.math.log(smaller + 1.0, fastmath=True)
+        for e in row_elements(acc_O, r):
+            acc_O[e] = acc_O[e] * factor
 
 
 def normalize(acc_O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale: Float32) -> None:

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_kernels.abi import ForwardFields, PathFields
-from cute_kernels.mask import PathMask, RegionMask
+from cute_kernels.mask import PathMask, RegionMask, WindowMask
 
 
 def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:
@@ -135,5 +135,14 @@ class PathTile:
         return PathMask(row, cutlass.select_(limit < 0, -limit, limit), limit < 0, self.row)
 
 
-AnyTile: TypeAlias = Tile | PathTile
-Mask: TypeAlias = RegionMask | PathMask
+@dataclass
+class WindowTile(PathTile):
+    """One work item (abi.PathFields) with a window or chunks, of a layout of any depth."""
+
+    @cute.jit
+    def mask(self, i: Int32) -> WindowMask:
+        return WindowMask(PathTile.mask(self, i), i < self.masked)
+
+
+AnyTile: TypeAlias = Tile | PathTile | WindowTile
+Mask: TypeAlias = RegionMask | PathMask | WindowMask

@@ -108,6 +108,16 @@ class Segments:
         return start
 
     @cached_property
+    def position(self) -> IntArray:
+        """[T] position id of each row on its path."""
+        return np.arange(self.total) + (self.first_position - self.offsets[:-1])[self.segment_of_row]
+
+    @cached_property
+    def longest_path(self) -> int:
+        """Tokens of the longest path: one more than the highest position id."""
+        return int((self.first_position + self.lengths).max(initial=0))
+
+    @cached_property
     def first_query(self) -> IntArray:
         """[G] the first row of each group that kernels compute. Rows of a prompt without queries are skipped, except
         the last row of a group that has no other rows. See Layout.without_prompt_queries."""
@@ -399,12 +409,7 @@ class Layout:
     @property
     def position_ids(self) -> torch.Tensor:
         """[T] int64: the position of each row in its own sequence. Every response starts at the prompt's length."""
-        s = self._segments
-        return self._tensor(
-            "position_ids",
-            lambda: np.arange(s.total) + (s.first_position - s.offsets[:-1])[s.segment_of_row],
-            torch.int64,
-        )
+        return self._tensor("position_ids", lambda: self._segments.position, torch.int64)
 
     @property
     def visible_end(self) -> torch.Tensor:

@@ -49,6 +49,12 @@ class Varlen:
             "max_seqlen_q": max(q_lens), "max_seqlen_k": max(k_lens),
             "softmax_scale": inputs.scale, "causal": causal,
         }  # fmt: skip
+        window, sinks, softcap = (inputs.features[name] for name in ("window", "sinks", "softcap"))
+        for name, value in (
+            ("window_size_left", window - 1 if window else None), ("learnable_sink", sinks), ("softcap", softcap)
+        ):  # fmt: skip
+            if value is not None:
+                self._settings[name] = value
         self._deterministic = deterministic
 
     def forward(self) -> None:
@@ -68,7 +74,7 @@ class Varlen:
         if self.sequences:
             self.dq, self.dk, self.dv = self._interface._flash_attn_bwd(
                 *self._qkv, *self._saved, **self._settings, deterministic=self._deterministic
-            )
+            )[:3]
 
 
 def _side(
@@ -138,7 +144,11 @@ def three_calls(inputs: Inputs, direction: str, deterministic: bool = False) -> 
 
     Apart: `merge` of the last two's partial outputs; `sum` of what two of the calls add to one gradient (dq of
     responses; dk and dv of prompts).
+
+    Raises:
+        ValueError: windows, chunks, sinks or softcapping.
     """
+    inputs.check_plain()
     prompts = [p for p, _ in inputs.groups]
     responses = [r for _, group in inputs.groups for r in group]
     together = [np.concatenate([np.zeros(0, np.int64), *group]) for _, group in inputs.groups]
@@ -188,12 +198,15 @@ def three_calls(inputs: Inputs, direction: str, deterministic: bool = False) -> 
 
 # ---------------------------------------------------------------- prompts copied, sequences replicated
 def prompt_copied(inputs: Inputs, direction: str) -> Side:
-    """Prompts causal, then every response against a copy of its prompt's K and V with its own behind it.
+    """Prompts causal, then every response against a copy of its prompt's K and V (with a window: of the prompt's tail)
+    with its own behind it. Chunks are sequences of their own.
 
     Apart: `copy` of K and V; `sum` of the copies' dk and dv.
     """
-    prompts = [p for p, _ in inputs.groups]
-    pairs = [(r, np.concatenate([p, r])) for p, group in inputs.groups for r in group]
+    in_prompts = np.concatenate([p for p, _ in inputs.groups])
+    sequences = inputs.copied()
+    prompts = [k for q, k in sequences if len(q) and np.isin(q[0], in_prompts)]
+    pairs = [(q, k) for q, k in sequences if len(q) and not np.isin(q[0], in_prompts)]
     first = Varlen(inputs, prompts, prompts, True)
     second = Varlen(inputs, [r for r, _ in pairs], [k for _, k in pairs], True)
     calls = [call for call in (first, second) if call.sequences]
@@ -218,7 +231,8 @@ def prompt_copied(inputs: Inputs, direction: str) -> Side:
 
 
 def replicated(inputs: Inputs, direction: str) -> Side:
-    """Every response behind a prompt of its own."""
+    """Every response behind a prompt of its own, with full attention."""
+    inputs.check_plain()
     rows = inputs.replicated()
     call = Varlen(inputs, rows, rows, True)
     return _side(inputs, direction, {"sequences": call}, lambda: [(call.q_rows, call.out)], call.ready, {})

@@ -60,6 +60,13 @@ class Inputs:
         return [(rows[s], [rows[r] for r in np.flatnonzero(parent == s)]) for s in np.flatnonzero(parent == -1)]
 
     @cached_property
+    def features(self) -> dict[str, Any]:
+        """The arguments of `dualkv.attention` that the workload asks for beside q, k, v, layout and scale."""
+        w = self.workload
+        sinks = torch.randn(w.heads, generator=self._generator, device=self.device) if w.sinks else None
+        return {"window": w.window, "chunk": w.chunk, "sinks": sinks, "softcap": w.softcap}
+
+    @cached_property
     def dout(self) -> torch.Tensor:
         """The gradient of out."""
         return self._draw(self.workload.heads)
@@ -67,6 +74,42 @@ class Inputs:
     def _draw(self, heads: int) -> torch.Tensor:
         shape, dtype = (self.layout.num_tokens, heads, self.workload.head_dim), DTYPES[self.workload.dtype]
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
+
+    def check_plain(self) -> None:
+        """Raise ValueError for a workload with windows, chunks, sinks or softcapping: the calling side has none."""
+        if self.workload.reach or self.workload.sinks or self.workload.softcap:
+            raise ValueError(f"computes full attention without sinks or softcapping, {self.workload.name} has others")
+
+    def copied(self) -> list[tuple[Rows, Rows]]:
+        """(query rows, key rows) of sequences that together are the workload, causal from the last key on: each
+        segment, or its part in a chunk, behind a copy of as much of its path as it sees."""
+        paths: list[Rows] = []
+        found = []
+        reach = self.workload.reach
+        for up, rows in zip(self._parent, self._rows, strict=True):
+            before = paths[up] if up >= 0 else rows[:0]
+            paths.append(np.concatenate([before, rows]))
+            position = np.arange(len(before), len(paths[-1]))
+            lowest = reach.lowest(position) if reach else np.zeros_like(position)
+            chunk = lowest if self.workload.chunk else np.zeros_like(lowest)
+            for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(chunk)) + 1) if len(rows) else ():
+                found.append((rows[part], paths[-1][lowest[part[0]] : position[part[-1]] + 1]))
+        return found
+
+    def intervals(self) -> torch.Tensor:
+        """[1, 3 or 5, T] int32: ends F of the keys that each row sees, [0, F0), [F1, F2) and so on, counted from the
+        first row of its group. The last interval ends with the row itself."""
+        reach, columns = self.workload.reach, [np.zeros((5 if self.workload.reach else 3, 0), np.int64)]
+        offsets = self.layout.offsets.numpy()
+        for s, (up, rows) in enumerate(zip(self._parent, self._rows, strict=True)):
+            above = len(self._rows[up]) if up >= 0 else 0
+            begin = offsets[s] - offsets[up] if up >= 0 else 0
+            last = np.arange(len(rows)) + begin + 1
+            lowest = reach.lowest(np.arange(len(rows)) + above) if reach else last * 0
+            own = np.maximum(begin, begin + lowest - above)
+            of_context = [last * 0, np.minimum(lowest, above)] if reach else []
+            columns.append(np.stack([*of_context, last * 0 + above, own, last]))
+        return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))[None].contiguous().to(self.device)
 
     def replicated(self) -> list[Rows]:
         """The rows of each full sequence: all segments from the prompt to one that none continues."""

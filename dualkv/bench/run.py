@@ -155,7 +155,7 @@ def bench(
     layout = workload.layout()
     shape = {"tokens": layout.num_tokens, "dedup_ratio": layout.dedup_ratio}
     return {
-        "workload": asdict(workload) | shape,
+        "workload": {name: value for name, value in asdict(workload).items() if value not in (None, False)} | shape,
         "direction": direction,
         "flops": flops,
         "reference": REFERENCE,

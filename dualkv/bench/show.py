@@ -23,7 +23,8 @@ COLUMNS = (
     ("host µs", "host_us", ".0f"),
 )
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
-COLORS = ("#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#8a8f98", "#c3c7cc")  # of all sides
+# of all sides
+COLORS = ("#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#76b900", "#57606a", "#c3c7cc")
 
 
 def _title(result: dict[str, Any]) -> str:

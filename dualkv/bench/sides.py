@@ -72,26 +72,33 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
     leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]
+    features = inputs.features
     if direction == "bwd":
-        out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True)
+        out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True, **features)
         call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
-        return _kept(lambda: torch.ops.dualkv.bwd(*call))
+        return _kept(lambda: torch.ops.dualkv.bwd(*call, **features)[:3])
 
     def attend() -> torch.Tensor:
-        return dualkv.attention(q, k, v, layout, inputs.scale, deterministic)
+        return dualkv.attention(q, k, v, layout, inputs.scale, deterministic, **features)
 
     return _attended(direction, attend, leaves, lambda: inputs.dout)
 
 
 def flex_attention(inputs: Inputs, direction: str) -> Side:
-    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart."""
+    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks, no cap."""
     from torch.nn.attention import flex_attention as flex
 
     torch._dynamo.reset()  # every workload is another shape
     visible_end, total = inputs.layout.visible_end, inputs.layout.num_tokens
+    workload, position = inputs.workload, inputs.layout.position_ids
+    if workload.sinks or workload.softcap:
+        raise ValueError(f"computes no sinks and no softcapping, {workload.name} has them")
+    lowest = position * 0
+    if workload.reach:
+        lowest = torch.from_numpy(workload.reach.lowest(position.cpu().numpy())).to(inputs.device)
 
     def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
-        return (k <= q) & (q < visible_end[k])
+        return (k <= q) & (q < visible_end[k]) & (position[k] >= lowest[q])
 
     def make_mask() -> Any:
         return torch.compile(flex.create_block_mask)(mask, None, None, total, total, device=inputs.device)
@@ -112,8 +119,41 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
     return _attended(direction, attend, leaves, lambda: as_batch(inputs.dout), packed, {"mask": make_mask})
 
 
+def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
+    """cuDNN's attention with intervals of visible keys (`cudnn.flex_attention`, which compiles for the device); each
+    group is a sequence. Making its mask plan apart. No sinks, no softcapping."""
+    from cudnn import flex_attention as cudnn
+
+    workload = inputs.workload
+    if workload.sinks or workload.softcap:
+        raise ValueError(f"computes no sinks and no softcapping, {workload.name} has them")
+    ends = inputs.intervals()
+    group_lens = [len(p) + sum(map(len, responses)) for p, responses in inputs.groups]
+    one = len(group_lens) == 1
+    cu, longest = inputs.cumulative(group_lens), max(group_lens)
+    spans = {} if one else {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    leaves = q, k, v = [x[None] if one else x for x in (inputs.q, inputs.k, inputs.v)]
+    for x in leaves:
+        x.requires_grad_(direction != "fwd")
+
+    def make_plan() -> Any:
+        return cudnn.create_mask_plan(ends, q, k, v, **spans, build_backward=direction != "fwd")
+
+    plan = make_plan()
+
+    def attend() -> torch.Tensor:
+        return cudnn.flex_attn_func(q, k, v, mask_plan=plan, softmax_scale=inputs.scale)  # type: ignore[no-any-return]
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return x[0] if one else x
+
+    dout = inputs.dout[None] if one else inputs.dout
+    return _attended(direction, attend, leaves, lambda: dout, packed, {"plan": make_plan})
+
+
 def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
     """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt."""
+    inputs.check_plain()
     sequences = inputs.replicated()
     rows, lengths = inputs.index(sequences), [len(r) for r in sequences]
     qkv = [take(x, rows) for x in (inputs.q, inputs.k, inputs.v)]
@@ -152,6 +192,7 @@ SIDES: dict[str, Callable[[Inputs, str], Side]] = {
     "fa4-3-calls-deterministic": partial(fa4.three_calls, deterministic=True),
     "fa4-prompt-copied": fa4.prompt_copied,
     "fa4-replicated": fa4.replicated,
+    "cudnn-intervals": cudnn_intervals,
     "flex": flex_attention,
     "torch-flash-replicated": torch_flash_replicated,
 }

@@ -15,6 +15,7 @@ import numpy as np
 from dualkv.data.microbatch import plan_micro_batches
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
+from dualkv.ops.window import Window
 
 DTYPES = ("bf16", "fp16")
 DIRECTIONS = ("fwd", "bwd", "both")
@@ -31,6 +32,7 @@ class Workload:
         response_lens: tokens of each group's responses; of a tree, of every segment below the prompt in packed order.
         parent: of trees of more than two levels, the segment that each segment continues, -1 for a prompt; else empty.
         heads, kv_heads, head_dim, dtype: of q, and k and v.
+        window, chunk, sinks, softcap: of `dualkv.attention`; sinks: whether there are any.
     """
 
     name: str
@@ -41,6 +43,10 @@ class Workload:
     head_dim: int = 128
     dtype: str = "bf16"
     parent: tuple[int, ...] = ()
+    window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -49,6 +55,11 @@ class Workload:
             raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}, expected a multiple of it")
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim is {self.head_dim}, expected a multiple of 8 up to 256")
+
+    @property
+    def reach(self) -> Window | None:
+        """Which keys of its path a query sees; None: all before it."""
+        return Window(self.window, self.chunk) if self.window or self.chunk else None
 
     def with_shape(self, **given: int | str | None) -> Workload:
         """The same groups with other heads, kv_heads, head_dim or dtype (None: as it is); the name says which."""
@@ -62,8 +73,9 @@ class Workload:
         return Layout.from_lengths(self.prompt_lens, self.response_lens, device)
 
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head, each token counted once: the row at position p sees p + 1 keys."""
-        return int((self.layout().position_ids + 1).sum())
+        """(query, key) pairs of one head, each token counted once: the row at position p sees the keys up to p."""
+        position = self.layout().position_ids.numpy()
+        return int((position + 1 - (self.reach.lowest(position) if self.reach else 0)).sum())
 
     def flops(self, direction: str) -> int:
         """What the deduplicated work costs, each prompt once: the unit of every TFLOP/s of the benchmark.
@@ -76,8 +88,8 @@ class Workload:
         return round(FLOPS_OF_FORWARD[direction] * forward)
 
 
-def _one_group(name: str, prompt: int, responses: list[int], **shape: int) -> Workload:
-    return Workload(name, (prompt,), (tuple(responses),), **shape)  # type: ignore[arg-type]
+def _one_group(name: str, prompt: int, responses: list[int], **shape: Any) -> Workload:
+    return Workload(name, (prompt,), (tuple(responses),), **shape)
 
 
 def _many_groups(name: str) -> Workload:
@@ -124,6 +136,20 @@ def _agent_tree(name: str, rollouts: int, turns: int, length: int) -> Workload:
     return _tree(name, [length] * count, parent)
 
 
+# Heads of models with windows, chunks, sinks and softcapping, by the name that workloads have behind their lengths.
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "w128-d64-sinks": {"window": 128, "head_dim": 64, "heads": 64, "kv_heads": 8, "sinks": True},  # gpt-oss
+    "w128-d64": {"window": 128, "head_dim": 64, "heads": 64, "kv_heads": 8},
+    "d64-sinks": {"head_dim": 64, "heads": 64, "kv_heads": 8, "sinks": True},  # gpt-oss, full layers
+    "d64": {"head_dim": 64, "heads": 64, "kv_heads": 8},
+    "w512-d256": {"window": 512, "head_dim": 256, "heads": 8, "kv_heads": 4},  # Gemma 3
+    "w1024-d256": {"window": 1024, "head_dim": 256, "heads": 8, "kv_heads": 4},
+    "w4096-d256-cap": {"window": 4096, "head_dim": 256, "heads": 8, "kv_heads": 4, "softcap": 50.0},  # Gemma 2
+    "w4096-d256": {"window": 4096, "head_dim": 256, "heads": 8, "kv_heads": 4},
+    "w4096": {"window": 4096},  # OLMo 3, Mistral
+}
+_CHUNKS: dict[str, Any] = {"chunk": 8192, "heads": 40, "kv_heads": 8}  # Llama 4
+
 _UNIFORM = np.random.default_rng(0).integers(131, 2049, 32).tolist()
 _MAIN = _one_group("n32-p8192-r2048", 8192, [2048] * 32)
 NAMED = {
@@ -144,11 +170,27 @@ NAMED = {
             for head_dim in (64, 96, 192, 256)
             for ratio in (1, 4, 8)
         ),
+        *(
+            _one_group(f"{lengths}-{name}", prompt, [2048] * count, **shape)
+            for lengths, prompt, count in (("n32-p8192-r2048", 8192, 32), ("n16-p32768-r2048", 32768, 16))
+            for name, shape in _WINDOWS.items()
+        ),
+        *(
+            replace(_many_groups(f"g64-n8-{name}"), **shape)
+            for name, shape in _WINDOWS.items()
+            if shape.get("window", 4096) < 4096
+        ),
+        *(  # responses that cross the end of a chunk
+            _one_group(f"n{count}-p{prompt}-r2048-c8192", prompt, [2048] * count, **_CHUNKS)
+            for prompt, count in ((7168, 32), (30720, 16))
+        ),
         # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
         *(replace(_MAIN, name=f"{_MAIN.name}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
     ]
 }
 
+
+EIGHT = list(NAMED)[:8]  # the main shapes: full attention, 32 and 8 heads of 128
 
 RANDOM_HEAD_DIMS, RANDOM_RATIOS = (64, 96, 128, 192, 256), (1, 4, 8, 16)  # few: peers compile for each pair
 RANDOM_FLOPS, RANDOM_TOKENS = 2 * 10**13, 2**17  # of a forward, at most

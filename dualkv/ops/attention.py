@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
+from dualkv.arrays import positive
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
 
@@ -22,6 +23,10 @@ def attention(
     softmax_scale: float | None = None,
     deterministic: bool = False,
     *,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -35,6 +40,10 @@ def attention(
     softmax_scale: float | None = None,
     deterministic: bool = False,
     *,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -47,6 +56,10 @@ def attention(
     softmax_scale: float | None = None,
     deterministic: bool = False,
     *,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * softmax_scale) v. Each response token attends to its prompt and to its own response up to itself.
@@ -54,6 +67,14 @@ def attention(
     CPU tensors run a chunked reference. CUDA tensors run a kernel where the device has one, otherwise a composition of
     PyTorch's attention calls, with one warning. Under autocast q, k and v are first cast to its dtype, as by PyTorch's
     own attention.
+
+    Row q sees the keys of its path (its prompt, then its response up to itself) from a lowest position on: 0, or
+    position(q) - window + 1, or floor(position(q) / chunk) * chunk. Positions are `layout.position_ids`, so a response
+    sees what it would see behind a prompt of its own. With s = softmax_scale * q . k of the visible keys:
+
+        s'   = s, or softcap * tanh(s / softcap)
+        lse  = log(sum(exp(s'))), with a sink log(exp(sinks[h]) + sum(exp(s')))
+        out  = sum(exp(s' - lse) * v)
 
     Args:
         q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 256.
@@ -63,29 +84,51 @@ def attention(
         softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         deterministic: bitwise equal gradients from run to run. Without it the kernels' gradients of k and v are bitwise
             equal too, and the gradient of q is an fp32 sum whose order differs from run to run.
-        return_lse: also return the log-sum-exp of each row's scaled scores. It carries no gradient.
+        window: keys that a row sees, itself included, 1 or more; transformers' `sliding_window`, and FlashAttention's
+            `window_size=(window - 1, 0)`. All by default.
+        chunk: positions a chunk, 1 or more: a row sees the keys of its own chunk, as in Llama 4. In place of a window.
+        sinks: [H] a learned logit for each head, natural log, neither scaled nor capped, as in gpt-oss; dtype of q or
+            fp32, device of q. A sink takes its part of the softmax and has no value.
+        softcap: from 2^-20 to 2^20, as in Gemma 2; none by default.
+        return_lse: also return lse. Gradients of lse reach q, k and sinks.
 
     Returns:
         out [T, H, D] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
 
+    Results over disjoint sets of keys merge to the result over all of them: lse = logaddexp(lse_1, lse_2) and
+    out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse), each factor transposed to [T, H, 1]. Autograd gives the
+    gradients of the merged result. Give sinks to one of the parts only.
+
     Raises:
-        ValueError: shapes, strides, devices or a layout that do not match; a scale out of range.
-        TypeError: dtypes that differ or are not supported; a layout that is not a Layout.
+        ValueError: shapes, strides, devices or a layout that do not match; a scale or cap out of range; a window or
+            chunk below 1, or both.
+        TypeError: dtypes that differ or are not supported; a layout that is not a Layout; a window or chunk that is not
+            an integer; a cap that is not a number.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_local(name, x)
+    if sinks is not None:
+        check_local("sinks", sinks)
+    window = None if window is None else positive("window", window)
+    chunk = None if chunk is None else positive("chunk", chunk)
+    if softcap is not None and not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap is a {type(softcap).__name__}, expected a number")
     if casts(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        if sinks is not None and sinks.dtype != q.dtype:
+            sinks = sinks.float()
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     else:
         dispatch.check_scale(softmax_scale)
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
-    out, lse = forward(q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic)
+    out, lse = forward(
+        q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic, window, chunk, sinks, softcap
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -114,7 +157,7 @@ class _Transformed(torch.autograd.Function):
         return torch.ops.dualkv.fwd(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         return dispatch._fwd_backward(ctx, dout, dlse, _TransformedBackward.apply)
 
 

@@ -4,6 +4,10 @@ One call lets every segment attend to itself (causal, one sequence a segment). T
 lets the rows below each segment attend to the whole segment (no mask, one sequence a segment). Results are merged by
 their log-sum-exp. The backward runs the same calls with the merged out and lse, so that P = exp(S - lse) is each call's
 share of the whole softmax, and adds the gradients of all calls.
+
+With a window every segment attends to itself and to a copy of the keys above it that its first row sees, in one call.
+With chunks so does every part of a segment that lies in one chunk. A sink rescales the merged out. PyTorch has no
+softcapping.
 """
 
 from __future__ import annotations
@@ -15,15 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualkv.arrays import IntArray, positions
+from dualkv.arrays import IntArray, positions, ranges
 from dualkv.layout import Segments
 from dualkv.ops.hopper import tma_ready
+from dualkv.ops.window import Window
 
 aten = torch.ops.aten
+COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
 
 
-def unsupported(q: torch.Tensor) -> str | None:
-    """Why PyTorch's FlashAttention cannot take q [T, H, D], or None if it can."""
+def unsupported(q: torch.Tensor, softcap: float | None = None) -> str | None:
+    """Why PyTorch's FlashAttention cannot take q [T, H, D] and a cap, or None if it can."""
+    if softcap is not None:
+        return "softcap"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
     major, minor = torch.cuda.get_device_capability(q.device)
@@ -34,7 +42,11 @@ def unsupported(q: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One varlen call: the packed rows of its queries and keys (None: all rows), and their cumulative lengths."""
+    """One varlen call: the packed rows of its queries and keys (None: all rows), and their cumulative lengths.
+
+    A causal call has the last query of a sequence at its last key; `before` is how many keys before its own a query
+    sees, all by default.
+    """
 
     q_rows: torch.Tensor | None
     k_rows: torch.Tensor | None
@@ -43,46 +55,104 @@ class Part:
     max_q: int
     max_k: int
     causal: bool
+    before: int | None = None
+
+    def window(self) -> dict[str, int | None]:
+        """The arguments of PyTorch's calls."""
+        return {"window_size_left": self.before, "window_size_right": None if self.before is None else 0}
 
 
-def _rows(begin: IntArray, length: IntArray) -> IntArray:
-    """The rows [begin[i], begin[i] + length[i]) one after another."""
-    return np.repeat(begin, length) + positions(length)
+def _cumulative(length: IntArray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(length)])).to(device=device, dtype=torch.int32)
 
 
-def parts(segments: Segments, device: torch.device) -> list[Part]:
-    """The calls for a layout: first every segment with itself, then each level with the rows below it. Made once."""
-
-    def tensor(array: IntArray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
-
-    def cumulative(length: IntArray) -> torch.Tensor:
-        return tensor(np.concatenate([[0], np.cumsum(length)]), torch.int32)
+def parts(segments: Segments, device: torch.device, window: Window | None = None) -> list[Part]:
+    """The calls for a layout and a window, made once. Together they hold every visible pair once."""
 
     def make() -> list[Part]:
-        own = segments.lengths[segments.lengths > 0]
-        longest = int(own.max(initial=0))
-        found = [Part(None, None, cumulative(own), cumulative(own), longest, longest, True)]
-        below = segments.subtree_end - segments.offsets[1:]
-        for depth in range(segments.max_depth):
-            at = (segments.depth == depth) & (segments.lengths > 0) & (below > 0)
-            if not at.any():
-                continue
-            q_len, k_len = below[at], segments.lengths[at]
-            found.append(
-                Part(
-                    tensor(_rows(segments.offsets[1:][at], q_len), torch.int64),
-                    tensor(_rows(segments.offsets[:-1][at], k_len), torch.int64),
-                    cumulative(q_len),
-                    cumulative(k_len),
-                    int(q_len.max()),
-                    int(k_len.max()),
-                    False,
-                )
-            )
-        return found
+        return _full_parts(segments, device) if window is None else _window_parts(segments, device, window)
 
-    return segments.cached(("composition", device), make)
+    return segments.cached(("composition", device, window), make)
+
+
+def _full_parts(segments: Segments, device: torch.device) -> list[Part]:
+    """First every segment with itself, then each level with the rows below it."""
+    own = segments.lengths[segments.lengths > 0]
+    longest = int(own.max(initial=0))
+    found = [Part(None, None, _cumulative(own, device), _cumulative(own, device), longest, longest, True)]
+    below = segments.subtree_end - segments.offsets[1:]
+    for depth in range(segments.max_depth):
+        at = (segments.depth == depth) & (segments.lengths > 0) & (below > 0)
+        if not at.any():
+            continue
+        q_len, k_len = below[at], segments.lengths[at]
+        found.append(
+            Part(
+                ranges(segments.offsets[1:][at], q_len, device),
+                ranges(segments.offsets[:-1][at], k_len, device),
+                _cumulative(q_len, device),
+                _cumulative(k_len, device),
+                int(q_len.max()),
+                int(k_len.max()),
+                False,
+            )
+        )
+    return found
+
+
+def _window_parts(segments: Segments, device: torch.device, window: Window) -> list[Part]:
+    """Pieces of segments, each with a copy of the keys above that its first row sees; pieces end where chunks do."""
+    first, end = segments.first_position, segments.first_position + segments.lengths
+    owner = np.flatnonzero(segments.lengths)
+    begin, stop = first[owner], end[owner]
+    if window.chunk is not None:
+        count = (stop - 1) // window.chunk - begin // window.chunk + 1
+        owner = np.repeat(owner, count)
+        begin = np.maximum(window.lowest(first[owner]) + positions(count) * window.chunk, first[owner])
+        stop = np.minimum(window.end(begin), end[owner])
+    q_len = stop - begin
+    q_begin, lowest = segments.offsets[owner] + begin - first[owner], window.lowest(begin)
+    index, up, up_begin = _runs_above(segments, owner, np.minimum(lowest, first[owner]))
+    # The runs above each piece, then the piece itself.
+    runs = np.stack([np.append(index, np.arange(len(owner))), np.append(up_begin, q_begin)])
+    runs_len = np.append(segments.offsets[up + 1] - up_begin, q_len)
+    order = np.argsort(runs[0], kind="stable")
+    index, run_begin, run_len = runs[0][order], runs[1][order], runs_len[order]
+    k_len = np.bincount(index, run_len, len(owner)).astype(np.int64)
+    call = (np.cumsum(k_len) - 1) // COPIED_ROWS
+    found = []
+    for n in np.unique(call):
+        pieces, of_runs = call == n, call[index] == n
+        found.append(
+            Part(
+                None if pieces.all() else ranges(q_begin[pieces], q_len[pieces], device),
+                ranges(run_begin[of_runs], run_len[of_runs], device),
+                _cumulative(q_len[pieces], device),
+                _cumulative(k_len[pieces], device),
+                int(q_len[pieces].max()),
+                int(k_len[pieces].max()),
+                True,
+                None if window.size is None else window.size - 1,
+            )
+        )
+    return found
+
+
+def _runs_above(segments: Segments, below: IntArray, lowest: IntArray) -> IntArray:
+    """The rows above each of n segments at positions `lowest` [n] and later: one run for each segment on its path.
+
+    `below` [n] are segments, `lowest` at most their first positions. Returns [3, m]: index into `below`, the run's
+    segment and its first row, in the order of index and row. A run ends with its segment and may be empty.
+    """
+    index, up = np.arange(len(below)), segments.parent[below]
+    found = [np.zeros((3, 0), np.int64)]
+    while (inside := up >= 0).any():
+        index, up = index[inside], up[inside]
+        hidden = np.maximum(lowest[index] - segments.first_position[up], 0)
+        found.append(np.stack([index, up, segments.offsets[up] + hidden]))
+        up = np.where(hidden > 0, -1, segments.parent[up])
+    runs = np.concatenate(found, 1)
+    return runs[:, np.lexsort((runs[1], runs[0]))]
 
 
 def _take(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -90,31 +160,47 @@ def _take(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: Window | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, D] in q's dtype, lse [H, T] fp32."""
+    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32, softcap None (see :func:`unsupported`)."""
     q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, without a check
 
     def call(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
             _take(q, part.q_rows), _take(k, part.k_rows), _take(v, part.k_rows), part.cu_q, part.cu_k,
-            part.max_q, part.max_k, 0.0, part.causal, False, scale=scale,
+            part.max_q, part.max_k, 0.0, part.causal, False, scale=scale, **part.window(),
         )  # fmt: skip
         return out, lse
 
-    own, *levels = parts(segments, q.device)
-    out, lse = call(own)
-    if not levels:
-        return out, lse
-    merged = out.float()
-    for part in levels:
+    todo = list(parts(segments, q.device, window))
+    if todo[0].q_rows is None:
+        out, lse = call(todo.pop(0))
+        if not todo and sinks is None:
+            return out, lse
+        merged = out.float()
+    else:
+        merged = q.new_zeros(q.shape, dtype=torch.float32)
+        lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
+
+    def weight(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return (old - new).exp().t().unsqueeze(-1)
+
+    for part in todo:
         part_out, part_lse = call(part)
         rows = part.q_rows
-        old_lse = lse[:, rows]
-        new_lse = torch.logaddexp(old_lse, part_lse)
-        old, new = ((x - new_lse).exp().t().unsqueeze(-1) for x in (old_lse, part_lse))
-        merged[rows] = merged[rows] * old + part_out * new
+        new_lse = torch.logaddexp(lse[:, rows], part_lse)
+        merged[rows] = merged[rows] * weight(lse[:, rows], new_lse) + part_out * weight(part_lse, new_lse)
         lse[:, rows] = new_lse
+    if sinks is not None:
+        new_lse = torch.logaddexp(lse, sinks[:, None])
+        merged, lse = merged.mul_(weight(lse, new_lse)), new_lse
     return merged.to(q.dtype), lse
 
 
@@ -145,22 +231,46 @@ def backward(
     segments: Segments,
     scale: float,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v; parts are added in fp32."""
+    window: Window | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) fp32; parts are
+    added in fp32.
+
+    A gradient of lse adds P * dlse to dS: to dq dlse times what the forward makes of k in the place of v, and to dk
+    what the backward makes dv of dlse * q in the place of dout.
+    """
     dout, q, k, v, out = (tma_ready(x) for x in (dout, q, k, v, out))
     no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # state and offset of dropout's random numbers
-    sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-    with _deterministic(deterministic):
-        for part in parts(segments, q.device):
+
+    def summed(dout: torch.Tensor) -> list[torch.Tensor]:
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        for part in parts(segments, q.device, window):
             grads = aten._flash_attention_backward(
                 _take(dout, part.q_rows), _take(q, part.q_rows), _take(k, part.k_rows), _take(v, part.k_rows),
                 _take(out, part.q_rows), lse if part.q_rows is None else lse[:, part.q_rows],
                 part.cu_q, part.cu_k, part.max_q, part.max_k, 0.0, part.causal, no_dropout, no_dropout, scale=scale,
+                **part.window(),
             )  # fmt: skip
             for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
                 if rows is None:
                     total += grad
-                else:
-                    total[rows] += grad  # each row occurs once in a part
+                else:  # a window's calls have copies of keys
+                    total.index_add_(0, rows, grad.float())
+        return sums
+
+    with _deterministic(deterministic):
+        sums = summed(dout)
+        if dlse is not None:
+            # Of size 1 in q's dtype, whatever the size of dlse.
+            size = dlse.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+            by_row = (dlse / size).t().unsqueeze(-1)
+            sums[0] += by_row * (scale * size) * forward(q, k, k, segments, scale, window, sinks)[0]
+            sums[1] += scale * size * summed((by_row * q).to(q.dtype))[2]
     dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv, lse.new_empty(0)
+    delta = (dout.float() * out).sum(-1).t()
+    return dq, dk, dv, ((sinks[:, None] - lse).exp() * (-delta if dlse is None else dlse - delta)).sum(1)

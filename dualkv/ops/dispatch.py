@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dualkv.layout import Segments, segments_of
 from dualkv.ops import composition, hopper, reference
+from dualkv.ops.window import Window
 
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
 GRADIENTS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
+SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-20, 2.0**20  # fp32 holds softmax_scale / softcap
 
 _lib = torch.library.Library("dualkv", "DEF")
+_FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
 _lib.define(
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor parent, float softmax_scale, bool deterministic=False)"
-    " -> (Tensor out, Tensor lse)"
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor parent, float softmax_scale, bool deterministic=False,"
+    f" {_FEATURES}) -> (Tensor out, Tensor lse)"
 )
 _lib.define(
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, Tensor parent,"
-    " float softmax_scale, bool deterministic=False, str gradients='qkv') -> (Tensor dq, Tensor dk, Tensor dv)"
+    f" float softmax_scale, bool deterministic=False, str gradients='qkv', {_FEATURES}, Tensor? dlse=None)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Features(NamedTuple):
+    """What implementations take behind the scale, in this order.
+
+    Attributes:
+        window: None if no key of the layout is hidden by it.
+        sinks: [H] contiguous, in lse's dtype.
+        softcap: in the units of the scaled scores.
+    """
+
+    window: Window | None = None
+    sinks: torch.Tensor | None = None
+    softcap: float | None = None
 
 
 # ---------------------------------------------------------------- checks: one sentence each, before anything runs
@@ -77,10 +96,26 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
 
 
+def _check_features(
+    q: torch.Tensor, window: int | None, chunk: int | None, sinks: torch.Tensor | None, softcap: float | None
+) -> Window | None:
+    """The window or chunks as they were given."""
+    if softcap is not None and not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
+        raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^20")
+    if sinks is not None:
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {tuple(q.shape[1:2])}")
+        if sinks.dtype not in (q.dtype, torch.float32):
+            raise TypeError(f"sinks is {sinks.dtype}, expected q's {q.dtype} or torch.float32")
+        if sinks.device != q.device:
+            raise ValueError(f"sinks is on {sinks.device} and q on {q.device}, expected one device")
+    return None if window is None and chunk is None else Window(window, chunk)
+
+
 def _checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
-    softmax_scale: float,
-) -> Segments:  # fmt: skip
+    softmax_scale: float, window: int | None, chunk: int | None, sinks: torch.Tensor | None, softcap: float | None,
+) -> tuple[Segments, Features]:  # fmt: skip
     check_scale(softmax_scale)
     _check_host(offsets, parent)
     segments = segments_of(offsets, parent)
@@ -94,10 +129,16 @@ def _checked(
     # Every layer passes tensors of the same form: looking up that a form has been checked is faster than checking.
     form = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
     segments.cached((form, q.device, k.device, v.device), check)
-    return segments
+    hiding = _check_features(q, window, chunk, sinks, softcap)
+    if hiding is not None and not hiding.hides(segments.longest_path):
+        hiding = None
+    return segments, Features(hiding, None if sinks is None else sinks.to(_lse_dtype(q)).contiguous(), softcap)
 
 
-def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: str) -> None:
+def _check_backward(
+    dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: str,
+    dlse: torch.Tensor | None,
+) -> None:  # fmt: skip
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}, expected one of {', '.join(GRADIENTS)}")
     for name, x in (("dout", dout), ("out", out)):
@@ -106,10 +147,13 @@ def _check_backward(dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse:
                 f"{name} is {tuple(x.shape)} {x.dtype} on {x.device},"
                 f" expected q's {tuple(q.shape)} {q.dtype} on {q.device}"
             )
-    if lse.shape != (q.shape[1], q.shape[0]):
-        raise ValueError(f"lse has shape {tuple(lse.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")
-    if lse.dtype != _lse_dtype(q) or lse.device != q.device:
-        raise ValueError(f"lse is {lse.dtype} on {lse.device}, expected {_lse_dtype(q)} on {q.device}")
+    for name, y in (("lse", lse), ("dlse", dlse)):
+        if y is None:
+            continue
+        if y.shape != (q.shape[1], q.shape[0]):
+            raise ValueError(f"{name} has shape {tuple(y.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")
+        if y.dtype != _lse_dtype(q) or y.device != q.device:
+            raise ValueError(f"{name} is {y.dtype} on {y.device}, expected {_lse_dtype(q)} on {q.device}")
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -126,10 +170,10 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _is_composed(q: torch.Tensor, no_kernel: str) -> bool:
+def _is_composed(q: torch.Tensor, softcap: float | None, no_kernel: str) -> bool:
     """Whether the composition runs this CUDA call; otherwise the reference does. Warns once which, and why no kernel
     does."""
-    reason = composition.unsupported(q)
+    reason = composition.unsupported(q, softcap)
     if reason:
         _warn_once(f"dualkv: no kernel for {no_kernel}; running the chunked PyTorch reference, which is slow")
     else:
@@ -139,62 +183,66 @@ def _is_composed(q: torch.Tensor, no_kernel: str) -> bool:
 
 def _fwd_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
-    softmax_scale: float, deterministic: bool = False,
+    softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return reference.forward(q, k, v, _checked(q, k, v, offsets, parent, softmax_scale), softmax_scale)
+    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
+    return reference.forward(q, k, v, segments, softmax_scale, *features)
 
 
-def _requested(
-    gradients: str, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) with the gradients that are not requested replaced by empty tensors."""
-    dq, dk, dv = (x if name in gradients else x.new_empty(0) for name, x in zip("qkv", grads, strict=True))
-    return dq, dk, dv
+def _requested(gradients: str, grads: Gradients) -> Gradients:
+    """The gradients with those of q, k and v that are not requested replaced by empty tensors."""
+    dq, dk, dv = (x if name in gradients else x.new_empty(0) for name, x in zip("qkv", grads, strict=False))
+    return dq, dk, dv, grads[3]
 
 
 def _bwd_cpu(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
-    gradients: str = "qkv",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments = _checked(q, k, v, offsets, parent, softmax_scale)
-    _check_backward(dout, q, out, lse, gradients)
-    return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
+    gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
+    softcap: float | None = None, dlse: torch.Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
+    _check_backward(dout, q, out, lse, gradients, dlse)
+    return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale, *features, dlse))
 
 
 def _fwd_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
-    softmax_scale: float, deterministic: bool = False,
+    softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments = _checked(q, k, v, offsets, parent, softmax_scale)
+    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     if segments.total == 0:
-        return reference.forward(q, k, v, segments, softmax_scale)
+        return reference.forward(q, k, v, segments, softmax_scale, *features)
     no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
-            return hopper.forward(q, k, v, segments, softmax_scale)
-    composed = _is_composed(q, no_kernel)
-    return (composition if composed else reference).forward(q, k, v, segments, softmax_scale)
+            return hopper.forward(q, k, v, segments, softmax_scale, *features)
+    composed = _is_composed(q, softcap, no_kernel)
+    return (composition if composed else reference).forward(q, k, v, segments, softmax_scale, *features)
 
 
 def _bwd_cuda(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
-    gradients: str = "qkv",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments = _checked(q, k, v, offsets, parent, softmax_scale)
-    _check_backward(dout, q, out, lse, gradients)
+    gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
+    softcap: float | None = None, dlse: torch.Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
+    _check_backward(dout, q, out, lse, gradients, dlse)
+    call = dout, q, k, v, out, lse, segments, softmax_scale
     if segments.total == 0:
-        return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale))
+        return _requested(gradients, reference.backward(*call, *features, dlse))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
-            return hopper.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients)
-    if _is_composed(q, no_kernel):
-        grads = composition.backward(dout, q, k, v, out, lse, segments, softmax_scale, deterministic)
+            return hopper.backward(*call, deterministic, gradients, *features, dlse)
+    if _is_composed(q, softcap, no_kernel):
+        grads = composition.backward(*call, deterministic, *features, dlse)
     else:
-        grads = reference.backward(dout, q, k, v, out, lse, segments, softmax_scale)
+        grads = reference.backward(*call, *features, dlse)
     return _requested(gradients, grads)
 
 
@@ -208,10 +256,12 @@ _lib.impl("bwd", _bwd_cuda, "CUDA")
 @torch.library.register_fake("dualkv::fwd", lib=_lib)
 def _fwd_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
-    softmax_scale: float, deterministic: bool = False,
+    softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_host(offsets, parent)
     _check_tensors(q, k, v)
+    _check_features(q, window, chunk, sinks, softcap)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
 
 
@@ -219,28 +269,43 @@ def _fwd_fake(
 def _bwd_fake(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
-    gradients: str = "qkv",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    _check_backward(dout, q, out, lse, gradients)
-    return _requested(gradients, (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
+    gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
+    softcap: float | None = None, dlse: torch.Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    _check_features(q, window, chunk, sinks, softcap)
+    _check_backward(dout, q, out, lse, gradients, dlse)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dsinks = q.new_empty(0 if sinks is None else q.shape[1], dtype=_lse_dtype(q))
+    return _requested(gradients, (dq, dk, dv, dsinks))
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, offsets, parent)
+    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, ctx.window, ctx.chunk, sinks, ctx.softcap = inputs
+    ctx.set_materialize_grads(False)  # without a gradient of lse the backward does nothing for it
+    ctx.save_for_backward(q, k, v, *output, offsets, parent, sinks)
 
 
 def _fwd_backward(
-    ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor, backward: Callable[..., Any] = torch.ops.dualkv.bwd
-) -> tuple[torch.Tensor | None, ...]:
-    dout = dout if dout.stride(2) == 1 else dout.contiguous()  # the gradient of out.sum() is an expanded tensor
-    needed = ctx.needs_input_grad[:3]
-    gradients = "".join(name for name, need in zip("qkv", needed, strict=True) if need)
-    grads = backward(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.deterministic, gradients)
-    wanted = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
-    return (*wanted, None, None, None, None)
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
+    backward: Callable[..., Any] = torch.ops.dualkv.bwd,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    q, k, v, out, lse, offsets, parent, sinks = ctx.saved_tensors
+    needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[9])
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(2) != 1:  # the gradient of out.sum() is an expanded tensor
+        dout = dout.contiguous()
+    if dlse is not None and dlse.stride(1) != 1:
+        dlse = dlse.contiguous()
+    # The op computes one of the three at least: dq, if sinks alone need a gradient.
+    gradients = "".join(name for name, need in zip("qkv", needed, strict=False) if need) or "q"
+    dq, dk, dv, dsinks = backward(
+        dout, q, k, v, out, lse, offsets, parent, ctx.softmax_scale, ctx.deterministic, gradients,
+        ctx.window, ctx.chunk, sinks, ctx.softcap, dlse,
+    )  # fmt: skip
+    grads = dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
+    dq, dk, dv, dsinks = (grad if need else None for grad, need in zip(grads, needed, strict=True))
+    return dq, dk, dv, None, None, None, None, None, None, dsinks, None
 
 
 def _bwd_backward(_ctx: Any, *_grads: torch.Tensor) -> None:

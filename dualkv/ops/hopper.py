@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from codegen import store
-from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
+from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec, joined
 from codegen.store import Kernel
 from codegen.tiles import BackwardTile, ForwardTile
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
@@ -32,7 +32,7 @@ MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 # ---------------------------------------------------------------- which calls
 def unsupported(q: torch.Tensor) -> str | None:
-    """Why no kernel serves q [T, H, D], or None. All layouts, head dims and GQA ratios are served."""
+    """Why no kernel serves q [T, H, D], or None. All layouts, head dims, GQA ratios and features are served."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
     return device_unsupported(q.device)
@@ -71,34 +71,47 @@ class ForwardPlan(Plan):
     Attributes:
         tables: int32, in the order of the kernel's arguments: work items, schedule and segment_begin [T]; for trees
             work items, schedule, regions and visible_end [T + tile_n].
+        first_key: [T] int32 of a window, else None.
     """
 
     def __init__(
-        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
-    ) -> None:
-        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
-        tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec))
+        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
+        window: Window | None = None,
+    ) -> None:  # fmt: skip
+        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, window
+        tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec, window))
         clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 4 * spec.head_dim * segments.total
         head_groups = heads // spec.packed_heads
         items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
         self.tables = tiles.work, _upload(items, device), *tiles.tables
-        super().__init__(*self.tables)
+        self.first_key = tiles.first_key
+        super().__init__(*self.tables, *([] if self.first_key is None else [self.first_key]))
 
 
 class ForwardTiles:
-    """The part of a plan that does not depend on numbers of heads, for one operation, tokens a tile and keys a block.
+    """The part of a plan that does not depend on numbers of heads, for one operation, tokens a tile, keys a block and
+    window.
 
     Attributes:
         work: work items.
         tables: the kernel's arguments behind the schedule.
+        first_key: of a window, else None.
         cost: [n] numpy, time that each item takes for one head group.
         longest_first: whether the items have that order.
     """
 
-    def __init__(self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile]) -> None:
+    def __init__(
+        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], window: Window | None = None
+    ) -> None:
         tokens, tile_n = spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
+        self.first_key = None
+        if window is not None:
+            self.first_key = segments.cached(
+                ("first_key", device, window),
+                lambda: _upload(plan_paths.first_keys(segments, window).astype(np.int32), device),
+            )
         if spec.trees:
-            made = plan_paths.path_work(segments, tokens, tile_n)
+            made = plan_paths.path_work(segments, tokens, tile_n, window)
             work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
             visible_end = segments.cached(
                 ("visible_end", device, tile_n),
@@ -174,11 +187,12 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
 
 
 def forward_plan(
-    segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int
-) -> ForwardPlan:
-    """The forward's plan; see `_planned`."""
-    key = "forward", spec.operation, spec.head_dim, spec.tile, heads, kv_heads
-    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads))
+    segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
+    window: Window | None = None,
+) -> ForwardPlan:  # fmt: skip
+    """The forward's plan; see `_planned`. With a window `spec` is that of trees."""
+    key = "forward", spec.operation, spec.head_dim, spec.tile, heads, kv_heads, window
+    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads, window))
 
 
 def backward_plan(
@@ -222,11 +236,11 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 # ---------------------------------------------------------------- launches
 @cache
 def _kernel(
-    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False, features: str = ""
 ) -> tuple[KernelSpec[ForwardTile], Kernel]:
     """The specification and the loaded kernel for these; independent of a batch's lengths."""
     _refuse_capture(device, "the kernel is not loaded")
-    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees)
+    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features)
     return spec, store.load(spec)
 
 
@@ -262,8 +276,9 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float,
+    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [T, H, D] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
 
     The first call with a dtype, head dim and GQA ratio loads the kernel, and compiles it if no store has it. The first
@@ -274,20 +289,28 @@ def forward(
         k, v: [T, Hk, D], H a multiple of Hk.
         segments: the layout of the T rows.
         softmax_scale: from 2^-100 to 2^100.
+        window: a sliding window or chunks.
+        sinks: [H], a natural-log logit a head, neither scaled nor capped. lse contains it.
+        softcap: above 0: scores are softcap * tanh(softmax_scale * q.k / softcap).
 
     Raises:
         RuntimeError: the kernel cannot be compiled or loaded, or a first call is inside a CUDA graph capture.
     """
     device, (rows, heads, head_dim) = q.device, q.shape
-    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, segments.max_depth > 2)
-    planned = forward_plan(segments, device, spec, heads, k.shape[1])
+    trees = segments.max_depth > 2 or window is not None
+    features = {"window": window, "sinks": sinks, "softcap": softcap}
+    named = joined(*(name for name, x in features.items() if x is not None))
+    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named)
+    planned = forward_plan(segments, device, spec, heads, k.shape[1], window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((heads, rows), dtype=torch.float32)
     if not segments.prompts_ask:  # no tile has the prompts' rows
         out.zero_()
         lse.fill_(math.inf)
-    kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device))
+    given = planned.first_key, None if sinks is None else sinks.float().contiguous(), softcap
+    own = (x for x in given if x is not None)
+    kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device), *own)
     return out, lse
 
 
@@ -342,6 +365,7 @@ def backward(
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
     partials = workspace(planned.num_partials * tile.partial_floats(native) if specs.partial_sum else 0)
+    sinks = None if sinks is None else sinks.float().contiguous()
     dsinks = None if sinks is None else workspace(heads, blocks)
     more = (dlse, sinks, dsinks) if specs.preprocess.features else ()
     kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale, *more)

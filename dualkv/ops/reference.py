@@ -2,7 +2,8 @@
 
 Runs CPU tensors, and dtypes and devices that no other implementation takes. Memory is O(T x chunk), never O(T x T).
 Sums are in fp32 (fp64 for fp64 inputs). Trees may have any depth: the code uses the visibility rule
-`k <= q < visible_end[k]` alone.
+`k <= q < visible_end[k]` and the window's lowest position alone. A chunk reads the keys that one of its rows sees, so a
+call with a window of W keys costs about T (W + chunk).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from dualkv.arrays import IntArray
 from dualkv.layout import Segments
+from dualkv.ops.window import Window
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,39 +40,60 @@ class Chunk:
     hidden: torch.Tensor
 
 
-def chunks(segments: Segments, device: torch.device, by_segment: bool = False, size: int = CHUNK) -> Iterator[Chunk]:
+def chunks(
+    segments: Segments,
+    device: torch.device,
+    by_segment: bool = False,
+    window: Window | None = None,
+    size: int = CHUNK,
+) -> Iterator[Chunk]:
     """The chunks of all groups, which together hold every visible (query, key) pair once.
 
     Args:
         segments: the layout.
         device: of the chunks' tensors.
         by_segment: no chunk has rows of two segments.
+        window: hides keys further back.
         size: query rows a chunk, at most.
     """
+    offsets, visible_end, position = segments.offsets, segments.visible_end, segments.position
+    lowest = window.lowest(position) if window else np.zeros(segments.total, np.int64)
     roots = np.flatnonzero(segments.parent == -1)
-    group_begin = segments.offsets[roots]
-    run_begin, run_end = group_begin, segments.subtree_end[roots]
+    run_begin, run_end = offsets[roots], segments.subtree_end[roots]
     if by_segment:
-        run_begin, run_end = segments.offsets[:-1], segments.offsets[1:]
-        group_begin = group_begin[np.cumsum(segments.parent == -1) - 1]
-    for first, run, last in zip(group_begin.tolist(), run_begin.tolist(), run_end.tolist(), strict=True):
+        run_begin, run_end = offsets[:-1], offsets[1:]
+    for run, last in zip(run_begin.tolist(), run_end.tolist(), strict=True):
         for begin in range(run, last, size):
             end = min(begin + size, last)
-            visible_end = segments.visible_end[first:end]
-            key = np.arange(first, end)
-            seen_by_all = (key <= begin) & (visible_end >= end)
-            seen_by_some = (visible_end > begin) & ~seen_by_all
-            keys = np.concatenate([key[seen_by_all], key[seen_by_some]])
-            some, some_end = key[seen_by_some], visible_end[seen_by_some]
-            query = np.arange(begin, end)[:, None]
-            hidden = (some > query) | (query >= some_end)
+            key = np.concatenate([*_runs_before(segments, begin, end, lowest[begin:end]), np.arange(begin, end)])
+            seen_by_all = (key <= begin) & (visible_end[key] >= end) & (position[key] >= lowest[begin:end].max())
+            some, query = key[~seen_by_all], np.arange(begin, end)[:, None]
+            hidden = (some > query) | (query >= visible_end[some]) | (position[some] < lowest[begin:end, None])
             yield Chunk(
                 begin,
                 end,
-                torch.from_numpy(keys).to(device),
+                torch.from_numpy(np.concatenate([key[seen_by_all], some])).to(device),
                 int(seen_by_all.sum()),
                 torch.from_numpy(hidden).to(device),
             )
+
+
+def _runs_before(segments: Segments, begin: int, end: int, lowest: IntArray) -> list[IntArray]:
+    """The rows before `begin` that one of the rows [begin, end) sees, as runs. `lowest` [end - begin] are the lowest
+    positions that the rows [begin, end) see.
+
+    The tree is in depth-first order. So the runs lie on the path of row `begin`, and the rows [begin, end) that see a
+    segment of that path are the first ones.
+    """
+    found, least = [], np.minimum.accumulate(lowest)
+    up = segments.segment_of_row[begin]
+    while up >= 0:
+        hidden = least[min(end, segments.subtree_end[up]) - begin - 1] - segments.first_position[up]
+        found.append(np.arange(segments.offsets[up] + max(hidden, 0), min(segments.offsets[up + 1], begin)))
+        if segments.first_position[up] <= least[-1]:  # the segments above have lower positions
+            break
+        up = segments.parent[up]
+    return found[::-1]
 
 
 def _without_autocast(function: Function) -> Function:
@@ -115,32 +139,56 @@ def _rows_first(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.reshape(heads, -1, x.shape[-1]).transpose(0, 1)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, chunk: Chunk, scale: float) -> torch.Tensor:
-    """Scaled scores [Hk, G * C, K] of `query` [Hk, G * C, D] against `key` [Hk, K, D], -inf where hidden."""
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, chunk: Chunk, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scaled and capped scores [Hk, G * C, K] of `query` [Hk, G * C, D] against `key` [Hk, K, D], -inf where hidden;
+    with a cap also their derivative by the scaled scores, 1 - tanh^2."""
     scores = torch.matmul(query, key.transpose(1, 2)).mul_(scale)
+    slope = None
+    if softcap is not None:
+        scores.div_(softcap).tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(softcap)
     by_head = scores.view(scores.shape[0], -1, chunk.end - chunk.begin, scores.shape[-1])
     by_head[..., chunk.full :].masked_fill_(chunk.hidden, float("-inf"))
-    return scores
+    return scores, slope
+
+
+def _by_row(sinks: torch.Tensor, kv_heads: int, chunk: Chunk) -> torch.Tensor:
+    """sinks [H] -> [Hk, G * C, 1], the order of rows of `_heads_first`."""
+    return sinks.repeat_interleave(chunk.end - chunk.begin).view(kv_heads, -1, 1)
 
 
 @_without_autocast
 @_without_nan_from_others
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, by_segment: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: Window | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    by_segment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, D] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs."""
+    """-> out [T, H, D] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs; sinks [H] in the dtype
+    of lse."""
     total, heads, _ = q.shape
     kv_heads, acc = k.shape[1], _accumulate_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
-    for chunk in chunks(segments, q.device, by_segment):
-        rows = slice(chunk.begin, chunk.end)
+    for chunk in chunks(segments, q.device, by_segment, window):
+        here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
-        scores = _scores(_heads_first(q[rows], kv_heads, acc), key, chunk, scale)
+        scores, _ = _scores(_heads_first(q[here], kv_heads, acc), key, chunk, scale, softcap)
         row_lse = torch.logsumexp(scores, -1, keepdim=True)
+        if sinks is not None:
+            row_lse = torch.logaddexp(row_lse, _by_row(sinks, kv_heads, chunk))
         probs = scores.sub_(row_lse).exp_()
-        out[rows] = _rows_first(torch.matmul(probs, value), heads).to(q.dtype)
-        lse[:, rows] = row_lse.view(heads, -1)
+        out[here] = _rows_first(torch.matmul(probs, value), heads).to(q.dtype)
+        lse[:, here] = row_lse.view(heads, -1)
     return out, lse
 
 
@@ -155,25 +203,40 @@ def backward(
     lse: torch.Tensor,
     segments: Segments,
     scale: float,
+    window: Window | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    dlse: torch.Tensor | None = None,
     by_segment: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v; the order of all sums is fixed.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) in the dtype of
+    lse; the order of all sums is fixed.
 
-    With P = exp(S - lse) and delta = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K,
-    dK = scale dS^T Q (FlashAttention-2, algorithm 2).
+    With P = exp(S - lse) and delta = rowsum(dO * O) - dlse: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K,
+    dK = scale dS^T Q (FlashAttention-2, algorithm 2; S depends on lse too, and dlse/dS = P). A cap multiplies dS by
+    1 - (S / cap)^2. A sink is a key of every row whose score is given and whose value is zero, so that
+    dsink = -sum(exp(sink - lse) * delta).
     """
     heads, kv_heads, acc = q.shape[1], k.shape[1], _accumulate_dtype(q.dtype)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
-    for chunk in chunks(segments, q.device, by_segment):
-        rows = slice(chunk.begin, chunk.end)
+    dsinks = torch.zeros(0 if sinks is None else heads, dtype=acc, device=q.device)
+    for chunk in chunks(segments, q.device, by_segment, window):
+        here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
-        query, grad, result = (_heads_first(x[rows], kv_heads, acc) for x in (q, dout, out))
-        probs = _scores(query, key, chunk, scale)
-        probs.sub_(lse[:, rows].to(acc).reshape(kv_heads, -1, 1)).exp_()
+        query, grad, result = (_heads_first(x[here], kv_heads, acc) for x in (q, dout, out))
+        probs, slope = _scores(query, key, chunk, scale, softcap)
+        row_lse = lse[:, here].to(acc).reshape(kv_heads, -1, 1)
+        probs.sub_(row_lse).exp_()
         dv.index_add_(0, chunk.keys, torch.matmul(probs.transpose(1, 2), grad).transpose(0, 1))
         delta = (grad * result).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta -= dlse[:, here].to(acc).reshape(kv_heads, -1, 1)
+        if sinks is not None:
+            dsinks -= ((_by_row(sinks, kv_heads, chunk) - row_lse).exp() * delta).view(heads, -1).sum(1)
         dscores = torch.matmul(grad, value.transpose(1, 2)).sub_(delta).mul_(probs).mul_(scale)
-        dq[rows] = _rows_first(torch.matmul(dscores, key), heads).to(q.dtype)
+        if slope is not None:
+            dscores.mul_(slope)
+        dq[here] = _rows_first(torch.matmul(dscores, key), heads).to(q.dtype)
         dk.index_add_(0, chunk.keys, torch.matmul(dscores.transpose(1, 2), query).transpose(0, 1))
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,15 +29,20 @@ def test_sides_know_the_sequences_of_a_tree():
         made.groups  # noqa: B018
 
 
-def _dense(q, k, v, scale, causal):
+def _hide(scores, causal, left):
+    """-inf behind the diagonal that ends with the last key, if causal, and more than `left` keys before it."""
+    n, m = scores.shape[1:]
+    behind = torch.arange(m) - (torch.arange(n)[:, None] + m - n)
+    if causal:
+        scores = scores.masked_fill((behind > 0) | (behind < -(m if left is None else left)), float("-inf"))
+    return scores
+
+
+def _dense(q, k, v, scale, causal, left=None):
     """Attention of one sequence, the last query on the last key if causal; out [n, H, D], lse [H, n]."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(ratio, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
-    if causal:
-        n, m = q.shape[0], k.shape[0]
-        hidden = torch.arange(m) > torch.arange(n)[:, None] + m - n
-        scores = scores.masked_fill(hidden, float("-inf"))
+    scores = _hide(torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale, causal, left)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
@@ -45,12 +51,12 @@ def _spans(cu_q, cu_k):
     return [(slice(*a), slice(*b)) for a, b in zip(*spans, strict=True)]
 
 
-def _varlen(q, k, v, cu_q, cu_k, scale, causal):
-    parts = [_dense(q[a], k[b], v[b], scale, causal) for a, b in _spans(cu_q, cu_k)]
+def _varlen(q, k, v, cu_q, cu_k, scale, causal, left=None):
+    parts = [_dense(q[a], k[b], v[b], scale, causal, left) for a, b in _spans(cu_q, cu_k)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
 
-def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal):
+def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal, left=None):
     """As FlashAttention does it: p from the given lse, and rowsum(dout * out) from the given out."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     ratio, (rows, heads, _) = q.shape[1] // k.shape[1], q.shape
@@ -58,10 +64,7 @@ def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal):
     assert lse.shape == (heads, rows)
     for a, b in _spans(cu_q, cu_k):
         ks, vs = (x[b].repeat_interleave(ratio, 1) for x in (k, v))
-        n, m = len(q[a]), len(ks)
-        scores = torch.einsum("qhd,khd->hqk", q[a], ks) * scale
-        if causal:
-            scores = scores.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + m - n, float("-inf"))
+        scores = _hide(torch.einsum("qhd,khd->hqk", q[a], ks) * scale, causal, left)
         p = (scores - lse[:, a, None]).exp()
         ds = p * (torch.einsum("qhd,khd->hqk", dout[a], vs) - (dout[a] * out[a]).sum(-1).T[:, :, None]) * scale
         dq[a] = torch.einsum("hqk,khd->qhd", ds, ks)
@@ -75,20 +78,22 @@ def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal):
 
 @pytest.fixture
 def fake_peers(monkeypatch):
-    """FlashAttention-4 and PyTorch's FlashAttention as plain PyTorch; nothing is compiled."""
+    """FlashAttention-4, cuDNN's and PyTorch's attention as plain PyTorch; nothing is compiled."""
 
     def check(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         assert max_seqlen_k == cu_seqlens_k.diff().max()
         return cu_seqlens_q, cu_seqlens_k
 
-    def fwd(q, k, v, *, softmax_scale, causal, return_lse, **lengths):
+    def fwd(q, k, v, *, softmax_scale, causal, return_lse, window_size_left=None, **lengths):
         assert return_lse
-        return (*_varlen(q, k, v, *check(**lengths), softmax_scale, causal), None, None, None)
+        result = _varlen(q, k, v, *check(**lengths), softmax_scale, causal, window_size_left)
+        return (*result, None, None, None)
 
-    def bwd(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic, **lengths):
+    def bwd(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic, window_size_left=None, **lengths):
         calls.append(deterministic)
-        return _varlen_backward(dout, q, k, v, out, lse, *check(**lengths), softmax_scale, causal)
+        spans = check(**lengths)
+        return _varlen_backward(dout, q, k, v, out, lse, *spans, softmax_scale, causal, window_size_left)
 
     calls: list[bool] = []
     interface = types.ModuleType("flash_attn.cute.interface")
@@ -115,6 +120,27 @@ def fake_peers(monkeypatch):
         seen = block_mask.mask_mod(0, 0, i[:, None], i)
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
 
+    def create_mask_plan(ends, q, k, v, *, build_backward, cu_seqlens_q=None, cu_seqlens_k=None, **longest):
+        """[total_q, total_k] bool"""
+        cu = [0, ends.shape[2]] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+        row, key = torch.arange(ends.shape[2])[:, None], torch.arange(ends.shape[2])
+        first = torch.tensor(cu)[torch.searchsorted(torch.tensor(cu), row, right=True) - 1]
+        seen = [torch.zeros_like(first), *(end[:, None] for end in ends[0])]
+        return sum((key >= first + a) & (key < first + b) for a, b in zip(seen[::2], seen[1::2], strict=True)).bool()
+
+    def flex_attn_func(q, k, v, *, mask_plan, softmax_scale):
+        batch = q.dim() == 4
+        q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask_plan, scale=softmax_scale, enable_gqa=True)
+        assert batch == (out.dim() == 4)
+        return out.transpose(-2, -3)
+
+    cudnn = types.ModuleType("cudnn.flex_attention")
+    cudnn.create_mask_plan, cudnn.flex_attn_func = create_mask_plan, flex_attn_func
+    package = types.ModuleType("cudnn")
+    package.flex_attention = cudnn
+    monkeypatch.setitem(sys.modules, "cudnn", package)
+    monkeypatch.setitem(sys.modules, "cudnn.flex_attention", cudnn)
     monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(sides.hopper, "unsupported", lambda q: None)
@@ -122,17 +148,19 @@ def fake_peers(monkeypatch):
 
 
 SIDE_WORKLOADS = ["40:7,1,33", "30:5,0,9;0:11,4;21:;1:6", "16:", "0:12"]
+WINDOWED = {"dualkv", "dualkv-deterministic", "fa4-prompt-copied", "cudnn-intervals", "flex"}
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", sides.SIDES)
+@pytest.mark.parametrize("reach", [{}, {"window": 9}, {"chunk": 16}], ids=str)
 @pytest.mark.parametrize("text", SIDE_WORKLOADS)
-def test_every_side_computes_the_same(fake_peers, text, name, direction):
-    if not sides.of_direction([name], direction):
+def test_every_side_computes_the_same(fake_peers, text, reach, name, direction):
+    if not sides.of_direction([name], direction) or (reach and name not in WINDOWED):
         return
-    made = Fp32Inputs(parse(text).with_shape(heads=4, kv_heads=2, head_dim=16))
+    made = Fp32Inputs(replace(parse(text).with_shape(heads=4, kv_heads=2, head_dim=16), **reach))
     leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(*leaves, made.layout)
+    out = dualkv.attention(*leaves, made.layout, **reach)
     expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
     with torch.no_grad():
         side = sides.SIDES[name](made, direction)
@@ -151,14 +179,14 @@ def test_every_side_computes_the_same(fake_peers, text, name, direction):
 def test_deterministic_is_passed_on(fake_peers, monkeypatch, direction):
     asked = []
 
-    def attention(q, k, v, layout, softmax_scale, deterministic=None, return_lse=False):
+    def attention(q, k, v, layout, softmax_scale, deterministic=None, return_lse=False, **features):
         if not return_lse:  # else it makes what a backward reads
             asked.append(deterministic)
         return (q, None) if return_lse else q * k.mean() * v.mean()
 
-    def bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic):
+    def bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic, **features):
         asked.append(deterministic)
-        return q, k, v
+        return q, k, v, q.new_empty(0)
 
     monkeypatch.setattr(sides, "dualkv", types.SimpleNamespace(attention=attention))
     monkeypatch.setattr(torch.ops.dualkv, "bwd", bwd)
@@ -167,6 +195,13 @@ def test_deterministic_is_passed_on(fake_peers, monkeypatch, direction):
         with torch.no_grad():
             sides.SIDES[name](made, direction).call()
     assert asked == [False, True]
+
+
+@pytest.mark.parametrize("name", sorted(set(sides.SIDES) - WINDOWED - {"fa4-3-calls-deterministic"}))
+def test_sides_without_windows_say_so(fake_peers, name):
+    made = Fp32Inputs(replace(parse("9:3").with_shape(heads=2, kv_heads=2, head_dim=8), window=4))
+    with pytest.raises(ValueError, match="computes full attention"):
+        sides.SIDES[name](made, "fwd")
 
 
 def test_parts_of_the_three_calls(fake_peers):

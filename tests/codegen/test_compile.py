@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import compile, store, toolchain
+from codegen import KernelError, compile, precompiled, store, toolchain
 from codegen.spec import forward_spec
 
 SPEC = forward_spec("bf16", 64, 1)
@@ -101,6 +102,23 @@ def test_a_failing_worker_is_quoted(monkeypatch, tmp_path):
     (broken / "__init__.py").write_text("raise SyntaxError('half an edit')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(RuntimeError, match=r"compiling fwd bf16 head_dim=64 .* failed: (?s:.*)half an edit"):
+        compile.compile_kernel(SPEC, tmp_path)
+
+
+def test_a_kernel_that_fits_no_multiprocessor_is_not_compiled(compiled, monkeypatch, tmp_path):
+    """Shared memory that `smem_bytes` leaves out shows here: a launch of such a kernel would fail on the GPU."""
+    record, code = precompiled.record_of(compiled), (compiled / "kernel.cubin").read_bytes()
+    said = f"Used {record['registers']} registers, {record['stack']} bytes stack frame,"
+    said += " 0 bytes spill stores, 0 bytes spill loads"
+
+    def worker(*args, cwd, **rest):
+        (cwd / "kernel.cubin").write_bytes(code)
+        report = {"cutlass": str(toolchain.found().dsl / "cutlass" / "x.py"), "ptxas": "", "shared_memory": 2**18}
+        (cwd / "worker.json").write_text(json.dumps(report))
+        return subprocess.CompletedProcess(args, 0, said, "")
+
+    monkeypatch.setattr(compile.subprocess, "run", worker)
+    with pytest.raises(KernelError, match=f"{2**18} bytes of shared memory fits no multiprocessor"):
         compile.compile_kernel(SPEC, tmp_path)
 
 

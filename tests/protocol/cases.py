@@ -31,7 +31,7 @@ from tests.protocol.sources import kernels
 from tests.protocol.state import GARBAGE, Agent, Fault
 
 Edits = tuple[tuple[str, str, str], ...]
-SCALE = 0.125
+SCALE, CAP = 0.125, 50.0
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,10 @@ def backward(
 class Outputs:
     """What the forward stores, and what it should."""
 
-    def __init__(self, kernel: Any, seg: Any, heads: int, kv_heads: int) -> None:
+    def __init__(self, kernel: Any, seg: Any, heads: int, kv_heads: int, window: Window | None) -> None:
         self.kernel, self.heads = kernel, heads
         self.visible_end, self.total = np.asarray(seg.visible_end), seg.total
+        self.first_key = np.zeros(seg.total, int) if window is None else plan_paths.first_keys(seg, window)
         self.groups_per_kv = heads // kernel.packed_heads // kv_heads
         self.stored: set[tuple[int, int]] = set()  # (row, head)
         self.on_its_way: dict[Any, Any] = {}
@@ -349,7 +350,8 @@ class Outputs:
         for row in blocks:
             seen[row : row + self.kernel.tile_n] = True
         for row in rows:
-            lacking = np.flatnonzero((self.visible_end[: row + 1] > row) & ~seen[: row + 1])
+            wanted = (self.visible_end[: row + 1] > row) & (np.arange(row + 1) >= self.first_key[row])
+            lacking = np.flatnonzero(wanted & ~seen[: row + 1])
             if len(lacking):
                 raise Fault(f"row {row}, head group {head_group}, lacks the keys {lacking.tolist()}")
 
@@ -361,10 +363,13 @@ class Outputs:
 
 def forward(
     name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
-    parents: list[int] | None = None,
+    parents: list[int] | None = None, window: Window | None = None, features: tuple[str, ...] = (),
 ) -> Case:  # fmt: skip
-    """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles."""
-    config = tiles.forward_tile(head_dim)
+    """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles.
+
+    features: besides a window.
+    """
+    config = tiles.forward_tile(head_dim, window is not None)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -374,7 +379,7 @@ def forward(
         tables = [("segment_begin", plan_forward.segment_begin(seg))]
     else:
         seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
-        made = plan_paths.path_work(seg, tokens, config.tile_n)
+        made = plan_paths.path_work(seg, tokens, config.tile_n, window)
         work, cost = made.items, plan_paths.tile_cost(made.items)
         ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
         tables = [("regions", made.regions), ("visible_end", ends)]
@@ -382,16 +387,21 @@ def forward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
-        kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config))
+        has = (*([] if window is None else ["window"]), *features)
+        kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has)
         barriers = loaded.pipeline.MbarrierAllocator()
         machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))
         q, out = (View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
         k, v = (View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
         lse = View("lse", (heads, seg.total), ("head", "row"))
-        found = Outputs(kernel, seg, heads, kv_heads)
+        found = Outputs(kernel, seg, heads, kv_heads, window)
         machine.stores = found
         arrays = Host("work", work), Host("schedule", taken), *(Host(*x) for x in tables)
-        kernel(q, k, v, out, lse, *arrays, SCALE, config.cluster, None)
+        of_features = {"window": [], "sinks": [View("sinks", (heads,), ("head",))], "softcap": [CAP]}
+        if window is not None:
+            of_features["window"] = [Host("first_key", plan_paths.first_keys(seg, window))]
+        given = [x for name in has for x in of_features[name]]
+        kernel(q, k, v, out, lse, *arrays, SCALE, config.cluster, None, *given)
         return found.check
 
     return Case(name, config.cluster, 4 * (1 + config.warp_groups), start)
@@ -438,6 +448,13 @@ def cases() -> list[Case]:
         found.append(forward(f"fwd d{d}", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
         lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
         found.append(forward(f"fwd_paths d{d}", d, lengths, heads=4, kv_heads=1, parents=parents))
+        window, lengths, parents = Window(size=40), [130, 90, 20, 0, 70], [-1, 0, 1, 0, 0]
+        more = {"heads": 4, "kv_heads": 1, "parents": parents, "window": window}
+        found.append(forward(f"fwd_paths d{d} window", d, lengths, **more))
     found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
+    both = {"heads": 4, "kv_heads": 1, "features": ("sinks", "softcap")}
+    found.append(forward("fwd d128 sinks softcap", 128, ([130, 30], [[40, 7], [10]]), **both))
+    chunks = {"parents": [-1, 0, 0, -1], "window": Window(chunk=48)}
+    found.append(forward("fwd_paths d64 chunks sinks softcap", 64, [100, 70, 30, 20], **both, **chunks))
     found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
     return found

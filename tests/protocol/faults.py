@@ -1,4 +1,8 @@
-"""Faults put into the kernels' sources, each of which the simulator has to find."""
+"""Faults put into the kernels' sources, each of which the simulator has to find.
+
+`python -m pytest tests/protocol -n0 -k 'found and bwd_narrow'` tries those of the cases whose names begin so. To read
+what the simulator says of one, make its edit by hand and run `python -m tests.protocol --kernel CASE`.
+"""
 
 from __future__ import annotations
 

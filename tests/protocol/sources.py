@@ -28,7 +28,15 @@ ALIKE = {
     "bwd_window.py": ("hide",),
     "fwd_contain.py": ("add_key", "contain"),
     "mask.py": ("apply", "keep_before"),
-    "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize"),
+    "softmax.py": (
+        "add_sinks",
+        "online_softmax",
+        "fixed_softmax",
+        "half_softmax",
+        "rescale",
+        "normalize",
+        "softcap",
+    ),
 }
 SYNCHRONIZES = re.compile(
     "barrier|fence|elect_one|wait|commit|gemm|load_|store_release|store_volatile|atomic|bulk|arrive"

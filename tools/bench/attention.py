@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from dualkv.bench.sides import SIDES
-from dualkv.bench.workloads import NAMED, parse
+from dualkv.bench.workloads import EIGHT, NAMED, parse
 from dualkv.cli import commands
 from tools import filed, tables
 from tools.tables import MAIN, RESULTS, TWO_LEVELS
@@ -29,12 +30,13 @@ def _options(option: str, values: Iterable[str]) -> str:
     return " ".join(f"{option} {value}" for value in values)
 
 
-_SHAPES = [name for name, workload in NAMED.items() if not name.startswith(f"{MAIN}-") and not workload.parent]
 _TREES = [name for name, workload in NAMED.items() if workload.parent]
-_HEADS = [name for name in NAMED if name.startswith(f"{MAIN}-d")]
+_HEADS = [name for name in NAMED if re.fullmatch(f"{MAIN}-d\\d+-gqa\\d", name)]
 _TENSOR_PARALLEL = [name for name in NAMED if name.startswith(f"{MAIN}-tp")]
+_WINDOWS = [name for name, workload in NAMED.items() if workload.reach or workload.sinks or name.endswith("-d64")]
 _RANDOM = [f"random-1-{i}" for i in range(40)]
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
+_PEERS = _options("-s", ["dualkv", "fa4-prompt-copied", "cudnn-intervals"])  # of windows, chunks and sinks
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
@@ -44,8 +46,8 @@ LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
 
 # name: options of `dualkv bench`
 RECORDS = {
-    "forward-h200": f"-d fwd {_TWO} {_TURNS} {_options('-w', _SHAPES)}",
-    "backward-h200": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', _SHAPES)}",
+    "forward-h200": f"-d fwd {_TWO} {_TURNS} {_options('-w', EIGHT)}",
+    "backward-h200": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', EIGHT)}",
     "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
     "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
@@ -53,6 +55,8 @@ RECORDS = {
     "random-backward-h200": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
+    "windows-forward-h200": f"-d fwd {_PEERS} {_SHORT_TURNS} {_options('-w', _WINDOWS)}",
+    "windows-backward-h200": f"-d bwd {_PEERS} {_SHORT_TURNS} {_options('-w', _WINDOWS)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }

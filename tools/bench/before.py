@@ -23,13 +23,11 @@ from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.timing import timed
-from dualkv.bench.workloads import NAMED, parse
+from dualkv.bench.workloads import EIGHT, parse
 from dualkv.ops import hopper
 from tools.bench.record import OptionalJsonPath, Record
-from tools.tables import MAIN
 
 BEFORE, NOW = "before", "now"
-EIGHT = [name for name, workload in NAMED.items() if not name.startswith(f"{MAIN}-") and not workload.parent]
 
 
 def kernels_in(folder: Path) -> dict[KernelSpec, Callable[[], Kernel]]:

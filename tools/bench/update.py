@@ -42,7 +42,7 @@ RUNS = {
 }
 
 
-def _no_kernel(q: torch.Tensor) -> str:
+def _no_kernel(q: torch.Tensor, *features: object) -> str:
     """In the place of hopper.unsupported (a Mock would keep every q it is asked about, and their memory)."""
     return "this run"
 

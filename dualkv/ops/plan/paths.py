@@ -1,12 +1,13 @@
-"""The forward's work plan for trees of any depth. Made on the host with numpy, once a batch.
+"""The forward's work plan for trees of any depth, for windows and chunks. Made on the host with numpy, once a batch.
 
-`cute_kernels.abi.PathFields` says what the tables hold. Prompts with responses need two regions a tile only, and have a
-plan of their own: `dualkv.ops.plan.forward`.
+`cute_kernels.abi.PathFields` says what the tables hold. Without a window, prompts with responses need two regions a
+tile only, and have a plan of their own: `dualkv.ops.plan.forward`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from cute_kernels.abi import PathFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
 from dualkv.ops.plan.shared import MASKED_COST, Table, longest_first, segment_at, visible_end_over
+from dualkv.ops.window import Window
 
 NEAR_ROWS = 2**14  # like forward.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**13 and 2**15 are slower
 
@@ -31,7 +33,24 @@ class PathWork:
     regions: Table
 
 
-def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
+class _Tiles(NamedTuple):
+    """Rows [row, row_end) of each tile, and the segment that holds the first one."""
+
+    row: IntArray
+    row_end: IntArray
+    first: IntArray
+
+
+class _Intervals(NamedTuple):
+    """The keys that tiles see as intervals of packed rows, tile after tile, from the root on."""
+
+    tile: IntArray
+    begin: IntArray
+    end: IntArray
+    apart: npt.NDArray[np.bool_]  # between this interval and the one before are keys of the path that no row sees
+
+
+def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | None = None) -> PathWork:
     """The work items of a layout: every packed row whose result is needed lies in exactly one tile, and no tile reaches
     into the next group.
 
@@ -39,6 +58,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
         segments: the layout, of any depth.
         tokens: packed rows a tile (`ForwardTile.tokens`).
         tile_n: keys a block.
+        window: a sliding window or chunks.
     """
     offsets, subtree_end, parent, depth = segments.offsets, segments.subtree_end, segments.parent, segments.depth
     roots = np.flatnonzero(parent == -1)
@@ -53,43 +73,46 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     highest = np.minimum.reduceat(by_depth, np.stack([first + 1, last + 1], 1).reshape(-1))[::2] % max(len(depth), 1)
     inside = (first == last) | (depth[highest] > depth[first])
     shared = np.where(inside, first, parent[highest])
-    whole_end = np.minimum(row, offsets[shared + 1])  # every row sees the keys of the path before this one
+    whole_end = np.minimum(row, offsets[shared + 1])  # every row sees the keys of the path before this one ...
 
-    # The keys of each tile as intervals, from the root on: the path of its first row, with the last interval extended
-    # to the end of the tile.
-    begin_of, above, number_of = _intervals(segments)
-    number = number_of[first]
+    # The keys of each tile as intervals, from the root on: those that rows see of the path of its first row, with the
+    # last interval extended to the end of the tile.
+    tiles = _Tiles(row, row_end, first)
+    if window is None:
+        tile, begin, end, apart = _paths(segments, tiles)
+        whole_begin = np.zeros(len(row), np.int64)  # ... from this one on
+    else:
+        first_key = first_keys(segments, window)
+        tile, begin, end, apart = _windows(segments, tiles, first_key)
+        whole_begin = _over(np.maximum, first_key, row, row_end)
+    number = np.bincount(tile, minlength=len(row))
     start = np.cumsum(number) - number
-    tile = np.repeat(np.arange(len(row)), number)
-    begin, end = (np.empty(len(tile), np.int64) for _ in range(2))
-    segment = first.copy()
-    for step in range(int(number.max(initial=0))):
-        at = np.flatnonzero(number > step)
-        i, s = start[at] + number[at] - 1 - step, segment[at]
-        begin[i], end[i], segment[at] = begin_of[s], offsets[s + 1], above[s]
-    end[start + number - 1] = row_end
+    alone = apart | (np.append(-1, tile)[:-1] != tile)  # no block of the interval before reaches into this one
 
     # An interval's blocks begin at its first key that the blocks of the intervals before do not cover.
     from_key, covered = begin.copy(), np.zeros(len(row), np.int64)
     for step in range(int(number.max(initial=0))):
         at = np.flatnonzero(number > step)
         i = start[at] + step
-        from_key[i] = np.maximum(begin[i], covered[at])
+        from_key[i] = np.where(alone[i], begin[i], np.maximum(begin[i], covered[at]))
         covered[at] = from_key[i] + _blocks(from_key[i], end[i], tile_n) * tile_n
     blocks = _blocks(from_key, end, tile_n)
-    whole = np.clip((np.minimum(whole_end[tile], end) - from_key) // tile_n, 0, blocks)
+    before = np.clip(_blocks(from_key, whole_begin[tile], tile_n), 0, blocks)  # masked ones before the whole ones
+    whole = np.clip((np.minimum(whole_end[tile], end) - from_key) // tile_n - before, 0, blocks - before)
 
     # Masked blocks, the last one first. The first of them is in the work item, so that the tile begins without waiting
     # for the table of regions.
     masked = blocks - whole
     which = np.repeat(np.arange(len(tile)), masked)
-    key = (from_key[which] + (whole[which] + positions(masked)) * tile_n)[::-1]
+    at = positions(masked)
+    key = (from_key[which] + (at + np.where(at < before[which], 0, whole[which])) * tile_n)[::-1]
     which = which[::-1]
     owner, key_end = tile[which], np.minimum(key + tile_n, end[which])
-    next_begin = np.append(begin, 0)[which + 1]
-    one_interval = (np.append(tile, -1)[which + 1] != owner) | (key + tile_n <= next_begin)
+    next_alone, next_begin = np.append(alone, True)[which + 1], np.append(begin, 0)[which + 1]
+    one_interval = next_alone | (key + tile_n <= next_begin)
     to_all = one_interval & (visible_end_over(np.minimum, segments, key, key_end) >= row_end[owner])
-    limit = np.where(to_all, key_end, -row_end[owner])
+    reach = np.append(end, 0)[np.append(np.flatnonzero(alone), len(end))[1:] - 1]  # of intervals up to one alone
+    limit = np.where(to_all, key_end, -reach[(np.cumsum(alone) - 1)[which]])
 
     work = np.empty((len(row), items.NUM_FIELDS), np.int32)
     work[:, items.ROW], work[:, items.ROW_END] = row, row_end
@@ -98,8 +121,9 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     key, limit, owner = key[~first_of], limit[~first_of], owner[~first_of]
 
     runs = np.flatnonzero(whole)
+    run_key = from_key[runs] + before[runs] * tile_n
     owner = np.concatenate([owner, tile[runs], [len(row)]])  # and an unused row, as kernels take no empty table
-    regions = np.stack([np.concatenate([key, from_key[runs], [0]]), np.concatenate([limit, whole[runs], [0]])], 1)
+    regions = np.stack([np.concatenate([key, run_key, [0]]), np.concatenate([limit, whole[runs], [0]])], 1)
     regions = regions[np.argsort(owner, kind="stable")].astype(np.int32)
 
     rows_of = np.bincount(owner)[: len(row)]
@@ -114,9 +138,95 @@ def path_work(segments: Segments, tokens: int, tile_n: int) -> PathWork:
     return PathWork(work.take(order, axis=0), regions)
 
 
+def first_keys(segments: Segments, window: Window) -> IntArray:
+    """[T] the packed row of the first key that each row sees. It sees the keys of its path from there on: along a path,
+    rows ascend as positions do."""
+    offsets, parent, start, row_end = segments.offsets, segments.parent, segments.first_position, segments.offsets[1:]
+    segment = np.flatnonzero(segments.lengths)
+    above, row_end = segment, row_end[segment]  # an ancestor; rows [.., row_end) have their first key there or above
+    begins, shifts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    while len(segment):
+        position = np.where(start[above] > 0, window.end(start[above] - 1), 0)  # of the first one to see no key above
+        begin = np.clip(position - start[segment] + offsets[segment], offsets[segment], row_end)
+        begins.append(begin[begin < row_end])
+        shifts.append((offsets[above] - start[above])[begin < row_end])
+        more = begin > offsets[segment]
+        segment, above, row_end = segment[more], parent[above[more]], begin[more]
+    runs, shift = np.concatenate(begins), np.concatenate(shifts)
+    order = np.argsort(runs)
+    lengths = np.diff(np.append(runs[order], segments.total))
+    result: IntArray = window.lowest(segments.position) + np.repeat(shift[order], lengths)
+    return result
+
+
 def tile_cost(work: Table) -> npt.NDArray[np.float64]:
     """[n] time that each tile takes, in unmasked blocks."""
     return work[:, items.BLOCKS] + MASKED_COST * work[:, items.MASKED]
+
+
+def _paths(segments: Segments, tiles: _Tiles) -> _Intervals:
+    """Without a window: whole paths."""
+    begin_of, above, number_of = _intervals(segments)
+    number = number_of[tiles.first]
+    start = np.cumsum(number) - number
+    tile = np.repeat(np.arange(len(number)), number)
+    begin, end = (np.empty(len(tile), np.int64) for _ in range(2))
+    segment = tiles.first.copy()
+    for step in range(int(number.max(initial=0))):
+        at = np.flatnonzero(number > step)
+        i, s = start[at] + number[at] - 1 - step, segment[at]
+        begin[i], end[i], segment[at] = begin_of[s], segments.offsets[s + 1], above[s]
+    end[start + number - 1] = tiles.row_end
+    return _Intervals(tile, begin, end, np.zeros(len(tile), bool))
+
+
+def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray) -> _Intervals:
+    """Of each segment of a path, what the rows below it see: of the first row's segment and of those above it rows of
+    later segments may see less, or keys that the first row does not see.
+
+    Args:
+        first_key: of :func:`first_keys`.
+    """
+    offsets, up = segments.offsets, _nearest_with_rows(segments)
+    row, row_end, first = tiles
+    # Within a segment, first keys ascend: those of a tile's first row and of segments that begin in the tile count.
+    of_segment = np.append(first_key, 0)[offsets[:-1]]
+    lowest = _over(np.minimum, first_key, row, row_end)
+    at, segment, end = np.arange(len(row)), first, row_end
+    tile, begins, ends, segments_of = [at[:0]], [at[:0]], [at[:0]], [at[:0]]
+    while len(at):
+        stop = np.searchsorted(offsets[:-1], np.minimum(row_end[at], segments.subtree_end[segment]))
+        low = np.minimum(first_key[row[at]], _over(np.minimum, of_segment, first[at] + 1, stop))
+        low = np.maximum(low, offsets[segment])
+        seen = low < end
+        for found, x in ((tile, at), (begins, low), (ends, end), (segments_of, segment)):
+            found.append(x[seen])
+        more = lowest[at] < offsets[segment]
+        at, segment = at[more], up[segment[more]]
+        end = offsets[segment + 1]
+    found = [np.concatenate(x[::-1]) for x in (tile, begins, ends, segments_of)]
+    order = np.argsort(found[0], kind="stable")  # from the root on
+    owner, begin, end, segment = (x[order] for x in found)
+    follows = (owner[1:] == owner[:-1]) & (begin[1:] == offsets[segment[1:]]) & (segment[:-1] == up[segment[1:]])
+    joined = follows & (begin[1:] == end[:-1])
+    heads, tails = np.append(True, ~joined)[: len(owner)], np.append(~joined, True)[: len(owner)]
+    return _Intervals(owner[heads], begin[heads], end[tails], ~np.append(False, follows)[: len(owner)][heads])
+
+
+def _nearest_with_rows(segments: Segments) -> IntArray:
+    """[S] the nearest ancestor of each segment that has rows, -1 for none."""
+    parent, empty = segments.parent, segments.lengths == 0
+    up = parent.copy()
+    while len(at := np.flatnonzero((up >= 0) & empty[up])):
+        up[at] = parent[up[at]]
+    return up
+
+
+def _over(op: np.ufunc, values: IntArray, begin: IntArray, end: IntArray) -> IntArray:
+    """`op` (np.minimum or np.maximum) over values[begin[i] : end[i]]; its neutral number for an empty range."""
+    neutral = np.iinfo(np.int64).max if op is np.minimum else 0
+    found = op.reduceat(np.append(values, neutral), np.stack([begin, end], 1).reshape(-1))[::2]
+    return np.where(begin < end, found, neutral)
 
 
 def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:

@@ -1,4 +1,4 @@
-"""The forward's plan of trees: walked in numpy as the kernel walks it, for every tile, against the one rule."""
+"""The forward's plan of trees and windows: walked in numpy as the kernel walks it, for every tile, against the rule."""
 
 import time
 
@@ -11,8 +11,9 @@ from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.layout import segments_of
-from dualkv.ops.plan.paths import NEAR_ROWS, path_work
-from tests.strategies import binary_tree, random_tree, trees
+from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
+from dualkv.ops.window import Window
+from tests.strategies import binary_tree, groups, random_tree, trees
 
 TILES = list(FORWARD_TILES.values())
 
@@ -35,12 +36,13 @@ def key_blocks(item, regions, tile_n):
     return blocks
 
 
-def walk(seg, tokens, tile_n):
+def walk(seg, tokens, tile_n, window=None):
     """Counts of what the kernel would do: rows taken [T], pairs [T, T + tile_n] of query and key rows added."""
     total = seg.total
     visible_end = np.append(seg.visible_end, np.zeros(tile_n, int))  # as the device has it
     taken, pairs = np.zeros(total, int), np.zeros((total, total + tile_n), int)
-    work = path_work(seg, tokens, tile_n)
+    first_key = np.zeros(total, int) if window is None else first_keys(seg, window)
+    work = path_work(seg, tokens, tile_n, window)
     assert work.items.dtype == work.regions.dtype == np.int32
     regions = work.regions.astype(int)
     for item in work.items.astype(int):
@@ -54,12 +56,13 @@ def walk(seg, tokens, tile_n):
         for first, limit in blocks:
             keys = np.arange(first, first + tile_n)[None]
             if limit is None:
-                seen = (keys <= q) & (q < visible_end[keys])
+                seen = (keys <= q) & (q < visible_end[keys]) & (keys >= first_key[q])
                 assert seen.all(), "a block without a mask needs none"
             else:
                 seen = keys < np.minimum(q + 1, abs(limit))
                 seen = seen & (q < visible_end[keys]) if limit < 0 else seen
-                own += (keys == q).any(1)
+                seen = seen & (keys >= first_key[q])
+                own += (seen & (keys == q)).any(1)
                 # What the kernel takes out of V: the keys that no row sees, of which none is left in.
                 dead = (keys >= abs(limit)) | ((visible_end[keys] <= row) if limit < 0 else False)
                 assert (dead == ~seen.any(0)).all()
@@ -68,12 +71,16 @@ def walk(seg, tokens, tile_n):
     return taken, pairs
 
 
-def check(seg, tokens, tile_n):
-    taken, pairs = walk(seg, tokens, tile_n)
+def check(seg, tokens, tile_n, window=None):
+    taken, pairs = walk(seg, tokens, tile_n, window)
     q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
     rule = (k <= q) & (q < seg.visible_end[k])
-    assert (taken == 1).all()
-    assert (pairs[:, : seg.total] == rule).all()
+    if window is not None:
+        rule &= seg.position[k] >= window.lowest(seg.position)[q]
+    asked = np.repeat(seg.prompts_ask | (seg.depth > 0), seg.lengths)
+    assert (taken[asked] == 1).all()
+    assert (taken <= 1).all()
+    assert (pairs[:, : seg.total] == rule * taken[:, None]).all()
     assert not pairs[:, seg.total :].any()
 
 
@@ -88,6 +95,44 @@ def test_items_cover_each_visible_pair_once(tree, tile, heads):
     seg = of(Layout.from_segments(*tree))
     if seg.total <= 1500:
         check(seg, tile.tokens(heads), tile.tile_n)
+
+
+windows = st.one_of(
+    st.builds(Window, size=st.one_of(st.integers(1, 5), st.integers(1, 400), st.sampled_from([63, 64, 65, 5000]))),
+    st.builds(lambda chunk: Window(chunk=chunk), st.one_of(st.integers(1, 5), st.integers(1, 400), st.just(5000))),
+)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), windows)
+@example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64))  # begin and end of responses within a tile
+@example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24))
+def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
+    seg = of(Layout.from_segments(*tree))
+    if seg.total <= 1500:
+        check(seg, tile.tokens(heads), tile.tile_n, window)
+
+
+@settings(max_examples=500, deadline=None)
+@given(groups(max_groups=3, max_responses=6, length=lengths), windows, st.booleans(), st.sampled_from([24, 96, 128]))
+def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
+    layout = Layout.from_lengths(*layout)
+    seg = of(layout if prompts_ask else layout.without_prompt_queries())
+    if seg.total <= 1500:
+        check(seg, tokens, 64, window)
+
+
+@settings(max_examples=500, deadline=None)
+@given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]), windows)
+def test_windows_of_tiny_segments(tree, tokens, window):
+    check(of(Layout.from_segments(*tree)), tokens, 64, window)
+
+
+def test_a_window_beyond_all_paths_changes_no_block():
+    seg = of(Layout.from_segments(*random_tree(0, 60, 9, 80)))
+    full, far = path_work(seg, 64, 64), path_work(seg, 64, 64, Window(size=seg.total))
+    assert (full.items == far.items).all()
+    assert (full.regions == far.regions).all()
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,0 +1,88 @@
+"""The mask of windows and the walk over a path's blocks: the kernel's own source, run on numbers of 32 lanes.
+
+tests/ops/plan/test_paths.py proves plans by the same rule in numpy; here that rule meets the code.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dualkv.layout import Layout, segments_of
+from dualkv.ops.plan.paths import first_keys, path_work
+from dualkv.ops.window import Window
+from tests.protocol import sources
+from tests.protocol.lanes import Now
+from tests.protocol.memory import Host
+
+TILE_N, TOKENS, LANES = 48, 40, np.arange(32)
+
+
+class Scores:
+    """A warp's part of a block of scores: which ones are kept, [elements, lanes]."""
+
+    def __init__(self, size):
+        self.shape, self.kept = (size,), np.ones((size, 32), bool)
+
+    def __getitem__(self, element):
+        return np.where(self.kept[element], 0.0, -np.inf)
+
+    def __setitem__(self, element, scores):
+        taking = Now.machine.agent.mask
+        taking = np.ones(32, bool) if taking is None else taking
+        self.kept[element] = np.where(taking, np.broadcast_to(scores, 32) == 0, self.kept[element])
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """`cute_kernels.work` on stand-ins, with all rounds of the mask's loops."""
+    monkeypatch.delitem(sources.ALIKE, "mask.py")
+    monkeypatch.setattr(Now, "machine", SimpleNamespace(agent=SimpleNamespace(mask=None, name="a warp")))
+    loaded = sources.kernels(("mask.py", "The visibility rule on the device", "The rule on the device"))
+    work = loaded.fwd_paths.WindowTile.load.__func__.__globals__
+    return SimpleNamespace(**work, PathBounds=work["WindowMask"].sees.__globals__["PathBounds"])
+
+
+LAYOUTS = {
+    "prompts with responses": ([0, 80, 120, 160, 390, 400, 440, 471], [-1, 0, 0, 0, 0, -1, 5]),
+    "a tree": ([0, 60, 60, 130, 150, 155, 260, 300], [-1, 0, 1, 2, 2, 0, 5]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [Window(size=1), Window(size=37), Window(size=170), Window(chunk=150)], ids=str)
+def test_rows_keep_the_keys_of_their_window(work, layout, window):
+    made = Layout.from_segments(*LAYOUTS[layout])
+    seg = segments_of(made.offsets, made.parent)
+    total, first = seg.total, first_keys(seg, window)
+    plan = path_work(seg, TOKENS, TILE_N, window)
+    visible_end = np.append(seg.visible_end, np.zeros(TILE_N, int))
+    regions = Host("regions", plan.regions)
+    bounds = work.PathBounds(Host("visible_end", visible_end), Host("first_key", first))
+    pairs = np.zeros((total, total + TILE_N), int)
+    for item in plan.items.tolist():
+        tile = work.WindowTile.load(item, regions, TILE_N)
+        keys = np.array([tile.key_row(i) for i in range(tile.blocks)])
+        for i, key in enumerate(keys[: tile.masked].tolist()):
+            mask = tile.mask(i)
+            for k in range(key, key + TILE_N):
+                hidden = k >= key + mask.first_hidden() and mask.hides(k, bounds)
+                assert hidden == (not any(mask.sees(row, k, bounds) for row in range(tile.row, tile.row_end)))
+        for row in range(tile.row, tile.row_end, 16):  # of a warp
+            q = np.minimum(row + np.stack([LANES // 4, LANES // 4 + 8]), tile.row_end - 1)
+            for i, key in enumerate(keys):
+                mask, scores = tile.mask(i), Scores(TILE_N // 2)
+                mask.apply(scores, q, bounds)
+                if i >= tile.masked:
+                    assert scores.kept.all(), "a whole block's mask keeps all of it, as the recompute pass needs"
+                for e in range(TILE_N // 2):
+                    at = q[e // 2 % 2], key + e // 4 * 8 + e % 2 + LANES % 4 * 2
+                    if i < tile.masked:
+                        for lane in (0, 13, 31):
+                            pair = int(at[0][lane]), int(at[1][lane])
+                            assert bool(mask.sees(*pair, bounds)) == scores.kept[e, lane]
+                    in_use = row + e // 2 % 2 * 8 + LANES // 4 < tile.row_end
+                    np.add.at(pairs, (at[0][in_use], at[1][in_use]), scores.kept[e][in_use])
+    q, k = np.arange(total)[:, None], np.arange(total)[None]
+    assert (pairs[:, :total] == ((k <= q) & (q < seg.visible_end[k]) & (k >= first[q]))).all()
+    assert not pairs[:, total:].any()

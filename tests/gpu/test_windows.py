@@ -1,0 +1,149 @@
+"""Windows, chunks, sinks, softcapping and gradients of the log-sum-exp against float64, both directions, any depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dualkv
+from codegen.spec import backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS
+from dualkv import Layout
+from dualkv.ops import hopper
+from tests import oracle
+from tests.gpu.test_trees import tree
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LAYOUTS = {
+    "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
+    "ragged groups": Layout.from_lengths(
+        [0, 1, 129, 200, 64, 37], [[5, 70], [1, 1, 1], [], [100, 0, 300, 17], [64] * 5, [3] * 20]
+    ),
+    "long": Layout.from_lengths([700, 256], [[300, 256, 513], [400, 130]]),
+    "two tokens": Layout.from_lengths([1], [[1]]),
+    "tree": tree([300, 90, 500, 40, 0, 300, 100, 1, 70], [-1, 0, 1, 1, 0, 4, 5, 5, 0]),
+}
+REACH = [{"window": 1}, {"window": 2}, {"window": 64}, {"window": 129}, {"window": 300}, {"chunk": 1}, {"chunk": 96}]
+OTHERS = [
+    {"sinks": True},
+    {"softcap": 3.0},
+    {"window": 100, "sinks": True},
+    {"chunk": 100, "softcap": 20.0},
+    {"window": 200, "sinks": True, "softcap": 5.0},
+]
+OTHER_HEAD_DIMS = (64, 128, 256)
+FEATURES = [
+    tuple(name for name in ("window", "sinks", "softcap") if name in {"window" if n == "chunk" else n for n in some})
+    for some in OTHERS
+]  # of kernels
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(compile_all):
+    if not HOPPER:
+        return
+    specs = [forward_spec("bf16", d, h, trees=True, features="window") for d in HEAD_DIMS for h in (1, 4)]
+    for d in HEAD_DIMS:
+        for names in [("window",)] + (FEATURES if d in OTHER_HEAD_DIMS else []):
+            for trees in (True,) if "window" in names else (False, True):
+                specs.append(forward_spec("bf16", d, 4, trees=trees, features="+".join(names)))
+            for fixed in (False, True):
+                specs += backward_specs("bf16", d, fixed, features=names).present
+    compile_all(specs)
+
+
+def check(
+    layout, features, head_dim=128, heads=8, kv_heads=2, dtype=BF16, deterministic=False, with_dlse=False, seed=0
+):
+    """Out, lse and all gradients: errors at most twice plain PyTorch's in the same dtype; and the same bits twice."""
+    made = torch.Generator("cuda").manual_seed(seed * 1000 + head_dim + heads + layout.num_tokens)
+    total = layout.num_tokens
+    shapes = [(total, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = [torch.randn(shape, device="cuda", dtype=dtype, generator=made) for shape in shapes]
+    dlse = torch.randn(heads, total, device="cuda", generator=made) if with_dlse else None
+    features = dict(features)
+    if features.pop("sinks", False):
+        features["sinks"] = 2 * torch.randn(heads, device="cuda", generator=made)
+    softcap = features.get("softcap")
+    if softcap:
+        q = q * 4  # so that the cap is felt
+
+    def run():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        given = dict(features)
+        if "sinks" in given:
+            given["sinks"] = given["sinks"].detach().requires_grad_()
+            leaves.append(given["sinks"])
+        out, lse = dualkv.attention(
+            *leaves[:3], layout.to("cuda"), deterministic=deterministic, return_lse=True, **given
+        )
+        outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+        return out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, grads)
+
+    got, again = run(), run()
+    for i, (a, b) in enumerate(zip(got, again, strict=True)):
+        assert (i == 2 and not deterministic) or torch.equal(a, b), i  # dq alone may differ
+    arguments = layout.offsets, layout.parent, head_dim**-0.5
+    names = ["out", "lse", "dq", "dk", "dv", "dsinks"]
+    want = oracle.attention_and_grads(q, k, v, *arguments, dout, dlse, **features)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    sinks = features.get("sinks")
+    low = None if sinks is None else sinks.detach().requires_grad_()
+    plain_features = {**features, **({} if low is None else {"sinks": low.to(dtype)})}
+    out, lse = oracle.attention(*leaves, *arguments, **plain_features)
+    outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
+    plain = out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves + ([] if low is None else [low]), grads)
+    assert (got[1] - want[1]).abs().max() <= 1e-4
+    for name, x, p, w in list(zip(names, got, plain, want, strict=False)):
+        if name == "lse":
+            continue
+        error, plain_error = x.double() - w, p.double() - w
+        slack = 1e-5 * max(1.0, w.abs().max().item())
+        assert error.abs().max() <= 2 * plain_error.abs().max() + slack, (
+            name,
+            error.abs().max(),
+            plain_error.abs().max(),
+        )
+        floor = 1e-5 * (w.norm() + w.numel() ** 0.5)
+        assert error.norm() <= 2 * plain_error.norm() + floor, (name, error.norm(), plain_error.norm())
+
+
+@pytest.mark.parametrize("features", REACH, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_windows(name, head_dim, features):
+    for kv_heads, deterministic in ((2, False), (8, True)):
+        check(LAYOUTS[name], features, head_dim, 8, kv_heads, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("features", OTHERS, ids=str)
+@pytest.mark.parametrize("head_dim", OTHER_HEAD_DIMS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sinks_and_softcapping(name, head_dim, features):
+    for deterministic in (False, True):
+        check(LAYOUTS[name], features, head_dim, deterministic=deterministic, with_dlse=deterministic)
+
+
+@pytest.mark.parametrize("ratio", [2, 5, 8, 16])
+def test_gqa_ratios(ratio):
+    check(LAYOUTS["one group"], {"window": 70, "sinks": True}, 64, ratio, 1)
+
+
+def test_fp16():
+    check(LAYOUTS["long"], {"window": 128, "sinks": True}, 64, dtype=FP16)
+    check(LAYOUTS["tree"], {"softcap": 30.0}, 128, dtype=FP16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_gradient_of_lse_alone(head_dim):
+    check(LAYOUTS["long"], {}, head_dim, with_dlse=True)
+
+
+def test_long_paths():
+    """Many tiles and key blocks, split items, windows that end within responses."""
+    layout = Layout.from_lengths([3000], [[700] * 3])
+    for head_dim, window in ((64, 128), (128, 1024), (256, 512)):
+        check(layout, {"window": window}, head_dim, 4, 1)
