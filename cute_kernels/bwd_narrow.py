@@ -326,7 +326,7 @@ class NarrowBackward(NarrowDq):
         if self.want_dp:
             for e in range(8 * count):
                 acc_dP[e] = (slope_of(slope, e) if self.softcap else acc_S[e]) * dP[e]
-            round_to(acc_dP, tdS)
+            round_to(acc_dP, tdS, pinned=True)
         if self.want_dq:
             self.write_dS(p, x, tdS, own, rows.begin)
         else:
