@@ -71,11 +71,11 @@ def reduce_tree(op: Callable[[Number, Number], Number], values: Sequence[Number]
     return part[0]
 
 
-def round_to(acc: cute.Tensor, frag: cute.Tensor, pinned: bool = False) -> None:
-    """fp32 accumulator -> 16-bit fragment of the same order, to nearest, two a register. pinned: see `round_pair`."""
+def round_to(acc: cute.Tensor, frag: cute.Tensor) -> None:
+    """fp32 accumulator -> 16-bit fragment of the same order, to nearest, two a register."""
     pairs = cute.recast_tensor(frag, Int32)
     for j in range(cute.size(pairs)):
-        pairs[j] = round_pair(frag.element_type, acc[2 * j], acc[2 * j + 1], pinned)
+        pairs[j] = round_pair(frag.element_type, acc[2 * j], acc[2 * j + 1])
 
 
 def not_finite(frag: cute.Tensor) -> Int32:

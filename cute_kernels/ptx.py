@@ -42,17 +42,10 @@ def _asm(
 # ---------------------------------------------------------------- registers
 @dsl_user_op
 def round_pair(
-    dtype: type[cutlass.Numeric],
-    low: Float32,
-    high: Float32,
-    pinned: bool = False,
-    *,
-    loc: Location = None,
-    ip: Point = None,
+    dtype: type[cutlass.Numeric], low: Float32, high: Float32, *, loc: Location = None, ip: Point = None
 ) -> Int32:
-    """Two fp32 rounded to nearest, as 16-bit floats in one register. pinned: before the products issued after it."""
-    text = f"{_CONVERT[dtype]} $0, $1, $2;"
-    return _asm(text, "=r,f,f", [Float32(high), Float32(low)], loc, ip, volatile=pinned)
+    """Two fp32 rounded to nearest, as 16-bit floats in one register."""
+    return _asm(f"{_CONVERT[dtype]} $0, $1, $2;", "=r,f,f", [Float32(high), Float32(low)], loc, ip, volatile=False)
 
 
 @dsl_user_op
