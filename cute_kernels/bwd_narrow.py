@@ -32,6 +32,7 @@ from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block, part_rows
 from cute_kernels.bwd_window import OWN_STEP
 from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
+from cute_kernels.ptx import thread_here
 
 
 class ScoreOperands(NamedTuple):
@@ -161,12 +162,15 @@ class NarrowBackward(NarrowDq):
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
                 x.acc_dK[e] = x.acc_dK[e] * scale
+        row = self.first_row(warp_id)
+        if const_expr(self.softcap):  # no register holds it during the loop
+            row = thread_here() // 32 * 16 - 64 + cute.arch.lane_idx() // 4
         if const_expr(self.want_dq and self.want_dv):
-            self.mark_keys(x.acc_dV, s.V, self.first_row(warp_id))
+            self.mark_keys(x.acc_dV, s.V, row)
         end = self.destination(s)
         dK, dV = (x.acc_dK, g.dk, 0), (x.acc_dV, g.dv, 1)
         results = ((dK,) if self.want_dk else ()) + ((dV,) if self.want_dv else ())
-        self.store_keys(results, g.partials, end, self.first_row(warp_id))
+        self.store_keys(results, g.partials, end, row)
 
     def first_row(self, warp_id: Int32) -> Int32:
         """The first of a thread's two keys, among the CTA's."""

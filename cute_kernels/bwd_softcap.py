@@ -11,19 +11,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.ptx import round_pair, unpacked
+from cute_kernels.ptx import round_pair, times_here, unpacked
+
+
+LARGEST_EXPONENT = 2.0**126  # of a row with P infinite: finite, as the -inf of a hidden pair is added to it
 
 
 class Softcap(NamedTuple):
-    """Factors of exponents of 2."""
+    """
+    Attributes:
+        cap: above 0.
+        of_score: exp2(of_score * S) = exp(2 * softmax_scale * S / cap).
+    """
 
-    of_score: Float32  # exp2(of_score * S) = exp(2 * softmax_scale * S / cap)
-    of_tanh: Float32  # exp2(of_tanh * tanh) = exp(score)
-    of_lse: Float32  # exp2(of_lse * what the row's first three statistics add up to) = exp(-lse)
+    cap: Float32
+    of_score: Float32
 
     @classmethod
     def of(cls, cap: Float32, scale_log2: Float32) -> "Softcap":
-        return cls(2.0 * scale_log2 / cap, cap * math.log2(math.e), 2.0 * scale_log2)
+        return cls(cap, 2.0 * scale_log2 / cap)
 
 
 def to_tanh(acc_S: cute.Tensor, cap: Softcap) -> None:
@@ -53,11 +59,14 @@ def to_probabilities(
     pairs = cute.recast_tensor(P, Int32)
     slope_pairs = cute.recast_tensor(slope, Int32) if slope is not None else None
     lane = cute.arch.lane_idx() % 4 * 2
+    of_tanh = times_here(cap.cap, math.log2(math.e))  # exp2(of_tanh * tanh) = exp(score)
+    of_lse = times_here(cap.cap, cap.of_score)  # exp2(of_lse * row_lse) = exp(-lse)
     for c in range(cute.size(tanh) // 4):  # 8 query rows, of which the thread has two
-        lse = [row_lse(sStat, first_row + 8 * c + lane + i, stage) * cap.of_lse for i in range(2)]
+        lse = [row_lse(sStat, first_row + 8 * c + lane + i, stage) * of_lse for i in range(2)]
+        lse = [cute.arch.fmin(x, Float32(LARGEST_EXPONENT)) for x in lse]
         for r in range(2):
             t = [tanh[4 * c + 2 * r + i] for i in range(2)]
-            p = [cute.math.exp2(t[i] * cap.of_tanh + lse[i], fastmath=True) for i in range(2)]
+            p = [cute.math.exp2(t[i] * of_tanh + lse[i], fastmath=True) for i in range(2)]
             pairs[2 * c + r] = round_pair(dtype, *p)
             if const_expr(slope is not None):
                 t = [cute.arch.fmax(x, Float32(-1.0)) for x in t]  # a hidden pair gets 0 * 0, not 0 * inf

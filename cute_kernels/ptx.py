@@ -62,6 +62,18 @@ def unpacked(
 
 
 @dsl_user_op
+def times_here(a: Float32, b: Float32, *, loc: Location = None, ip: Point = None) -> Float32:
+    """a * b, computed where it stands: the compiler would keep it in a register during a loop."""
+    return _asm("mul.f32 $0, $1, $2;", "=f,f,f", [Float32(a), Float32(b)], loc, ip)
+
+
+@dsl_user_op
+def thread_here(*, loc: Location = None, ip: Point = None) -> Int32:
+    """The thread's number in the CTA, read where it stands."""
+    return _asm("mov.u32 $0, %tid.x;", "=r", [], loc, ip)
+
+
+@dsl_user_op
 def zero_times(pair: Int32, sums: Int32, bf16: bool, *, loc: Location = None, ip: Point = None) -> Int32:
     """sums + 0 * pair, of two 16-bit floats each: NaN, and for good, where a pair is not finite."""
     text = f"fma.rn.{'bf16x2' if bf16 else 'f16x2'} $0, $1, $2, $3;"

@@ -419,6 +419,10 @@ def inline_asm(_: Any, operands: list[Any], text: str, constraints: str, **__: A
         for y in operands[1:]:
             x = x._with(y) if isinstance(x, Scalar) else y
         return x if isinstance(x, Scalar) else UNKNOWN
+    if text.startswith("mul.f32"):
+        return operands[0] * operands[1]
+    if "%tid.x" in text:
+        return who.warp * 32 + LANES
     if text.startswith("red.relaxed.gpu.global.add.v4.f32"):
         emit("dq +=", operands[0].offset, operands[1].prov)
         return None
