@@ -431,9 +431,10 @@ def cases() -> list[Case]:
             found.append(backward(f"bwd_narrow d{d} window{after}", d, "qkv", windowed, **options | heads))
         tree = {"parents": [-1, 0, 1, 1, 0, -1], "window": Window(chunk=50), "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 chunks{after}", 128, "qkv", [90, 30, 60, 20, 40, 30], **tree))
-        # A block sees keys of both CTAs, and the next ones see keys of the second CTA alone.
-        groups = [40] * 8, [[]] * 8
-        found.append(backward(f"bwd_narrow d64 window groups{after}", 64, "qkv", groups, **options | {"heads": 1}))
+        # Blocks see keys of both CTAs, and many behind them keys of the second CTA alone.
+        groups = [1, 129, 200, 64, 37], [[5, 70], [], [100, 0, 300, 17], [64] * 3, [3] * 10]
+        far = options | {"heads": 1, "tile_m": 128, "window": Window(300)}
+        found.append(backward(f"bwd_narrow d64 window groups{after}", 64, "qkv", groups, **far))
         narrow_one = options | {"cluster": 1}
         found.append(backward(f"bwd_narrow d64 window cluster 1{after}", 64, "qkv", windowed, **narrow_one))
         for d in (192, 256):
