@@ -1,4 +1,4 @@
-"""The table of tile configurations, chosen by measurement on an H200.
+"""The table of tile configurations, chosen by measurement on an H200. CONTRIBUTING.md says how to add a head dim.
 
 Nothing here imports CuTe or torch, so that the host's plan can use it.
 """
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.abi import partial_floats, warp_group_tokens
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills smaller head dims with zeros
 MAX_PACKED_HEADS = 16
+NARROW = 128  # largest head dim whose backward is cute_kernels.bwd_narrow; beyond it is bwd_wide (cute_kernels/bwd.py)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ FORWARD_TILES = {
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
 }
+HEAD_DIMS = tuple(FORWARD_TILES)  # native ones, in ascending order; TMA fills smaller head dims with zeros
 
 WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks
     64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),

@@ -278,7 +278,8 @@ def backward(
     features = tuple(feature for feature, value in asked.items() if value is not None)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
-        kernel = loaded.bwd.backward_kernel(BFloat16, head_dim, gradients=gradients, features=features, **options)
+        cls = loaded.bwd_narrow.NarrowBackward if head_dim <= tiles.NARROW else loaded.bwd_wide.WideBackward
+        kernel = cls(BFloat16, head_dim, gradients=gradients, features=features, **options)
         machine.barrier_names = barrier_names(kernel.pipelines(loaded.pipeline.MbarrierAllocator()))
         total, blocks = seg.total, -(-seg.total // tile_m)
         q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
@@ -413,10 +414,9 @@ def cases() -> list[Case]:
     wide, narrow = ([50, 20], [[60, 20], []]), ([90, 20], [[30, 80, 10], [40]])
     for deterministic in (False, True):
         after = " deterministic" * deterministic
-        for d in (192, 256):
-            found.append(backward(f"bwd_wide d{d}{after}", d, "qkv", wide, deterministic=deterministic))
-        for d in (64, 96, 128):
-            found.append(backward(f"bwd_narrow d{d}{after}", d, "qkv", narrow, deterministic=deterministic))
+        for d in tiles.HEAD_DIMS:
+            kernel, layout = ("bwd_narrow", narrow) if d <= tiles.NARROW else ("bwd_wide", wide)
+            found.append(backward(f"{kernel} d{d}{after}", d, "qkv", layout, deterministic=deterministic))
         more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
     for gradients in ("q", "k", "v", "kv"):
