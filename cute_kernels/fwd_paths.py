@@ -5,13 +5,14 @@ Windows and chunks run here too, whatever the depth: with them, tiles see a few 
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_kernels import fakes
 from cute_kernels.abi import PathFields
 from cute_kernels.fwd import ForwardKernel
 from cute_kernels.fwd_frame import Arguments, Global
-from cute_kernels.work import PathTile, WindowTile
+from cute_kernels.mask import PathBounds
+from cute_kernels.work import PathTile
 
 
 class PathForwardKernel(ForwardKernel):
@@ -51,9 +52,10 @@ class PathForwardKernel(ForwardKernel):
         stream: cuda.CUstream,
         *features: object,
     ) -> None:
-        arguments = Arguments(q, k, v, out, lse, work, schedule, visible_end, regions, self.features(features))
+        given = self.features(features)
+        bounds = PathBounds(visible_end, given.first_key)
+        arguments = Arguments(q, k, v, out, lse, work, schedule, bounds, regions, given)
         self.launch(arguments, softmax_scale, num_sms, stream)
 
     def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> PathTile:
-        tile = WindowTile if const_expr(self.windowed) else PathTile
-        return tile.load(fields, g.regions, self.tile_n)
+        return PathTile.load(fields, g.regions, self.tile_n)
