@@ -40,8 +40,9 @@ FORWARD_TILES = {
     256: ForwardTile(tile_n=64),
 }
 
-WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks
+WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks: 128 keys and a tile of 24 or 32 rows are two blocks
     64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),
+    192: ForwardTile(tile_n=80),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, WINDOW_TILES, forward_tile
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.layout import segments_of
@@ -15,7 +15,7 @@ from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
 from tests.strategies import binary_tree, groups, random_tree, trees
 
-TILES = list(FORWARD_TILES.values())
+TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), list(WINDOW_TILES.values())
 
 
 def of(layout):
@@ -104,7 +104,9 @@ windows = st.one_of(
 
 
 @settings(max_examples=2000, deadline=None)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), windows)
+@given(
+    trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
+)
 @example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64))  # begin and end of responses within a tile
 @example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24))
 def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
@@ -164,6 +166,27 @@ def test_trees_pay_for_what_they_see():
     assert (work.items[:, items.LIMIT] >= 0).all(), "no row asks for the end of a key"
 
 
+@pytest.mark.parametrize("layout", [([8192], [[2048] * 32]), ([32768], [[2048] * 16])], ids=["N=32", "N=16"])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "window", "at_most"),
+    [
+        (64, 8, Window(size=128), 1.4),
+        (192, 8, Window(size=129), 1.4),
+        (256, 2, Window(size=512), 1.3),
+        (256, 2, Window(size=1024), 1.15),
+        (128, 4, Window(size=4096), 1.06),
+        (128, 5, Window(chunk=8192), 1.08),
+    ],
+    ids=str,
+)
+def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
+    """Executed over useful products: rows of tiles times keys of blocks, over visible pairs."""
+    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, window=True)
+    work = path_work(seg, tile.tokens(heads), tile.tile_n, window)
+    executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
+    assert 1 <= executed / int((seg.position - window.lowest(seg.position) + 1).sum()) <= at_most
+
+
 def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
     seg = of(Layout.from_segments(*binary_tree(3, 200, 150)))
     check(seg, 64, 128)
@@ -182,15 +205,16 @@ def test_empty_layouts():
         assert work.regions.shape == (1, 2), "not empty"
 
 
-def test_a_plan_is_quick():
+@pytest.mark.parametrize("window", [None, Window(size=128), Window(size=1000), Window(chunk=500)], ids=str)
+def test_a_plan_is_quick(window):
     """Ten thousand segments of up to 64 levels in 100 ms; the best of a few, as other work shares the machine."""
     seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
-    tile = forward_tile(128)
-    path_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
+    tile = forward_tile(128, window is not None)
+    path_work(seg, tile.tokens(4), tile.tile_n, window)  # derived arrays of the layout are made once
 
     def milliseconds():
         start = time.perf_counter()
-        path_work(seg, tile.tokens(4), tile.tile_n)
+        path_work(seg, tile.tokens(4), tile.tile_n, window)
         return (time.perf_counter() - start) * 1e3
 
     assert min(milliseconds() for _ in range(5)) < 100
