@@ -27,9 +27,14 @@ class ForwardTile:
     stages: int = 2
     cluster: int = 2
 
+    @property
+    def parts(self) -> int:
+        """Equal parts of a tile, one a warp group of the cluster."""
+        return self.cluster * self.warp_groups
+
     def tokens(self, packed_heads: int) -> int:
         """Packed rows (tokens) in a tile, which a cluster takes."""
-        return self.cluster * self.warp_groups * warp_group_tokens(packed_heads)
+        return self.parts * warp_group_tokens(packed_heads)
 
 
 FORWARD_TILES = {

@@ -212,8 +212,9 @@ class ForwardFrame(Clustered):
         ValueError: a configuration that does not fit, in one sentence.
     """
 
-    num_fields = ForwardFields.NUM_FIELDS
+    tile_fields = ForwardFields.NUM_FIELDS
     walks = True  # a warp group walks the blocks that its rows see, not all of the tile's
+    finds_walks = True  # the producer works out which; else they are in the tables
 
     def __init__(
         self,
@@ -250,9 +251,14 @@ class ForwardFrame(Clustered):
         self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
 
     @property
+    def num_fields(self) -> int:
+        """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
+        return self.tile_fields
+
+    @property
     def item_fields(self) -> int:
         """Numbers of a work item in shared memory: see `Shared.item`."""
-        return self.num_fields + 1 + (len(Walk._fields) if self.walks else 0)
+        return self.num_fields + 1 + (len(Walk._fields) if self.finds_walks else 0)
 
     # ---------------------------------------------------------------- host side
     def fake_arguments(self) -> tuple[object, ...]:

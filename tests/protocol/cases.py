@@ -354,7 +354,7 @@ def forward(
         tables = [("segment_begin", plan_forward.segment_begin(seg))]
     else:
         seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
-        made = plan_paths.path_work(seg, tokens, config.tile_n, window)
+        made = plan_paths.path_work(seg, tokens, config.tile_n, window, config.parts)
         work, cost = made.items, plan_paths.tile_cost(made.items)
         ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
         tables = [("regions", made.regions), ("visible_end", ends)]
