@@ -344,7 +344,8 @@ def forward(
 
     features: besides a window.
     """
-    config = tiles.forward_tile(head_dim, window is not None)
+    has = (*([] if window is None else ["window"]), *features)
+    config = tiles.forward_tile(head_dim, has)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -362,7 +363,6 @@ def forward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
-        has = (*([] if window is None else ["window"]), *features)
         kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has)
         barriers = loaded.pipeline.MbarrierAllocator()
         machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))

@@ -197,7 +197,7 @@ def test_trees_pay_for_what_they_see():
 )
 def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
     """Executed over useful products: rows of tiles times keys of their blocks, over visible pairs."""
-    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, window=True)
+    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"])
     work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
     executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
     assert 1 <= executed / int((seg.position - window.lowest(seg.position) + 1).sum()) <= at_most
@@ -234,10 +234,10 @@ def test_empty_layouts():
 
 @pytest.mark.parametrize("window", [None, Window(size=128), Window(size=1000), Window(chunk=500)], ids=str)
 def test_a_plan_is_quick(window):
-    """Ten thousand segments of up to 64 levels in 100 ms, 200 with a window; the best of a few, as other work shares the
+    """Ten thousand segments of up to 64 levels in 100 ms, or 200 with a window; the best of a few: other work shares the
     machine."""
     seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
-    tile = forward_tile(128, window is not None)
+    tile = forward_tile(128, [] if window is None else ["window"])
     path_work(seg, tile.tokens(4), tile.tile_n, window, tile.parts)  # derived arrays of the layout are made once
 
     def milliseconds():
