@@ -111,7 +111,7 @@ class ForwardTiles:
                 lambda: _upload(plan_paths.first_keys(segments, window).astype(np.int32), device),
             )
         if spec.trees:
-            made = plan_paths.path_work(segments, tokens, tile_n, window)
+            made = plan_paths.path_work(segments, tokens, tile_n, window, spec.tile.parts)
             work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
             visible_end = segments.cached(
                 ("visible_end", device, tile_n),

@@ -370,7 +370,8 @@ def forward(
 
     features: besides a window.
     """
-    config = tiles.forward_tile(head_dim, window is not None)
+    has = (*([] if window is None else ["window"]), *features)
+    config = tiles.forward_tile(head_dim, has)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -380,7 +381,7 @@ def forward(
         tables = [("segment_begin", plan_forward.segment_begin(seg))]
     else:
         seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
-        made = plan_paths.path_work(seg, tokens, config.tile_n, window)
+        made = plan_paths.path_work(seg, tokens, config.tile_n, window, config.parts)
         work, cost = made.items, plan_paths.tile_cost(made.items)
         ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
         tables = [("regions", made.regions), ("visible_end", ends)]
@@ -388,7 +389,6 @@ def forward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
-        has = (*([] if window is None else ["window"]), *features)
         kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has)
         barriers = loaded.pipeline.MbarrierAllocator()
         machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))

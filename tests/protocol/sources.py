@@ -26,7 +26,7 @@ ALIKE = {
     "bwd_results.py": ("mask", "store_partial", "store_rows"),
     "bwd_window.py": ("hide",),
     "fwd_contain.py": ("add_key", "contain"),
-    "mask.py": ("apply", "keep_before"),
+    "mask.py": ("apply", "keep_before", "keep_from"),
     "softmax.py": (
         "add_sinks",
         "online_softmax",
