@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import selfcheck
+from dualkv.integrations import layers, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
@@ -126,8 +126,8 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 def refusals(model: nn.Module) -> list[str]:
     """Why `enable` refuses a model, a sentence for each reason: by its fields, and if they pass, by its small copy."""
-    found = _grouped(integration._objections(model))
-    for decoder in [] if found else integration._decoders(model):
+    found = _grouped(layers.objections(model))
+    for decoder in [] if found else layers.decoders(model):
         try:
             selfcheck.check(decoder, integration.enable)
         except ValueError as error:
@@ -156,7 +156,7 @@ def _grouped(sentences: Iterable[str]) -> list[str]:
 def _layers(model: nn.Module) -> list[str]:
     """The attention layers that can run packed groups: a count for each class, head dim and GQA ratio."""
     kinds: Counter[str] = Counter()
-    for module in integration._attention_modules(model):
+    for module in layers.attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         groups = getattr(module, "num_key_value_groups", None)
         about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
@@ -165,7 +165,7 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _notes(model: PreTrainedModel) -> list[str]:
-    media = [name for name in integration._arguments(type(model)) if integration.MEDIA.search(name)]
+    media = [name for name in layers.arguments(type(model)) if integration.MEDIA.search(name)]
     inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
     notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0

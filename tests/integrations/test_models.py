@@ -15,7 +15,8 @@ tf = pytest.importorskip("transformers")
 from dualkv.cli import commands  # noqa: E402
 from dualkv.integrations import models, selfcheck  # noqa: E402
 from dualkv.integrations.shrink import shrink  # noqa: E402
-from dualkv.integrations.transformers import _attention_modules, _decoders, enable  # noqa: E402
+from dualkv.integrations.layers import attention_modules, decoders  # noqa: E402
+from dualkv.integrations.transformers import enable  # noqa: E402
 from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
@@ -44,14 +45,14 @@ def test_published_shapes(name: str, written: Any) -> None:
     assert found.runs == (not expected)
 
     model = models.without_weights(models.config_of(MODELS[name]["config"], name))
-    for decoder in _decoders(model):
+    for decoder in decoders(model):
         with selfcheck._untouched(), torch.no_grad():
             small = selfcheck._copy(type(decoder), shrink(decoder.config))
             hidden = small(input_ids=torch.arange(4, 40)[None], use_cache=False)[0]
         assert hidden.isfinite().all()
         assert sum(p.numel() for p in small.parameters()) < 6e7
         kinds, of_small = (
-            [(type(m), getattr(m, "head_dim", None)) for m in _attention_modules(d)] for d in (model, small)
+            [(type(m), getattr(m, "head_dim", None)) for m in attention_modules(d)] for d in (model, small)
         )
         assert set(kinds) == set(of_small)
 
