@@ -77,6 +77,12 @@ def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     return _ARGUMENTS[cls]
 
 
+def makes_masks(cls: type[nn.Module]) -> bool:
+    """Whether `cls.forward` makes attention masks, for itself or for a model that it contains."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code is not None and any(name.startswith("create_") and "mask" in name for name in code.co_names)
+
+
 def parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that contain module `name`, innermost first, `model` last."""
     while name:
@@ -159,9 +165,12 @@ def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
         sees = "all keys" if visible == masks.Visible() else ", ".join(_shown(*x) for x in visible._asdict().items())
         raise ValueError(f"{layer} uses sliding_window={window!r}, and its mask says {sees}: expected one meaning")
     for name, attribute in REPEATED.items():
-        held = getattr(module, attribute, None)
-        if held is not None and given.get(name) is None:
-            raise ValueError(f"{layer} has {_shown(attribute, held)} and does not hand it to its attention function")
+        value, held = given.get(name), getattr(module, attribute, None)
+        if (value is None) != (held is None) or (isinstance(value, int | float) and value != held):
+            raise ValueError(
+                f"{layer} has {_shown(attribute, held)} and hands {_shown(name, value)} to its attention function:"
+                " expected one value"
+            )
     return Features(*visible, given.get("s_aux"), given.get("softcap"))
 
 

@@ -75,6 +75,12 @@ def is_answer(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[:3] == (1, 1, 0)
 
 
+def is_of_packed_call(masks: Any) -> bool:
+    """Whether an attention mask is a request, or the answers to one that a model made for its decoder."""
+    found = masks.values() if isinstance(masks, dict) else [masks]
+    return all(is_request(mask) or is_answer(mask) for mask in found)
+
+
 def read(mask: Any) -> Visible | None:
     """The keys that a layer sees by its mask; None for a mask that does not say."""
     if not is_answer(mask) or mask.shape[3] < FULL:

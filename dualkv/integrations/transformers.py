@@ -137,25 +137,36 @@ def _enter_decoder(
         raise ValueError(
             f"input_ids has shape {tuple(tokens.shape[:2])}, expected [1, T]: all groups in one packed row"
         )
-    if kwargs.get("attention_mask") is not None:
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        mask = masks.request(tokens.device)
+    elif not masks.is_of_packed_call(mask):
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
     position_ids = _positions(tokens, kwargs.get("position_ids"), layout)
-    mask = masks.request(tokens.device)
     return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
 
 
-def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the models that contain the decoder: refuses images, and labels that would be shifted."""
+def _enter_head(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the models that contain the decoder: refuses images, and labels that would be shifted.
+
+    A model that makes the decoder's masks gets the request for them.
+    """
     if kwargs.get("dualkv") is None:
-        return
+        return None
     _refuse_media(module, args, kwargs)
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
             "labels came together with dualkv and would be shifted by one row, from response to response: pass the"
             " label of each row as shift_labels too, or use dualkv.response_logprobs"
         )
+    named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+    if named.get("attention_mask") is None and layers.makes_masks(type(module)):
+        kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
+    return args, kwargs
 
 
 HOOKS = (_enter_decoder, _enter_head)
@@ -192,11 +203,11 @@ def _packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
-    features = layers.features(module, attention_mask, kwargs)
     if is_causal is False or not layers.is_causal(module):
         raise ValueError(
             f"{layers.describe(module)} is not causal self-attention, the only kind that dualkv.attention computes"
         )
+    features = layers.features(module, attention_mask, kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if layers.has_temperature(module):
         positions = _positions(q[None], None, layout)[0]
