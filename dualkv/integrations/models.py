@@ -154,14 +154,29 @@ def _grouped(sentences: Iterable[str]) -> list[str]:
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The attention layers that can run packed groups: a count for each class, head dim and GQA ratio."""
+    """The attention layers that can run packed groups: a count for each class, head dim, GQA ratio and features."""
     kinds: Counter[str] = Counter()
     for module in layers.attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         groups = getattr(module, "num_key_value_groups", None)
         about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
-        kinds[", ".join([type(module).__name__, *about])] += 1
+        kinds[", ".join([type(module).__name__, *about, *_features(module)])] += 1
     return [f"{number} x {kind}" for kind, number in kinds.items()]
+
+
+def _features(module: Any) -> list[str]:
+    """What a layer's attention has beside a softmax over all keys, by the fields of its configuration, in words."""
+    config = module.config
+    types, at = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    kind = types[at] if types and at is not None else "sliding_attention" if window else None
+    cap = getattr(module, "attn_logit_softcapping", None)
+    return [
+        *[f"window {window}"] * (kind == "sliding_attention"),
+        *[f"chunks of {chunk}"] * (kind == "chunked_attention"),
+        *["sinks"] * (getattr(module, "sinks", None) is not None),
+        *[f"softcapping {cap}"] * bool(cap),
+    ]
 
 
 def _notes(model: PreTrainedModel) -> list[str]:

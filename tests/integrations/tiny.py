@@ -49,7 +49,8 @@ FEATURED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}),
     "gemma3n": ("Gemma3nText", "sliding_window", {
         "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2, "laurel_rank": 4,
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "activation_sparsity_pattern": [0.0] * 4}),
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        "activation_sparsity_pattern": [0.0] * 4}),
     "olmo3": ("Olmo3", "sliding_window", {"layer_types": [SLIDING, FULL]}),
     "exaone4": ("Exaone4", "sliding_window", {"layer_types": [SLIDING, FULL]}),
     "cohere2": ("Cohere2", "sliding_window", {"layer_types": [SLIDING, FULL]}),
