@@ -145,28 +145,6 @@ class Segments:
         """[T] of the visibility rule `k <= q < visible_end[k]`."""
         return self.subtree_end[self.segment_of_row]
 
-    def runs_above(self, segments: IntArray, lowest: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The rows above each of n segments at positions `lowest` and later: one run for each segment on its path.
-
-        Args:
-            segments: [n] segments.
-            lowest: [n] lowest position for each, at most its first position.
-
-        Returns:
-            index into `segments`, the run's segment and its first row, in the order of index and row. A run ends with
-            its segment and may be empty.
-        """
-        index, up = np.arange(len(segments)), self.parent[segments]
-        found = [np.zeros((3, 0), np.int64)]
-        while (inside := up >= 0).any():
-            index, up = index[inside], up[inside]
-            hidden = np.maximum(lowest[index] - self.first_position[up], 0)
-            found.append(np.stack([index, up, self.offsets[up] + hidden]))
-            up = np.where(hidden > 0, -1, self.parent[up])
-        runs = np.concatenate(found, 1)
-        index, up, begin = runs[:, np.lexsort((runs[1], runs[0]))]
-        return index, up, begin
-
     def cached(self, key: Any, make: Callable[[], Value]) -> Value:
         """The result of `make()` at the first call with this `key` (a plan, an index tensor)."""
         found = self._cache.get(key)

@@ -158,6 +158,31 @@ BAD = [
     Bad("bwd", {"lse": LSE[:, :4]}, ValueError, "lse|(4, 4)|[H, T]|(4, 5)"),
     Bad("bwd", {"lse": LSE.double()}, ValueError, "lse|torch.float64|cpu|torch.float32"),
     Bad("bwd", {"gradients": "vq"}, ValueError, "gradients|'vq'|q|k|v"),
+    Bad("bwd", {"dlse": LSE[:, :4]}, ValueError, "dlse|(4, 4)|[H, T]|(4, 5)"),
+    Bad("bwd", {"dlse": LSE.double()}, ValueError, "dlse|torch.float64|cpu|torch.float32"),
+    *(
+        Bad(function, {name: value}, error, f"{name}|{value}|{expected}")
+        for function in ("attention", "fwd", "bwd")
+        for error, name, value, expected in (
+            (ValueError, "window", 0, "1"), (ValueError, "chunk", -3, "1"),
+            *((ValueError, "softcap", cap, "2^-20|2^20") for cap in (0.0, -1.0, 2.0**-21, 2.0**21, NAN, INF)),
+        )
+    ),
+    *(
+        Bad(function, changes, error, names)
+        for function in ("attention", "fwd", "bwd")
+        for error, names, changes in (
+            (ValueError, "window|4|chunk|8", {"window": 4, "chunk": 8}),
+            (ValueError, "sinks|(5,)|[H]|(4,)", {"sinks": torch.zeros(5)}),
+            (ValueError, "sinks|(4, 1)|[H]|(4,)", {"sinks": torch.zeros(4, 1)}),
+            (TypeError, "sinks|torch.float16|torch.float32", {"sinks": torch.zeros(4).half()}),
+            (ValueError, "sinks|meta|q|cpu", {"sinks": torch.zeros(4, device="meta")}),
+        )
+    ),
+    _attention(TypeError, "window|2.5|integer", window=2.5),
+    _attention(TypeError, "chunk|'8'|integer", chunk="8"),
+    _attention(TypeError, "softcap|str|number", softcap="50"),
+    _attention(TypeError, "sinks|list|torch.Tensor", sinks=[0.0] * 4),
 ]  # fmt: skip
 
 

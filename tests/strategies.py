@@ -32,6 +32,13 @@ def trees(draw, max_segments: int = 10, length=LENGTH):
     return offsets, parent
 
 
+@st.composite
+def windows(draw, longest: int = 90):
+    """{}, {"window": n} or {"chunk": n}, from 1 to beyond every path."""
+    name = draw(st.sampled_from([None, "window", "chunk"]))
+    return {} if name is None else {name: draw(st.one_of(st.integers(1, 4), st.integers(1, longest)))}
+
+
 def random_tree(seed: int, segments: int, depth: int, longest: int):
     """offsets, parent of one tree of so many segments of 0 to `longest` tokens, `depth` levels if they are enough."""
     rng = np.random.default_rng(seed)

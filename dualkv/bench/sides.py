@@ -75,7 +75,7 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
     if direction == "bwd":
         out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True)
         call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
-        return _kept(lambda: torch.ops.dualkv.bwd(*call))
+        return _kept(lambda: torch.ops.dualkv.bwd(*call)[:3])
 
     def attend() -> torch.Tensor:
         return dualkv.attention(q, k, v, layout, inputs.scale, deterministic)

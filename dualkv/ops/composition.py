@@ -112,7 +112,7 @@ def _window_parts(segments: Segments, device: torch.device, window: Window) -> l
         stop = np.minimum(window.end(begin), end[owner])
     q_len = stop - begin
     q_begin, lowest = segments.offsets[owner] + begin - first[owner], window.lowest(begin)
-    index, up, up_begin = segments.runs_above(owner, np.minimum(lowest, first[owner]))
+    index, up, up_begin = _runs_above(segments, owner, np.minimum(lowest, first[owner]))
     # The runs above each piece, then the piece itself.
     runs = np.stack([np.append(index, np.arange(len(owner))), np.append(up_begin, q_begin)])
     runs_len = np.append(segments.offsets[up + 1] - up_begin, q_len)
@@ -138,6 +138,23 @@ def _window_parts(segments: Segments, device: torch.device, window: Window) -> l
     return found
 
 
+def _runs_above(segments: Segments, below: IntArray, lowest: IntArray) -> IntArray:
+    """The rows above each of n segments at positions `lowest` [n] and later: one run for each segment on its path.
+
+    `below` [n] are segments, `lowest` at most their first positions. Returns [3, m]: index into `below`, the run's
+    segment and its first row, in the order of index and row. A run ends with its segment and may be empty.
+    """
+    index, up = np.arange(len(below)), segments.parent[below]
+    found = [np.zeros((3, 0), np.int64)]
+    while (inside := up >= 0).any():
+        index, up = index[inside], up[inside]
+        hidden = np.maximum(lowest[index] - segments.first_position[up], 0)
+        found.append(np.stack([index, up, segments.offsets[up] + hidden]))
+        up = np.where(hidden > 0, -1, segments.parent[up])
+    runs = np.concatenate(found, 1)
+    return runs[:, np.lexsort((runs[1], runs[0]))]
+
+
 def _take(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return x if rows is None else x[rows]
 
@@ -150,9 +167,9 @@ def forward(
     scale: float,
     window: Window | None = None,
     sinks: torch.Tensor | None = None,
-    softcap: None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32."""
+    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32, softcap None (see :func:`unsupported`)."""
     q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, without a check
 
     def call(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +233,7 @@ def backward(
     deterministic: bool,
     window: Window | None = None,
     sinks: torch.Tensor | None = None,
-    softcap: None = None,
+    softcap: float | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) fp32; parts are

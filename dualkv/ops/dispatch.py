@@ -147,13 +147,13 @@ def _check_backward(
                 f"{name} is {tuple(x.shape)} {x.dtype} on {x.device},"
                 f" expected q's {tuple(q.shape)} {q.dtype} on {q.device}"
             )
-    for name, x in (("lse", lse), ("dlse", dlse)):
-        if x is None:
+    for name, y in (("lse", lse), ("dlse", dlse)):
+        if y is None:
             continue
-        if x.shape != (q.shape[1], q.shape[0]):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")
-        if x.dtype != _lse_dtype(q) or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}, expected {_lse_dtype(q)} on {q.device}")
+        if y.shape != (q.shape[1], q.shape[0]):
+            raise ValueError(f"{name} has shape {tuple(y.shape)}, expected [H, T] = {(q.shape[1], q.shape[0])}")
+        if y.dtype != _lse_dtype(q) or y.device != q.device:
+            raise ValueError(f"{name} is {y.dtype} on {y.device}, expected {_lse_dtype(q)} on {q.device}")
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:

@@ -274,7 +274,7 @@ def backward(
     window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype, dsinks [0] fp32, in two to four launches on the current stream.
+    """(dq [T, H, D], dk and dv [T, Hk, D]) in q's dtype and dsinks [0], in two to four launches on the current stream.
 
     Takes the calls that :func:`forward` takes; first calls load kernels and make plans likewise. dk and dv are bitwise
     equal from run to run. dq is a sum over key blocks in fp32; the order of the sum is fixed if `deterministic`, and

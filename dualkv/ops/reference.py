@@ -16,13 +16,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from dualkv.arrays import ranges
+from dualkv.arrays import IntArray
 from dualkv.layout import Segments
 from dualkv.ops.window import Window
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-CPU = torch.device("cpu")
 CHUNK = 128  # query rows; a chunk's scores are [H, CHUNK, visible keys]
 
 
@@ -66,16 +65,7 @@ def chunks(
     for run, last in zip(run_begin.tolist(), run_end.tolist(), strict=True):
         for begin in range(run, last, size):
             end = min(begin + size, last)
-            # lowest never falls along a path, so the first row of each segment here sees furthest back.
-            own, first = np.unique(segments.segment_of_row[begin:end], return_index=True)
-            first_lowest = lowest[begin + first]
-            _, above, above_begin = segments.runs_above(own, np.minimum(first_lowest, segments.first_position[own]))
-            own_begin = offsets[own] + np.maximum(first_lowest - segments.first_position[own], 0)
-            seen, seen_begin = np.concatenate([above, own]), np.concatenate([above_begin, own_begin])
-            order = np.lexsort((seen_begin, seen))
-            seen, at = np.unique(seen[order], return_index=True)
-            seen_begin = seen_begin[order][at]
-            key = ranges(seen_begin, np.minimum(offsets[seen + 1], end) - seen_begin, CPU).numpy()
+            key = np.concatenate([*_runs_before(segments, begin, end, lowest[begin:end]), np.arange(begin, end)])
             seen_by_all = (key <= begin) & (visible_end[key] >= end) & (position[key] >= lowest[begin:end].max())
             some, query = key[~seen_by_all], np.arange(begin, end)[:, None]
             hidden = (some > query) | (query >= visible_end[some]) | (position[some] < lowest[begin:end, None])
@@ -86,6 +76,24 @@ def chunks(
                 int(seen_by_all.sum()),
                 torch.from_numpy(hidden).to(device),
             )
+
+
+def _runs_before(segments: Segments, begin: int, end: int, lowest: IntArray) -> list[IntArray]:
+    """The rows before `begin` that one of the rows [begin, end) sees, as runs. `lowest` [end - begin] are the lowest
+    positions that the rows [begin, end) see.
+
+    The tree is in depth-first order. So the runs lie on the path of row `begin`, and the rows [begin, end) that see a
+    segment of that path are the first ones.
+    """
+    found, least = [], np.minimum.accumulate(lowest)
+    up = segments.segment_of_row[begin]
+    while up >= 0:
+        hidden = least[min(end, segments.subtree_end[up]) - begin - 1] - segments.first_position[up]
+        found.append(np.arange(segments.offsets[up] + max(hidden, 0), min(segments.offsets[up + 1], begin)))
+        if segments.first_position[up] <= least[-1]:  # the segments above have lower positions
+            break
+        up = segments.parent[up]
+    return found[::-1]
 
 
 def _without_autocast(function: Function) -> Function:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.fuzz.case import VALUES, WrongResult, reduce, run, seeded
+from tests.fuzz.case import FEATURES, VALUES, Case, WrongResult, reduce, run, seeded
 from tools.bench.record import Record
 
 CASES = Path(__file__).parent / "cases"
@@ -70,6 +70,7 @@ def main():
         if options.values not in (None, case.values):
             continue
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
+        tried.update(name for name in FEATURES if getattr(case, name) is not getattr(Case, name))  # None or False
         try:
             ratio, why = attempt(case)
         except torch.AcceleratorError:

