@@ -121,7 +121,7 @@ def _check_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ValueError(f"{type(model).__name__} has no plain linear head without bias, which the log-probs need")
-    for setting in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+    for setting in ("logits_scaling", "logit_scale"):
         value = getattr(model.config, setting, None)
         if value not in (None, 1, 1.0):
             raise ValueError(f"{type(model).__name__} has {setting}={value}, which the log-probs do not compute")

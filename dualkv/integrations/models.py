@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import layers, selfcheck
+from dualkv.integrations import layers, masks, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
@@ -165,15 +165,13 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _features(module: Any) -> list[str]:
-    """What a layer's attention has beside a softmax over all keys, by the fields of its configuration, in words."""
-    config = module.config
-    types, at = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    kind = types[at] if types and at is not None else "sliding_attention" if window else None
+    """What a layer's attention has beside a softmax over all keys, in words."""
+    at = getattr(module, "layer_idx", None)
+    window, chunk = masks.Visible() if at is None else masks.by_config(module.config)[at]
     cap = getattr(module, "attn_logit_softcapping", None)
     return [
-        *[f"window {window}"] * (kind == "sliding_attention"),
-        *[f"chunks of {chunk}"] * (kind == "chunked_attention"),
+        *[f"window {window}"] * bool(window),
+        *[f"chunks of {chunk}"] * bool(chunk),
         *["sinks"] * (getattr(module, "sinks", None) is not None),
         *[f"softcapping {cap}"] * bool(cap),
     ]
