@@ -267,7 +267,8 @@ def _configs(model: nn.Module) -> list[Any]:
 def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
-    With a layout every attention layer runs :func:`dualkv.attention`. No attention mask is made and no cache is kept:
+    With a layout every attention layer runs :func:`dualkv.attention`, with the window or chunks of the mask that its
+    model would make, and with its sinks and softcapping. No attention mask is made and no cache is kept:
 
         model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
 
@@ -295,8 +296,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
 
     Raises:
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, has a sliding window, softcapping, sinks or a recurrent state, or is not causal; a
-            head makes one row of logits for a whole input.
+            transformers' registry, is not causal, has a recurrent state, a head dim above 256 or a mask with a rule of
+            the model's own; a head makes one row of logits for a whole input.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images, and a token
             count or positions other than the layout's.
     """
