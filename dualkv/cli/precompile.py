@@ -135,12 +135,10 @@ def heads_of_config(config: Any, where: str) -> Heads:
 def _features(config: dict[str, Any]) -> tuple[str, ...]:
     """What some layers of a configuration have, in the order of codegen.select.NAMES."""
     kinds = config.get("layer_types")
-    windows = {"sliding_attention", "chunked_attention"} & set(kinds or [])
-    if not kinds:
-        sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-        windows = sliding or config.get("attention_chunk_size") is not None
+    sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    of_one_kind = sliding or config.get("attention_chunk_size") is not None
     found = {
-        "window": windows,
+        "window": not {"sliding_attention", "chunked_attention"}.isdisjoint(kinds) if kinds else of_one_kind,
         "sinks": config.get("model_type") in WITH_SINKS,
         "softcap": config.get("attn_logit_softcapping") is not None,
     }

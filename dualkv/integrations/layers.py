@@ -185,10 +185,10 @@ def temperature(module: nn.Module, positions: torch.Tensor) -> torch.Tensor:
     Args:
         positions: [T] position of each row in its own unpacked sequence.
     """
+    floor_scale, attn_scale = cast(float, module.floor_scale), cast(float, module.attn_scale)
 
     def of(position: torch.Tensor) -> torch.Tensor:
-        scale = torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-        return cast(torch.Tensor, scale).double()
+        return (torch.log1p(torch.floor((position.float() + 1.0) / floor_scale)) * attn_scale + 1.0).double()
 
     return of(positions) / of(torch.arange(len(positions), device=positions.device))
 
