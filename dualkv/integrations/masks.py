@@ -37,14 +37,14 @@ class Visible(NamedTuple):
 def by_config(config: Any) -> list[Visible]:
     """The keys that queries of each layer see, by the fields of a configuration: for reports, not for attention.
 
-    Models choose by these fields, each in its own code.
+    Models choose by these fields, each in its own code. One entry serves all layers of a configuration without a list.
     """
     config = config.get_text_config()
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     kinds = {"sliding_attention": Visible(window=window), "chunked_attention": Visible(chunk=chunk)}
     other = Visible(window=window)  # of models that have one kind of layers only
     types = getattr(config, "layer_types", None)
-    return [kinds.get(kind, Visible()) for kind in types] if types else [other] * config.num_hidden_layers
+    return [kinds.get(kind, Visible()) for kind in types] if types else [other]
 
 
 def request(device: torch.device) -> torch.Tensor:

@@ -167,7 +167,8 @@ def _layers(model: nn.Module) -> list[str]:
 def _features(module: Any) -> list[str]:
     """What a layer's attention has beside a softmax over all keys, in words."""
     at = getattr(module, "layer_idx", None)
-    window, chunk = masks.Visible() if at is None else masks.by_config(module.config)[at]
+    of_layers = masks.by_config(module.config)
+    window, chunk = of_layers[at or 0] if len(of_layers) > 1 else of_layers[0]
     cap = getattr(module, "attn_logit_softcapping", None)
     return [
         *[f"window {window}"] * bool(window),
