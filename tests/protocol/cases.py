@@ -278,8 +278,7 @@ def backward(
     features = tuple(feature for feature, value in asked.items() if value is not None)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
-        cls = loaded.bwd_narrow.NarrowBackward if head_dim <= tiles.NARROW else loaded.bwd_wide.WideBackward
-        kernel = cls(BFloat16, head_dim, gradients=gradients, features=features, **options)
+        kernel = loaded.bwd.backward_kernel(BFloat16, head_dim, gradients=gradients, features=features, **options)
         machine.barrier_names = barrier_names(kernel.pipelines(loaded.pipeline.MbarrierAllocator()))
         total, blocks = seg.total, -(-seg.total // tile_m)
         q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
