@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from codegen.spec import DTYPES, FEATURES, FORWARDS, GRADIENTS, KernelSpec, backward_specs, forward_spec, joined
+from codegen.spec import (
+    DTYPES,
+    FEATURES,
+    FORWARDS,
+    GRADIENTS,
+    KernelSpec,
+    backward_specs,
+    forward_spec,
+    joined,
+    table,
+)
 
 NAMES = tuple(dict.fromkeys((*FEATURES["fwd_paths"], *FEATURES["bwd_preprocess"])))  # of all features
 DIRECTIONS = ("forward", "backward")
@@ -21,6 +31,24 @@ class Shape(NamedTuple):
     head_dim: int
     heads_per_kv: int
     features: tuple[str, ...] = ()
+
+
+# Layers of models with windows, sinks and softcapping, one for each way in which features and tiles shape the code:
+# gpt-oss, Phi-3, OLMo 3 and Mistral, MiMo-V2, Gemma 2 and 3.
+FEATURED = [
+    *(Shape(64, 8, features) for features in (("window",), ("window", "sinks"), ("sinks",))),
+    Shape(96, 1, ("window",)),
+    *(Shape(128, 4, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
+    Shape(192, 8, ("window", "sinks")),
+    *(Shape(256, 2, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
+    *(Shape(head_dim, 1, ("dlse",)) for head_dim in (64, 128, 256)),
+]
+
+
+def feature_table() -> list[KernelSpec]:
+    """The kernels of FEATURED layers that `codegen.spec.table` does not list; they are recorded as that table's are."""
+    plain = set(table())
+    return [spec for spec in select(FEATURED, deterministic=True, trees=True) if spec.features and spec not in plain]
 
 
 def select(
