@@ -288,6 +288,7 @@ class NarrowBackward(NarrowDq):
         wait.
         """
         stage, mma, mma_dKV = p.Q.stage(it), rows.mma, x.mma_dKV
+        early_dK = self.windowed and self.want_dk and not self.want_dq  # else dS is made behind the issue of dV
         lse, count = rows.stats.lse(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
@@ -333,6 +334,8 @@ class NarrowBackward(NarrowDq):
             self.compiler_fence(p)  # keeps dS before the issue of dV: behind it there are not the registers
 
         # dV, dQ^T of the step before, dK
+        if early_dK:
+            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
         if self.want_dv:
             gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
@@ -340,7 +343,7 @@ class NarrowBackward(NarrowDq):
             acc_dQ = self.issue_dq(x, own + 1)
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
-        if self.want_dk:
+        if self.want_dk and not early_dK:
             gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:

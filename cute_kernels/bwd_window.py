@@ -98,15 +98,14 @@ class Windows(Clustered):
             rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
             if not self.is_own(flags, self.rank()):
                 self.release_block(p, it)
+            elif rows == fields.SKIP:
+                self.skip_block(s, p, x, mask, it, None)
+            elif rows == fields.FIRST_ROWS:
+                self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
+            elif rows == fields.WHOLE:
+                self.block(s, p, x, mask, it, None, x.whole, scale_log2)
             else:
-                if rows == fields.SKIP:
-                    self.skip_block(s, p, x, mask, it, None)
-                if rows == fields.FIRST_ROWS:
-                    self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
-                if rows == fields.WHOLE:
-                    self.block(s, p, x, mask, it, None, x.whole, scale_log2)
-                if rows == fields.LAST_ROWS:
-                    self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
+                self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
         last = p.Q.stage((item.block_end - item.block_begin) * heads_per_kv - 1).index
         flags, own = s.blocks[fields.FLAGS, last], s.blocks[OWN_STEP, last]
         own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
