@@ -236,7 +236,8 @@ def adders_before(table: Table, work: IntArray, tile: BackwardTile) -> IntArray:
     start[row] = np.repeat(np.arange(len(work)), count)
     adders = np.ones(len(table), np.int64)
     if tile.tile_n == 2 * CHUNK:
-        adders = sum((table[:, fields.FLAGS] >> (fields.OWN + rank)) & 1 for rank in range(tile.cluster))
+        own = table[:, fields.FLAGS, None] >> (fields.OWN + np.arange(tile.cluster))
+        adders = (own & 1).sum(1)
     block = table[:, fields.M_BLOCK]
     order = np.lexsort((start, block))
     before = np.cumsum(adders[order]) - adders[order]
