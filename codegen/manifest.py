@@ -22,6 +22,7 @@ from typing import Any
 
 from codegen import cubin, store, toolchain
 from codegen.precompiled import record_of
+from codegen.select import feature_table
 from codegen.spec import FORWARDS, TILES, KernelSpec, table
 from codegen.tiles import BackwardTile
 
@@ -33,6 +34,11 @@ EXPECTED = {  # kinds of instructions that an operation's kernel must have
     "bwd": ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
 RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory", "wgmma_warnings")
+
+
+def recorded_specs() -> list[KernelSpec]:
+    """The kernels that the record holds."""
+    return table() + feature_table()
 
 
 def describe(specs: list[KernelSpec], folder: Path, jobs: int) -> Iterator[tuple[KernelSpec, dict[str, Any]]]:
@@ -131,9 +137,9 @@ def main() -> None:
     if arguments.only and not arguments.check:
         parser.error("--only needs --check: the record is of all kernels")
     recorded = read(arguments.path)["kernels"] if arguments.check else {}
-    specs, kernels, wrong, made_from = [s for s in table() if arguments.only in str(s)], {}, 0, sources()
+    specs, kernels, wrong, made_from = [s for s in recorded_specs() if arguments.only in str(s)], {}, 0, sources()
     if not specs:
-        parser.error(f"--only is {arguments.only!r}, which no kernel's name contains (such as {table()[0]})")
+        parser.error(f"--only is {arguments.only!r}, which no kernel's name contains (such as {recorded_specs()[0]})")
     for spec, described in describe(specs, arguments.folder, arguments.jobs):
         kernels[name := str(spec)] = described
         found = problems(spec, described) + (differences(recorded.get(name), described) if arguments.check else [])

@@ -5,17 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from codegen.spec import DTYPES, GRADIENTS, KernelSpec, backward_specs, forward_spec
+from codegen.spec import (
+    DTYPES,
+    FEATURES,
+    FORWARDS,
+    GRADIENTS,
+    KernelSpec,
+    backward_specs,
+    forward_spec,
+    joined,
+    table,
+)
 
+NAMES = tuple(dict.fromkeys((*FEATURES["fwd_paths"], *FEATURES["bwd_preprocess"])))  # of all features
 DIRECTIONS = ("forward", "backward")
 
 
 class Shape(NamedTuple):
-    """Shape of attention layers: a head dim (a multiple of 8 up to 256) and a GQA ratio. The backward's kernels depend
-    on the head dim alone."""
+    """Shape of attention layers: a head dim (a multiple of 8 up to 256), a GQA ratio, and features of calls (NAMES).
+
+    The backward's kernels do not depend on the GQA ratio. A call with a window of either kind that hides a key asks for
+    the feature "window", other calls of the layer do not.
+    """
 
     head_dim: int
     heads_per_kv: int
+    features: tuple[str, ...] = ()
+
+
+# Layers of models with windows, sinks and softcapping, one for each way in which features and tiles shape the code:
+# gpt-oss, Phi-3, OLMo 3 and Mistral, MiMo-V2, Gemma 2 and 3.
+FEATURED = [
+    *(Shape(64, 8, features) for features in (("window",), ("window", "sinks"), ("sinks",))),
+    Shape(96, 1, ("window",)),
+    *(Shape(128, 4, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
+    Shape(192, 8, ("window", "sinks")),
+    *(Shape(256, 2, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
+    *(Shape(head_dim, 1, ("dlse",)) for head_dim in (64, 128, 256)),
+]
+
+
+def feature_table() -> list[KernelSpec]:
+    """The kernels of FEATURED layers that `codegen.spec.table` does not list; they are recorded as that table's are."""
+    plain = set(table())
+    return [spec for spec in select(FEATURED, deterministic=True, trees=True) if spec.features and spec not in plain]
 
 
 def select(
@@ -37,7 +70,7 @@ def select(
         trees: also the forward's kernels for layouts deeper than two levels (the backward's kernels serve any layout).
 
     Raises:
-        ValueError: a shape, dtype, direction or part of the gradients without kernels.
+        ValueError: a shape, feature, dtype, direction or part of the gradients without kernels.
     """
     dtypes, directions, gradients = list(dtypes), list(directions), list(gradients)
     for name, values, allowed in (
@@ -51,26 +84,44 @@ def select(
     for shape in shapes:
         if shape.heads_per_kv < 1:
             raise ValueError(f"the GQA ratio is {shape.heads_per_kv}, expected 1 or more")
+        if not set(shape.features) <= set(NAMES):
+            raise ValueError(f"features is {','.join(shape.features)}, expected some of {','.join(NAMES)}")
         for dtype in dtypes:
             if "forward" in directions:
-                found += [forward_spec(dtype, *shape, deep) for deep in ((False, True) if trees else (False,))]
+                found += _forwards(dtype, shape, trees)
             if "backward" in directions:
                 for asked in gradients:
                     for fixed in (False, True) if deterministic else (False,):
-                        found += backward_specs(dtype, shape.head_dim, fixed, asked).present
+                        found += backward_specs(dtype, shape.head_dim, fixed, asked, shape.features).present
     return list(dict.fromkeys(found))
+
+
+def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
+    """The forward's kernels of a shape; one kernel serves windows in layouts of any depth."""
+    which = (True,) if "window" in shape.features else (False, True) if trees else (False,)
+    return [
+        forward_spec(dtype, shape.head_dim, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features))
+        for deep in which
+    ]
+
+
+def _of(operation: str, features: Iterable[str]) -> str:
+    """Those of a call's features that an operation's kernel has, as `KernelSpec.features`."""
+    return joined(*(name for name in FEATURES[operation] if name in features))
 
 
 def words(spec: KernelSpec) -> list[str]:
     """The options of `dualkv precompile` that select `spec`; empty for a specification that no call needs."""
-    shape = Shape(spec.head_dim, spec.packed_heads)
+    shape = Shape(spec.head_dim, spec.packed_heads, tuple(filter(None, spec.features.split("+"))))
     for direction in DIRECTIONS:
         for deterministic in (False, True):
             if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
                 ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
                 part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []
+                features = ["--features", ",".join(shape.features)] if shape.features else []
+                deep = ["--trees"] if spec.trees and "window" not in shape.features else []
                 return [
                     "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype, "--directions", direction,
-                    *part, *(["--deterministic"] if deterministic else []), *(["--trees"] if spec.trees else []),
+                    *part, *(["--deterministic"] if deterministic else []), *deep, *features,
                 ]  # fmt: skip
     return []

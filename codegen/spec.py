@@ -150,7 +150,7 @@ def forward_spec(
         features: see :class:`KernelSpec`.
     """
     operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
-    tile = forward_tile(head_dim, "window" in features.split("+"))
+    tile = forward_tile(head_dim, features.split("+"))
     return KernelSpec(operation, dtype, native, packed, tile, features=features)
 
 

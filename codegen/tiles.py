@@ -1,14 +1,15 @@
-"""The table of tile configurations, chosen by measurement on an H200.
+"""The table of tile configurations, chosen by measurement on an H200. CONTRIBUTING.md says how to add a head dim.
 
 Nothing here imports CuTe or torch, so that the host's plan can use it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from cute_kernels.abi import partial_floats, warp_group_tokens
 
-HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled natively; TMA fills smaller head dims with zeros
 MAX_PACKED_HEADS = 16
+NARROW = 128  # largest head dim whose backward is cute_kernels.bwd_narrow; beyond it is bwd_wide (cute_kernels/bwd.py)
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,14 @@ class ForwardTile:
     stages: int = 2
     cluster: int = 2
 
+    @property
+    def parts(self) -> int:
+        """Equal parts of a tile, one a warp group of the cluster."""
+        return self.cluster * self.warp_groups
+
     def tokens(self, packed_heads: int) -> int:
         """Packed rows (tokens) in a tile, which a cluster takes."""
-        return self.cluster * self.warp_groups * warp_group_tokens(packed_heads)
+        return self.parts * warp_group_tokens(packed_heads)
 
 
 FORWARD_TILES = {
@@ -39,9 +45,14 @@ FORWARD_TILES = {
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
 }
+HEAD_DIMS = tuple(FORWARD_TILES)  # native ones, in ascending order; TMA fills smaller head dims with zeros
 
-WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks
+WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks: 128 keys and a tile of 24 or 32 rows are two blocks
     64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),
+    192: ForwardTile(tile_n=80),
+}
+SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
+    64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
 }
 
 
@@ -64,12 +75,13 @@ def packed_heads(heads_per_kv: int) -> int:
     return max(divisors, key=lambda n: (64 // n * n, n))
 
 
-def forward_tile(head_dim: int, window: bool = False) -> ForwardTile:
+def forward_tile(head_dim: int, features: Collection[str] = ()) -> ForwardTile:
     """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share it.
 
-    window: for windows and chunks.
+    features: see codegen.spec.KernelSpec.
     """
-    return (WINDOW_TILES if window else FORWARD_TILES)[kernel_head_dim(head_dim)]
+    tiles = WINDOW_TILES if "window" in features else SOFTCAP_TILES if "softcap" in features else FORWARD_TILES
+    return tiles[kernel_head_dim(head_dim)]
 
 
 # ---------------------------------------------------------------- backward

@@ -54,6 +54,14 @@ class PathFields:
     LIMIT = 6  # its limit
     NUM_FIELDS = 7
 
+    # With a window or chunks, behind them for each *part* of the tile, its equal runs of rows one after the other (a
+    # warp group of a CTA takes a part): the blocks [BEGIN, END) and [REST, BLOCKS) that its rows see, perhaps with
+    # others between them. A part without rows has none.
+    BEGIN = 0
+    END = 1
+    REST = 2
+    NUM_PART_FIELDS = 3
+
 
 class BackwardFields:
     """The fields of the backward's work items, and of the reductions behind them.

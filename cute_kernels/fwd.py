@@ -173,10 +173,13 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     def read_part(self, g: Global, s: Shared, q_stage: Int32, thread: Thread) -> tuple[Part, Walk]:
         """What the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
-        tile = self.tile(g, s.item[None, q_stage])
-        head_group, *walk = [s.item[j, q_stage] for j in range(self.num_fields, self.item_fields)]
-        walk = Walk(*walk) if self.walks else Walk(Int32(0), tile.blocks, tile.blocks, tile.masked)
-        return Part(tile, head_group, thread), walk
+        item = s.item[None, q_stage]
+        tile, head_group = self.tile(g, item), item[self.num_fields]
+        return Part(tile, head_group, thread), self.part_walk(tile, item, thread)
+
+    def part_walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
+        """The blocks that the warp group walks, of an item in shared memory."""
+        return Walk(*[item[j] for j in range(self.num_fields + 1, self.item_fields)])
 
     @cute.jit
     def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:

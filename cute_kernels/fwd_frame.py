@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
-    bounds: cute.Tensor  # what the mask reads: (T) segment_begin of rows, or in a tree (T + N) visible_end of keys
+    bounds: cute.Tensor | PathBounds  # what the mask reads: (T) segment_begin of rows, or that of a path
     regions: cute.Tensor | None  # (m, 2), of trees
     features: Features
 
@@ -84,7 +84,7 @@ class Global(NamedTuple):
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
-    bounds: cute.Tensor | PathBounds  # see Arguments; with a window first_key too
+    bounds: cute.Tensor | PathBounds  # see Arguments
     regions: cute.Tensor | None
     sinks: cute.Tensor | None  # (H)
     softcap: Float32 | None
@@ -212,8 +212,9 @@ class ForwardFrame(Clustered):
         ValueError: a configuration that does not fit, in one sentence.
     """
 
-    num_fields = ForwardFields.NUM_FIELDS
+    tile_fields = ForwardFields.NUM_FIELDS
     walks = True  # a warp group walks the blocks that its rows see, not all of the tile's
+    finds_walks = True  # the producer works out which; else they are in the tables
 
     def __init__(
         self,
@@ -240,7 +241,6 @@ class ForwardFrame(Clustered):
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
-        self.windowed = bool(self.has.first_key)
         self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]  # registers a thread
@@ -251,9 +251,14 @@ class ForwardFrame(Clustered):
         self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
 
     @property
+    def num_fields(self) -> int:
+        """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
+        return self.tile_fields
+
+    @property
     def item_fields(self) -> int:
         """Numbers of a work item in shared memory: see `Shared.item`."""
-        return self.num_fields + 1 + (len(Walk._fields) if self.walks else 0)
+        return self.num_fields + 1 + (len(Walk._fields) if self.finds_walks else 0)
 
     # ---------------------------------------------------------------- host side
     def fake_arguments(self) -> tuple[object, ...]:
@@ -307,8 +312,7 @@ class ForwardFrame(Clustered):
             (x.q.shape[0], x.q.shape[1], x.q.shape[2] // 2), stride=(x.out.stride[0] // 2, x.out.stride[1] // 2, 1)
         )
         pairs = cute.make_tensor(cute.recast_ptr(x.out.iterator, dtype=Int32), pairs_layout)
-        bounds = PathBounds(x.bounds, x.features.first_key) if const_expr(self.windowed) else x.bounds
-        tables = x.lse, x.work, x.schedule, bounds, x.regions, x.features.sinks, x.features.softcap
+        tables = x.lse, x.work, x.schedule, x.bounds, x.regions, x.features.sinks, x.features.softcap
         groups_per_kv = x.q.shape[1] // self.packed_heads // x.k.shape[1]
         num_clusters = cutlass.min(x.schedule.shape[0], num_sms // self.cluster)
         self.kernel(

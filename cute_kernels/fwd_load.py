@@ -52,7 +52,7 @@ class ForwardLoads(ForwardFrame):
 
         Returns the use of the next item's first block, and the field of `following`.
         """
-        *fields, head_group = [cute.arch.shuffle_sync(field, j) for j in range(self.num_fields + 1)]
+        *fields, head_group = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
         tile, kv_head = self.tile(g, fields), head_group // g.groups_per_kv
         K = atoms.K, g.K[None, None, kv_head], s.K, s.pipes.K
         V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
@@ -90,7 +90,7 @@ class ForwardLoads(ForwardFrame):
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
         if lane <= self.num_fields:
             item[lane, stage.index] = field
-        if const_expr(self.walks):
+        if const_expr(self.finds_walks):
             with cute.arch.elect_one():
                 for j, value in enumerate(self.walk(g, tile, wg)):
                     item[self.num_fields + 1 + j, stage.index] = value

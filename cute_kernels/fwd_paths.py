@@ -10,14 +10,17 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels import fakes
 from cute_kernels.abi import PathFields
 from cute_kernels.fwd import ForwardKernel
-from cute_kernels.fwd_frame import Arguments, Global
-from cute_kernels.work import PathTile, WindowTile
+from cute_kernels.fwd_frame import Arguments, Global, Thread
+from cute_kernels.fwd_walk import Walk
+from cute_kernels.mask import PathBounds
+from cute_kernels.work import PathTile
 
 
 class PathForwardKernel(ForwardKernel):
     """The forward over trees: arguments as of :class:`ForwardFrame`, but for these after lse:
 
-        work: [n, 7] int32, the tiles of `dualkv.ops.plan.paths` for this kernel's tile.
+        work: [n, 7] int32, the tiles of `dualkv.ops.plan.paths` for this kernel's tile; with a window 3 numbers more a
+            warp group of the cluster.
         schedule: as there.
         regions: [m, 2] int32, of the same plan (both: abi.PathFields).
         visible_end: [T + tile_n] int32, zeros past T.
@@ -25,12 +28,22 @@ class PathForwardKernel(ForwardKernel):
     NaN and infinity in V stay with the rows that see them.
     """
 
-    num_fields = PathFields.NUM_FIELDS
-    walks = False  # what the rows of a warp group see is not in the tables
+    tile_fields = PathFields.NUM_FIELDS
+    finds_walks = False
+
+    @property
+    def walks(self) -> bool:
+        """Without a window, what the rows of a warp group see is not in the tables."""
+        return self.has.first_key
+
+    @property
+    def num_fields(self) -> int:
+        parts = self.cluster * self.warp_groups if self.walks else 0
+        return self.tile_fields + parts * PathFields.NUM_PART_FIELDS
 
     def fake_arguments(self) -> tuple[object, ...]:
         q, k, v, out, lse, _, schedule, _, *rest = super().fake_arguments()
-        work, regions = fakes.table(PathFields.NUM_FIELDS), fakes.table(2)
+        work, regions = fakes.table(self.num_fields), fakes.table(2)
         visible_end = fakes.flat(Int32, cute.sym_int32())
         return q, k, v, out, lse, work, schedule, regions, visible_end, *rest
 
@@ -42,7 +55,7 @@ class PathForwardKernel(ForwardKernel):
         v: cute.Tensor,  # (T, Hk, D)
         out: cute.Tensor,  # (T, H, D)
         lse: cute.Tensor,  # (H, T)
-        work: cute.Tensor,  # (n, 7)
+        work: cute.Tensor,  # (n, num_fields)
         schedule: cute.Tensor,  # (n * head groups, 2)
         regions: cute.Tensor,  # (m, 2)
         visible_end: cute.Tensor,  # (T + N)
@@ -51,9 +64,18 @@ class PathForwardKernel(ForwardKernel):
         stream: cuda.CUstream,
         *features: object,
     ) -> None:
-        arguments = Arguments(q, k, v, out, lse, work, schedule, visible_end, regions, self.features(features))
+        given = self.features(features)
+        bounds = PathBounds(visible_end, given.first_key)
+        arguments = Arguments(q, k, v, out, lse, work, schedule, bounds, regions, given)
         self.launch(arguments, softmax_scale, num_sms, stream)
 
     def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> PathTile:
-        tile = WindowTile if const_expr(self.windowed) else PathTile
-        return tile.load(fields, g.regions, self.tile_n)
+        return PathTile.load(fields, g.regions, self.tile_n)
+
+    def part_walk(self, tile: PathTile, item: cute.Tensor, thread: Thread) -> Walk:
+        begin, end, rest = Int32(0), tile.blocks, tile.blocks
+        if const_expr(self.walks):
+            part = thread.wg * self.cluster + self.rank()
+            first = self.tile_fields + part * PathFields.NUM_PART_FIELDS
+            begin, end, rest = [item[first + j] for j in range(PathFields.NUM_PART_FIELDS)]
+        return Walk(begin, end, rest, tile.masked)

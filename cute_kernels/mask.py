@@ -1,14 +1,14 @@
 """The visibility rule on the device: which scores of a masked key block a query row keeps.
 
-`RegionMask` serves prompts with responses, `PathMask` trees, `WindowMask` windows and chunks. tests/ops/plan/ has the
-same rules in numpy and proves them together with the plans.
+`RegionMask` serves prompts with responses, `PathMask` trees, windows and chunks. tests/ops/plan/ has the same rules in
+numpy and proves them together with the plans.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, row_elements
 
@@ -51,9 +51,16 @@ class RegionMask(NamedTuple):
         return True
 
 
+class PathBounds(NamedTuple):
+    """What a `PathMask` reads."""
+
+    visible_end: cute.Tensor  # (T + N) past the last query row that sees a key
+    first_key: cute.Tensor | None  # (T) packed row of the first key that each row sees, with a window or chunks
+
+
 class PathMask(NamedTuple):
     """The mask of a block of a path: rows q keep keys k <= q below the limit, and where `by_key`, only keys whose
-    `visible_end` is above q."""
+    `visible_end` is above q. With a window or chunks they keep keys from their first one on."""
 
     key_row: Int32  # packed row of the block's first key
     limit: Int32  # no row sees keys from here on
@@ -65,75 +72,36 @@ class PathMask(NamedTuple):
         self,
         acc_S: cute.Tensor,
         q_row: cute.Tensor,  # (2) packed row of each of the thread's query rows
-        visible_end: cute.Tensor,  # (T + N) past the last query row that sees a key
+        bounds: PathBounds,
     ) -> None:
         """-inf for the scores that rows do not keep."""
         keep_before(acc_S, q_row, self.key_row, self.limit)
         if self.by_key:
             first = first_key(self.key_row)
             for e0, e1 in zip(row_elements(acc_S, 0), row_elements(acc_S, 1), strict=True):
-                end = visible_end[first + column(e0)]
+                end = bounds.visible_end[first + column(e0)]
                 acc_S[e0] = acc_S[e0] if q_row[0] < end else -Float32.inf
                 acc_S[e1] = acc_S[e1] if q_row[1] < end else -Float32.inf
+        if const_expr(bounds.first_key is not None):
+            keep_from(acc_S, q_row, self.key_row, bounds.first_key)
 
-    def sees(self, row: Int32, key: Int32, visible_end: cute.Tensor) -> Boolean:
+    def sees(self, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
         """What `apply` says of one pair."""
-        return (key <= row) & (key < self.limit) & (~self.by_key | (row < visible_end[key]))
+        seen = (key <= row) & (key < self.limit) & (~self.by_key | (row < bounds.visible_end[key]))
+        return seen if const_expr(bounds.first_key is None) else seen & (key >= bounds.first_key[row])
 
     def first_hidden(self) -> Int32:
         """The first key of the block, counted from 0, that may be hidden from all rows of the tile."""
         return cutlass.select_(self.by_key, Int32(0), self.limit - self.key_row)
 
     @cute.jit
-    def hides(self, key: Int32, visible_end: cute.Tensor) -> Boolean:
-        """Whether a key from `first_hidden` on is hidden from all rows of the tile."""
+    def hides(self, key: Int32, bounds: PathBounds) -> Boolean:
+        """Whether a key from `first_hidden` on is hidden from all rows of the tile. No block has keys of the path that
+        are outside of all windows."""
         hidden = key >= self.limit
         if not hidden:  # nothing is loaded for the keys past a limit
-            hidden = visible_end[key] <= self.tile_row
+            hidden = bounds.visible_end[key] <= self.tile_row
         return hidden
-
-
-class PathBounds(NamedTuple):
-    """What a `WindowMask` reads."""
-
-    visible_end: cute.Tensor  # (T + N) as `PathMask` reads it
-    first_key: cute.Tensor  # (T) packed row of the first key that each row sees
-
-
-class WindowMask(NamedTuple):
-    """The mask of a block of a path with a window or chunks: of the keys that the path's mask keeps, a row keeps those
-    from its first one on."""
-
-    path: PathMask
-    masked: Boolean  # not a whole block, of which rows keep all keys
-
-    @property
-    def key_row(self) -> Int32:
-        return self.path.key_row
-
-    @cute.jit
-    def apply(self, acc_S: cute.Tensor, q_row: cute.Tensor, bounds: PathBounds) -> None:
-        """-inf for the scores that rows do not keep."""
-        self.path.apply(acc_S, q_row, bounds.visible_end)
-        if self.masked:
-            first = first_key(self.path.key_row)
-            for r in cutlass.range_constexpr(2):
-                low = bounds.first_key[q_row[r]] - first
-                if low > 0:
-                    for e in row_elements(acc_S, r):
-                        acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
-
-    def sees(self, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
-        """What `apply` says of one pair."""
-        return self.path.sees(row, key, bounds.visible_end) & (~self.masked | (key >= bounds.first_key[row]))
-
-    def first_hidden(self) -> Int32:
-        """As of a `PathMask`: a key of the path that a block has is in the window of some row of the tile."""
-        return self.path.first_hidden()
-
-    def hides(self, key: Int32, bounds: PathBounds) -> Boolean:
-        """Whether a key from `first_hidden` on is hidden from all rows of the tile."""
-        return self.path.hides(key, bounds.visible_end)
 
 
 @cute.jit
@@ -144,6 +112,16 @@ def keep_before(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, limit: I
         end = cutlass.min(q_row[r] + 1, limit) - first
         for e in row_elements(acc_S, r):
             acc_S[e] = acc_S[e] if column(e) < end else -Float32.inf
+
+
+@cute.jit
+def keep_from(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, first_keys: cute.Tensor) -> None:
+    """-inf for the scores of keys before the first one that their row sees."""
+    for r in cutlass.range_constexpr(2):
+        low = first_keys[q_row[r]] - first_key(key_row)
+        if low > 0:  # not in most blocks
+            for e in row_elements(acc_S, r):
+                acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
 
 
 def first_key(key_row: Int32) -> Int32:

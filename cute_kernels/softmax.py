@@ -104,7 +104,7 @@ def rescale(acc_O: cute.Tensor, o_scale: cute.Tensor) -> None:
 
 
 def softcap(acc_S: cute.Tensor, factor: Float32) -> None:
-    """acc_S becomes tanh(s * factor / (2 log2(e))), off by 2^-22 at most; `tanh.approx` is off by 2^-11.
+    """acc_S becomes tanh(s * factor / (2 log2(e))), off by less than 2^-21; `tanh.approx` is off by 2^-11.
 
     tanh(x) is 1 - 2 / (exp(2 x) + 1). The exponential may be 0 or infinite: then tanh is -1 or 1.
     """

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_kernels.abi import ForwardFields, PathFields
-from cute_kernels.mask import PathMask, RegionMask, WindowMask
+from cute_kernels.mask import PathMask, RegionMask
 
 
 def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:
@@ -126,7 +126,8 @@ class PathTile:
 
     @cute.jit
     def mask(self, i: Int32) -> PathMask:
-        """The mask of the i-th block; that of a whole block, wherever it begins, keeps all of it."""
+        """The mask of the i-th block. That of a whole block, wherever it begins, keeps all of it: rows that see so many
+        keys before the tile have their first one before those."""
         row, limit = self.row - self.tile_n, self.row
         if i == 0:
             row, limit = self.key, self.limit
@@ -135,14 +136,5 @@ class PathTile:
         return PathMask(row, cutlass.select_(limit < 0, -limit, limit), limit < 0, self.row)
 
 
-@dataclass
-class WindowTile(PathTile):
-    """One work item (abi.PathFields) with a window or chunks, of a layout of any depth."""
-
-    @cute.jit
-    def mask(self, i: Int32) -> WindowMask:
-        return WindowMask(PathTile.mask(self, i), i < self.masked)
-
-
-AnyTile: TypeAlias = Tile | PathTile | WindowTile
-Mask: TypeAlias = RegionMask | PathMask | WindowMask
+AnyTile: TypeAlias = Tile | PathTile
+Mask: TypeAlias = RegionMask | PathMask

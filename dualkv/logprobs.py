@@ -30,12 +30,14 @@ def response_logprobs(
     batch: PackedBatch | PackedSequences,
     temperature: float = 1.0,
     *,
+    softcap: float | None = None,
     chunk_size: int = 1024,
     compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    With `z = hidden @ lm_head_weight.T / temperature` at the row that predicts a token: `log_softmax(z)[token]` and
+    With `s = hidden @ lm_head_weight.T`, capped to `softcap * tanh(s / softcap)` if asked for, and
+    `z = s / temperature` at the row that predicts a token: `log_softmax(z)[token]` and
     `-sum(softmax(z) * log_softmax(z))`. Both are differentiable with respect to `hidden` and `lm_head_weight`.
 
     The head's matrix products run in the dtype of the inputs (under autocast in its dtype), as a model's own head does;
@@ -46,7 +48,9 @@ def response_logprobs(
         hidden: [1, T, C] or [T, C] last hidden states of the packed tokens; bf16, fp16, fp32 or fp64.
         lm_head_weight: [V, C] the head without bias; dtype and device of `hidden`.
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`.
-        temperature: above 0; divides the logits.
+        temperature: above 0; divides the logits. A model that scales its logits (Cohere's `logit_scale`, Granite's
+            `logits_scaling`) takes the temperature divided by its factor.
+        softcap: above 0, of models that cap their logits (Gemma 2's `final_logit_softcapping`); none by default.
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
         compiled: what is between the head's products runs through `torch.compile`, which reads the logits twice and not
             about thirty times; the first call waits for the compiler.
@@ -56,12 +60,12 @@ def response_logprobs(
         entropy: [M] the same, in nats.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not match, a temperature that is not above 0 and finite, response
-            tokens outside the vocabulary. Tokens on a GPU are checked there, without waiting for it: the failure is a
-            device-side assertion.
+        ValueError: shapes, dtypes or devices that do not match, a temperature or cap that is not above 0 and finite,
+            response tokens outside the vocabulary. Tokens on a GPU are checked there, without waiting for it: the
+            failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
-    states = _checked(hidden, lm_head_weight, batch, temperature, chunk_size)
+    states = _checked(hidden, lm_head_weight, batch, temperature, softcap, chunk_size)
     device = states.device.type
     # The casts autocast would make, where autograd sees them; fp64 stays, as autocast leaves it.
     if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
@@ -77,7 +81,9 @@ def response_logprobs(
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
     rows = predicting.new_empty(len(batch._tokens_of_row)).scatter_(0, row, predicting)
     targets = batch.targets.index_select(0, token)
-    return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, float(temperature), compiled)
+    return _HeadLogProbs.apply(
+        states, lm_head_weight, rows, token, row, targets, chunks, float(temperature), softcap, compiled
+    )
 
 
 def _checked(
@@ -85,6 +91,7 @@ def _checked(
     lm_head_weight: torch.Tensor,
     batch: PackedBatch | PackedSequences,
     temperature: float,
+    softcap: float | None,
     chunk_size: int,
 ) -> torch.Tensor:
     """hidden as [T, C], once everything is as it should be."""
@@ -103,8 +110,9 @@ def _checked(
             f"hidden has shape {tuple(hidden.shape)}, expected [1, {total}, {width}] or [{total}, {width}] "
             "(packed tokens, columns of lm_head_weight)"
         )
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}, expected a finite number above 0")
+    for name, number in (("temperature", temperature), ("softcap", softcap)):
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{name} is {number}, expected a finite number above 0")
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, expected 1 row or more")
     targets = batch.targets
@@ -126,15 +134,19 @@ def _chunks(tokens_of_row: IntArray, chunk_size: int) -> list[Chunk]:
     return [(u0, u1, t0, t1) for u0, u1, t0, t1 in ends.tolist()]
 
 
-def _wide(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """A copy of the logits in fp32 (fp64 for fp64), divided by the temperature."""
+def _wide(logits: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
+    """A copy of the logits in fp32 (fp64 for fp64), capped and divided by the temperature."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    if softcap is not None:
+        wide.div_(softcap).tanh_().mul_(softcap)
     return wide if temperature == 1.0 else wide.div_(temperature)
 
 
-def _statistics(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(
+    logits: torch.Tensor, temperature: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """logits [u, V] -> largest [u], log of the sum of exponentials relative to it [u], entropy [u]."""
-    z = _wide(logits, temperature)
+    z = _wide(logits, temperature, softcap)
     top = z.amax(1)
     z = z.sub_(top[:, None])
     e = z.exp()
@@ -146,6 +158,7 @@ def _statistics(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor,
 def _logits_gradient(
     logits: torch.Tensor,
     temperature: float,
+    softcap: float | None,
     lse: torch.Tensor,
     entropy: torch.Tensor,
     g_logp: torch.Tensor,
@@ -155,11 +168,17 @@ def _logits_gradient(
 
     d entropy / dz_v = -p_v (log p_v + entropy);  d logp[t] / dz_v = [v = t] - p_v
     """
-    z = _wide(logits, temperature).sub_(lse[:, None])
+    z = _wide(logits, temperature, softcap).sub_(lse[:, None])
     if g_entropy is None:
         return z.exp_().mul_(-g_logp[:, None])
     p = z.exp()
     return z.add_(entropy[:, None]).mul_(-g_entropy[:, None]).sub_(g_logp[:, None]).mul_(p)
+
+
+def _slope_of_cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """d (softcap * tanh(s / softcap)) / ds at the logits s."""
+    capped = _wide(logits, softcap, None).tanh_()
+    return 1.0 - capped * capped
 
 
 @functools.cache
@@ -194,6 +213,7 @@ class _HeadLogProbs(torch.autograd.Function):
         targets: torch.Tensor,  # [M]
         chunks: list[Chunk],
         temperature: float,
+        softcap: float | None,
         compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _chosen(_statistics, compiled)
@@ -204,15 +224,16 @@ class _HeadLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1 in chunks:
                 logits = hidden.index_select(0, rows[u0:u1]) @ weight.T
-                top, log_total, entropy[u0:u1] = statistics(logits, temperature)
+                top, log_total, entropy[u0:u1] = statistics(logits, temperature, softcap)
                 lse[u0:u1] = top + log_total
                 local = row[t0:t1] - u0
-                logp[token[t0:t1]] = _wide(logits[local, targets[t0:t1]], temperature) - top[local] - log_total[local]
+                chosen = _wide(logits[local, targets[t0:t1]], temperature, softcap)
+                logp[token[t0:t1]] = chosen - top[local] - log_total[local]
                 token_entropy[token[t0:t1]] = entropy[u0:u1][local]
                 del logits  # before the next chunk makes its own
         ctx.save_for_backward(hidden, weight, rows, token, row, targets, lse, entropy)
         ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.temperature, ctx.compiled = chunks, temperature, compiled
+        ctx.chunks, ctx.temperature, ctx.softcap, ctx.compiled = chunks, temperature, softcap, compiled
         return logp, token_entropy
 
     @staticmethod
@@ -234,9 +255,11 @@ class _HeadLogProbs(torch.autograd.Function):
             for u0, u1, t0, t1 in ctx.chunks:
                 at = slice(u0, u1)
                 states = hidden.index_select(0, rows[at])
+                logits = states @ weight.T
                 d = gradient(
-                    states @ weight.T,
+                    logits,
                     ctx.temperature,
+                    ctx.softcap,
                     lse[at],
                     entropy[at],
                     row_logp[at],
@@ -245,6 +268,9 @@ class _HeadLogProbs(torch.autograd.Function):
                 if g_logp is not None:
                     flat = (row[t0:t1] - u0) * d.shape[1] + targets[t0:t1]
                     _add_at(d.view(-1), flat, g_logp.index_select(0, token[t0:t1]))
+                if ctx.softcap is not None:
+                    d.mul_(_slope_of_cap(logits, ctx.softcap))
+                del logits
                 d = (d if ctx.temperature == 1.0 else d.div_(ctx.temperature)).to(hidden.dtype)
                 if d_hidden is not None:
                     d_hidden.index_copy_(0, rows[at], d @ weight)
@@ -256,4 +282,4 @@ class _HeadLogProbs(torch.autograd.Function):
                 del d
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None, None, None, None
+        return d_hidden, d_weight, *[None] * 8

@@ -41,6 +41,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-7b": {"model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
                    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
                    "rope_theta": 1e6, "max_position_embeddings": 32768, "sliding_window": None},
+    # Windows of 128 on every other layer, and sinks.
+    "gpt-oss-20b": {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+                    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                    "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
+                    "max_position_embeddings": 131072,
+                    "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000.0, "beta_fast": 32.0,
+                                        "beta_slow": 1.0, "truncate": False,
+                                        "original_max_position_embeddings": 4096}},
+    # Windows of 1024 on five of six layers; the text model.
+    "gemma-3-12b": {"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360,
+                    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+                    "sliding_window": 1024, "query_pre_attn_scalar": 256, "max_position_embeddings": 131072,
+                    "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                                        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    # Windows of 4096 on three of four layers.
+    "olmo-3-7b": {"model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008,
+                  "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
+                  "sliding_window": 4096, "max_position_embeddings": 65536,
+                  "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5,
+                                                         "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+                                                         "beta_slow": 1.0, "attention_factor": 1.2079441541679836},
+                                      "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}},
 }  # fmt: skip
 
 
@@ -99,7 +121,7 @@ def _check_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ValueError(f"{type(model).__name__} has no plain linear head without bias, which the log-probs need")
-    for setting in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+    for setting in ("logits_scaling", "logit_scale"):
         value = getattr(model.config, setting, None)
         if value not in (None, 1, 1.0):
             raise ValueError(f"{type(model).__name__} has {setting}={value}, which the log-probs do not compute")

@@ -65,6 +65,11 @@ class Shard:
         v: torch.Tensor,
         softmax_scale: float | None = None,
         deterministic: bool = False,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """:func:`dualkv.attention` of all rows, for those of this rank; every rank of the group calls it.
 
@@ -74,6 +79,11 @@ class Shard:
             v: [num_tokens, Hk, D].
             softmax_scale: as for :func:`dualkv.attention`.
             deterministic: as for :func:`dualkv.attention`.
+            window: as for :func:`dualkv.attention`.
+            chunk: as for :func:`dualkv.attention`.
+            sinks: [H], of all heads and the same on every rank. The gradient that a rank gets is that of its share of
+                the heads, and zero elsewhere: the sum over ranks is whole, as for every weight whose rows are shared.
+            softcap: as for :func:`dualkv.attention`.
 
         Returns:
             out [num_tokens, H, D].
@@ -90,6 +100,8 @@ class Shard:
             raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
+        if sinks is not None and sinks.shape != (heads,):
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {(heads,)}, of all ranks' heads")
         # A rank's query heads read consecutive key heads: repeated until every rank gets equally many, each in order.
         repeats = self.world_size // math.gcd(kv_heads, self.world_size)
         if repeats > 1:
@@ -98,7 +110,10 @@ class Shard:
         sizes = [x.shape[2] for x in shares]
         mine = _Exchange.apply(torch.cat(shares, 2).transpose(0, 1), self.group)
         q, k, v = mine.flatten(0, 1).split(sizes, 1)
-        out = attention(q, k, v, self.layout, softmax_scale, deterministic)
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (self.world_size, -1))[self.rank]
+        features: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
+        out = attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
         back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2)
 

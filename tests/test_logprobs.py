@@ -34,13 +34,15 @@ def inputs(batch, dtype=torch.float64, seed=0):
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
 
 
-def dense(hidden, weight, batch, temperature=1.0):
+def dense(hidden, weight, batch, temperature=1.0, softcap=None):
     """The same from whole logits of every unpacked sequence, a list of rows each."""
     logps, entropies = [], []
     for states, ids, r in zip(
         batch.unpack_sequences(hidden), batch.unpack_sequences(batch.input_ids), batch.response_lens, strict=True
     ):
-        logp = torch.log_softmax(states @ weight.T / temperature, -1)[len(ids) - r - 1 : -1]
+        logits = states @ weight.T
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logp = torch.log_softmax(logits / temperature, -1)[len(ids) - r - 1 : -1]
         logps.append(logp.gather(1, ids[len(ids) - r :, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(1))
     return torch.cat(logps), torch.cat(entropies)
@@ -52,11 +54,13 @@ def ours(hidden, weight, batch, temperature=1.0, **options):
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.integers(1, 7), st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 100))
-def test_values_and_gradients_are_those_of_whole_logits(batch, chunk_size, temperature, seed):
+@given(
+    batches(), st.integers(1, 7), st.sampled_from([0.3, 1.0, 2.5]), st.sampled_from([None, 2.0]), st.integers(0, 100)
+)
+def test_values_and_gradients_are_those_of_whole_logits(batch, chunk_size, temperature, softcap, seed):
     hidden, weight = inputs(batch, seed=seed)
-    got = ours(hidden, weight, batch, temperature, chunk_size=chunk_size)
-    want = dense(hidden, weight, batch, temperature)
+    got = ours(hidden, weight, batch, temperature, softcap=softcap, chunk_size=chunk_size)
+    want = dense(hidden, weight, batch, temperature, softcap)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
     scale = [torch.randn_like(w) for w in want]
@@ -109,14 +113,15 @@ def test_logits_never_exist_whole(style):
     assert forward.products == -(-rows // chunk_size)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_compiled_is_the_same(temperature):
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 2.0)])
+def test_compiled_is_the_same(temperature, softcap):
     """Gradients of log-probs alone too, for which the backward has a shorter way; chunks of two sizes."""
     for loss in (lambda logp, entropy: logp.sum(), lambda logp, entropy: (logp * entropy).sum()):
         grads = []
-        for options in ({}, {"compiled": True}):
+        for compiled in (False, True):
             hidden, weight = inputs(some_batch())
-            values = response_logprobs(hidden, weight, some_batch(), temperature, chunk_size=4, **options)
+            options = {"softcap": softcap, "chunk_size": 4, "compiled": compiled}
+            values = response_logprobs(hidden, weight, some_batch(), temperature, **options)
             loss(*values).backward()
             grads.append([*values, hidden.grad, weight.grad])
         for eager, compiled in zip(*grads, strict=True):

@@ -17,6 +17,9 @@ BILLIONS = {
     "qwen2.5-7b": 7.616,
     "llama-3-8b": 8.030,
     "mistral-7b": 7.248,
+    "gpt-oss-20b": 20.915,
+    "gemma-3-12b": 11.766,  # without the vision tower and its projection
+    "olmo-3-7b": 7.298,
 }
 
 

@@ -16,15 +16,29 @@ from dualkv.sequence_parallel import Shard, padded
 RANKS = 4
 HEADS, HEAD_DIM = 12, 8
 KV_HEADS = (1, 2, 3, 4, 6, 12)  # fewer than ranks, more, and neither a multiple nor a divisor of them
+# Features of each call, and whether the heads have sinks.
+CASES = [(kv_heads, {}, False) for kv_heads in KV_HEADS] + [
+    (1, {"window": 3, "softcap": 2.0}, True),
+    (3, {"chunk": 4}, False),
+    (6, {"window": 8}, True),
+    (12, {}, True),
+]
 LAYOUT = dualkv.Layout.from_lengths([7, 1, 5, 0], [[4, 0, 9], [2, 6], [3], [3, 2]])  # 42 rows: two more are needed
 
 
 def inputs(kv_heads: int) -> list[torch.Tensor]:
-    """q, k, v and the output's gradient, fp64, two rows of nothing behind them."""
+    """q, k, v and the output's gradient, fp64, two rows of nothing behind them, which have no part in a loss."""
     generator = torch.Generator().manual_seed(kv_heads)
     rows = LAYOUT.num_tokens + 2
     shapes = [(rows, h, HEAD_DIM) for h in (HEADS, kv_heads, kv_heads, HEADS)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    found = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    found[-1][-2:] = 0
+    return found
+
+
+def sinks(wanted: bool) -> torch.Tensor | None:
+    """[H] of all heads."""
+    return torch.linspace(-2, 2, HEADS, dtype=torch.float64).requires_grad_() if wanted else None
 
 
 def run(rank: int, folder: str) -> None:
@@ -32,25 +46,28 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     found = {}
     shard = Shard(LAYOUT, dist.group.WORLD)
-    for kv_heads in KV_HEADS:
+    for case, (kv_heads, features, with_sinks) in enumerate(CASES):
         q, k, v, dout = (x.chunk(RANKS)[rank].clone() for x in inputs(kv_heads))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = shard.attention(*leaves, softmax_scale=0.3)
+        learned = sinks(with_sinks)
+        out = shard.attention(*leaves, softmax_scale=0.3, sinks=learned, **features)
         out.backward(dout)
-        found[kv_heads] = [out.detach(), *(x.grad for x in leaves)]
+        found[case] = [out.detach(), *(x.grad for x in leaves)]
+        found[case, "sinks"] = None if learned is None else learned.grad
     found["positions"] = shard.position_ids
     found["errors"] = [
         refusal(shard, torch.zeros(11, 6, 8), torch.zeros(11, 2, 8)),
         refusal(shard, torch.zeros(11, 12, 8), torch.zeros(11, 5, 8)),
         refusal(shard, torch.zeros(10, 12, 8), torch.zeros(10, 2, 8)),
+        refusal(shard, torch.zeros(11, 12, 8), torch.zeros(11, 2, 8), sinks=torch.zeros(3)),
     ]
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-def refusal(shard: Shard, q: torch.Tensor, kv: torch.Tensor) -> str:
+def refusal(shard: Shard, q: torch.Tensor, kv: torch.Tensor, **features: torch.Tensor) -> str:
     try:
-        shard.attention(q, kv, kv)
+        shard.attention(q, kv, kv, **features)
     except ValueError as error:
         return str(error)
     return "nothing raised"
@@ -63,16 +80,24 @@ def ranks() -> list[dict]:
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("kv_heads", KV_HEADS)
-def test_as_in_one_process(kv_heads: int, ranks: list[dict]) -> None:
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_as_in_one_process(case: int, ranks: list[dict]) -> None:
+    kv_heads, features, with_sinks = CASES[case]
     *leaves, dout = inputs(kv_heads)
     rows = LAYOUT.num_tokens
     leaves = [x[:rows].clone().requires_grad_() for x in leaves]
-    out = dualkv.attention(*leaves, LAYOUT, softmax_scale=0.3)
+    learned = sinks(with_sinks)
+    out = dualkv.attention(*leaves, LAYOUT, softmax_scale=0.3, sinks=learned, **features)
     out.backward(dout[:rows])
     for i, expected in enumerate((out, *(x.grad for x in leaves))):
-        got = torch.cat([found[kv_heads][i] for found in ranks])
+        got = torch.cat([found[case][i] for found in ranks])
         torch.testing.assert_close(got[:rows], expected.detach(), rtol=1e-12, atol=1e-12)
+    if learned is not None:
+        of_ranks = [found[case, "sinks"] for found in ranks]
+        torch.testing.assert_close(sum(of_ranks), learned.grad, rtol=1e-12, atol=1e-12)
+        share = HEADS // RANKS
+        for rank, gradient in enumerate(of_ranks):
+            assert gradient.nonzero().flatten().tolist() == list(range(rank * share, (rank + 1) * share))
 
 
 def test_positions_are_those_of_each_ranks_rows(ranks: list[dict]) -> None:
@@ -80,12 +105,13 @@ def test_positions_are_those_of_each_ranks_rows(ranks: list[dict]) -> None:
     assert positions.tolist() == [*LAYOUT.position_ids.tolist(), 0, 1]
 
 
-def test_refusals_name_heads_and_rows(ranks: list[dict]) -> None:
+def test_refusals_name_heads_rows_and_sinks(ranks: list[dict]) -> None:
     for found in ranks:
         assert found["errors"] == [
             "q has 6 heads, expected a multiple of the 4 sequence-parallel ranks",
             "q has 12 heads and k 5, expected q's to be a multiple of k's",
             "q has 10 rows, each rank of this layout holds 11",
+            "sinks has shape (3,), expected [H] = (12,), of all ranks' heads",
         ]
 
 

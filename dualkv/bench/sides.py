@@ -142,7 +142,7 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     plan = make_plan()
 
     def attend() -> torch.Tensor:
-        return cudnn.flex_attn_func(q, k, v, mask_plan=plan, softmax_scale=inputs.scale)  # type: ignore[no-any-return]
+        return cudnn.flex_attn_func(q, k, v, mask_plan=plan, softmax_scale=inputs.scale)
 
     def packed(x: torch.Tensor) -> torch.Tensor:
         return x[0] if one else x

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from codegen.tiles import kernel_head_dim
 from dualkv.data.microbatch import plan_micro_batches
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
@@ -53,8 +54,7 @@ class Workload:
             raise ValueError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}, expected a multiple of it")
-        if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
-            raise ValueError(f"head_dim is {self.head_dim}, expected a multiple of 8 up to 256")
+        kernel_head_dim(self.head_dim)
 
     @property
     def reach(self) -> Window | None:
@@ -167,7 +167,7 @@ NAMED = {
         _agent_tree("agent-t10-r512", 32, 10, 512),
         *(
             replace(_MAIN, name=f"{_MAIN.name}-d{head_dim}-gqa{ratio}", head_dim=head_dim, kv_heads=32 // ratio)
-            for head_dim in (64, 96, 192, 256)
+            for head_dim in (64, 96, 192, 256)  # those on record: another one joins with a new record
             for ratio in (1, 4, 8)
         ),
         *(
@@ -192,7 +192,8 @@ NAMED = {
 
 EIGHT = list(NAMED)[:8]  # the main shapes: full attention, 32 and 8 heads of 128
 
-RANDOM_HEAD_DIMS, RANDOM_RATIOS = (64, 96, 128, 192, 256), (1, 4, 8, 16)  # few: peers compile for each pair
+# Fixed, unlike the table's head dims: an index names the same workload for ever. Few: peers compile for each pair.
+RANDOM_HEAD_DIMS, RANDOM_RATIOS = (64, 96, 128, 192, 256), (1, 4, 8, 16)
 RANDOM_FLOPS, RANDOM_TOKENS = 2 * 10**13, 2**17  # of a forward, at most
 
 

@@ -305,6 +305,10 @@ def precompile(
     tp: Annotated[str, typer.Option(help="Tensor-parallel degrees of the models, by commas.")] = "1",
     head_dims: Annotated[str, typer.Option(help="Head dims by commas, each with every --gqa.")] = "",
     gqa: Annotated[str, typer.Option(help="GQA ratios (query heads a KV head) by commas.")] = "",
+    features: Annotated[
+        str,
+        typer.Option(help="What layers of --head-dims have, by commas: of window (chunks too), sinks, softcap, dlse."),
+    ] = "",
     dtypes: Annotated[str, typer.Option(help="Of bf16 and fp16, by commas.")] = "bf16",
     directions: Annotated[str, typer.Option(help="Of forward and backward, by commas.")] = "forward,backward",
     gradients: Annotated[
@@ -335,6 +339,7 @@ def precompile(
     specs = kernels.requested(
         _commas(models), _numbers("tp", tp), _numbers("head-dims", head_dims), _numbers("gqa", gqa),
         _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
+        tuple(_commas(features)),
     )  # fmt: skip
     if everything and specs:
         raise ValueError("--all is every kernel, expected no --models and no --head-dims beside it")

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from codegen import precompiled, store
-from codegen.select import DIRECTIONS, Shape, select
+from codegen.select import DIRECTIONS, NAMES, Shape, select
 from codegen.spec import DTYPES, FORWARDS, GRADIENTS, KernelSpec
+from codegen.tiles import HEAD_DIMS
 from dualkv import __version__
 from dualkv.models import CONFIGS
 
 
 class Heads(NamedTuple):
-    """A model's attention: query heads, KV heads and head dim."""
+    """Attention of some of a model's layers: query heads, KV heads, head dim and features (codegen.select.NAMES)."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    features: tuple[str, ...] = ()
 
 
 # From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
@@ -48,8 +50,27 @@ HEADS = {
     "mistral-large-123b": Heads(96, 8, 128),
     "mixtral-8x7b": Heads(32, 8, 128),
     "mixtral-8x22b": Heads(48, 8, 128),
+    "gpt-oss-120b": Heads(64, 8, 64, ("window", "sinks")),
+    "gemma-2-2b": Heads(8, 4, 256, ("window", "softcap")),
+    "gemma-2-9b": Heads(16, 8, 256, ("window", "softcap")),
+    "gemma-2-27b": Heads(32, 16, 128, ("window", "softcap")),
+    "gemma-3-1b": Heads(4, 1, 256, ("window",)),
+    "gemma-3-4b": Heads(8, 4, 256, ("window",)),
+    "gemma-3-27b": Heads(32, 16, 128, ("window",)),
+    "olmo-3-32b": Heads(40, 8, 128, ("window",)),
+    "exaone-4-32b": Heads(40, 8, 128, ("window",)),
+    "command-r7b": Heads(32, 8, 128, ("window",)),
+    "mistral-7b-v0.1": Heads(32, 8, 128, ("window",)),
+    "ministral-8b": Heads(32, 8, 128, ("window",)),
+    "phi-3-mini-4k": Heads(32, 32, 96, ("window",)),
+    "llama-4-scout": Heads(40, 8, 128, ("window",)),
+    "llama-4-maverick": Heads(40, 8, 128, ("window",)),
+    # Defaults of transformers' classes.
+    "muse-glimmer-30b": Heads(32, 2, 128, ("window",)),
+    "muse-spark-816b": Heads(128, 16, 64, ("window",)),
 }
-REFUSED = dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "attention sinks and sliding windows")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")  # model types; no field of a config.json says so
 
 
 # ---------------------------------------------------------------- models
@@ -75,8 +96,6 @@ def heads_of(model: str) -> Heads:
             raise ValueError(f"{path} is no JSON: {e}") from e
         return heads_of_config(config, str(path))
     name = model.split("/")[-1].lower()
-    if name in REFUSED:
-        raise ValueError(f"{name} has {REFUSED[name]}, which dualkv does not compute")
     if name in CONFIGS:
         return heads_of_config(CONFIGS[name], name)
     if name not in HEADS:
@@ -95,6 +114,10 @@ def heads_of_config(config: Any, where: str) -> Heads:
     config = config.get("text_config", config)
     if feature := _not_computed(config):
         raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
+    if any(set(own) & {"num_attention_heads", "num_key_value_heads", "head_dim"} for own in _of_single_layers(config)):
+        raise ValueError(
+            f"{where} has layers with other heads (per_layer_config), expected --head-dims and --gqa instead"
+        )
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim")
@@ -106,23 +129,41 @@ def heads_of_config(config: Any, where: str) -> Heads:
             raise ValueError(f"{where} has {name}={value!r}, expected an integer of 1 or more")
     if heads % kv_heads:
         raise ValueError(f"{where} has {heads} query heads for {kv_heads} KV heads, expected a multiple")
-    return Heads(heads, kv_heads, head_dim)
+    return Heads(heads, kv_heads, head_dim, _features(config))
+
+
+def _features(config: dict[str, Any]) -> tuple[str, ...]:
+    """What some layers of a configuration have, in the order of codegen.select.NAMES."""
+    kinds = config.get("layer_types")
+    sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    of_one_kind = sliding or config.get("attention_chunk_size") is not None
+    found = {
+        "window": not {"sliding_attention", "chunked_attention"}.isdisjoint(kinds) if kinds else of_one_kind,
+        "sinks": config.get("model_type") in WITH_SINKS,
+        "softcap": config.get("attn_logit_softcapping") is not None,
+    }
+    return tuple(name for name in NAMES if found.get(name))
+
+
+def _of_single_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fields that single layers have for themselves."""
+    own = config.get("per_layer_config")
+    return [fields for fields in own.values() if isinstance(fields, dict)] if isinstance(own, dict) else []
 
 
 def _not_computed(config: dict[str, Any]) -> str | None:
-    """What a configuration asks of attention beyond causal softmax(q k^T) v, in words."""
-    if config.get("model_type") == "gpt_oss":
-        return REFUSED["gpt-oss-20b"]
+    """What a configuration asks of attention that is not computed, in words."""
     if config.get("kv_lora_rank") is not None:
         return "latent attention with values of another head dim (kv_lora_rank)"
-    if config.get("attn_logit_softcapping") is not None:
-        return "logit softcapping (attn_logit_softcapping)"
-    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    value = config.get("v_head_dim")
+    if value is not None and value != config.get("head_dim"):
+        return f"values of another head dim (v_head_dim={value!r})"
+    widest = max([config.get("global_head_dim") or 0, *(own.get("head_dim", 0) for own in _of_single_layers(config))])
+    if widest > HEAD_DIMS[-1]:
+        return f"layers of head dim {widest}"
+    other = sorted(set(config.get("layer_types") or []) - set(LAYER_TYPES))
     if other:
         return f"layers of {' and '.join(other)} (layer_types)"
-    windows = config.get("use_sliding_window", True) and not config.get("layer_types")
-    if windows and config.get("sliding_window") is not None:
-        return f"a sliding window (sliding_window={config['sliding_window']})"
     return None
 
 
@@ -139,7 +180,11 @@ def shape(heads: Heads, tensor_parallel: int = 1) -> Shape:
             f"tp is {tensor_parallel}, expected a divisor or a multiple of the model's {heads.kv_heads} KV heads"
         )
     kv_heads = max(1, heads.kv_heads // tensor_parallel)
-    return Shape(heads.head_dim, heads.heads // tensor_parallel // kv_heads)
+    return Shape(heads.head_dim, heads.heads // tensor_parallel // kv_heads, heads.features)
+
+
+def _without_window(shape: Shape) -> Shape:
+    return shape._replace(features=tuple(name for name in shape.features if name != "window"))
 
 
 def requested(
@@ -152,11 +197,15 @@ def requested(
     gradients: Iterable[str] = GRADIENTS[:1],
     deterministic: bool = False,
     trees: bool = False,
+    features: tuple[str, ...] = (),
 ) -> list[KernelSpec]:
     """The kernels of models, on so many tensor-parallel ranks each, and of every head dim with every GQA ratio.
 
+    Models with windows get kernels without them too, for layers of full attention and for shorter paths than a window.
+
     Args:
         gqa: may be left out where only the backward is asked for, whose kernels serve every ratio.
+        features: of the layers of `head_dims`.
 
     See :func:`heads_of` for models and :func:`codegen.select.select` for the rest, also for the errors.
     """
@@ -166,7 +215,8 @@ def requested(
     if bool(head_dims) != bool(gqa):
         raise ValueError(f"head_dims is {head_dims} and gqa is {gqa}, expected both or neither")
     shapes = [shape(heads, ranks) for heads in map(heads_of, models) for ranks in tensor_parallel]
-    shapes += [Shape(head_dim, ratio) for head_dim in head_dims for ratio in gqa]
+    shapes = [of for given in shapes for of in dict.fromkeys((_without_window(given), given))]
+    shapes += [Shape(head_dim, ratio, features) for head_dim in head_dims for ratio in gqa]
     return select(shapes, dtypes, directions, gradients, deterministic, trees)
 
 
@@ -275,6 +325,7 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
             serves = f"GQA {spec['packed_heads']}"
         else:
             serves = f"d{spec['gradients']}" + (" deterministic" if spec["tile"].get("deterministic") else "")
+        serves += f" {spec['features']}" if spec["features"] else ""
         yield (
             f"{spec['operation']} {spec['dtype']} D={spec['head_dim']} {serves}",
             str(record["registers"]),

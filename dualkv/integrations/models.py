@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import selfcheck
+from dualkv.integrations import layers, masks, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
@@ -126,8 +126,8 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 def refusals(model: nn.Module) -> list[str]:
     """Why `enable` refuses a model, a sentence for each reason: by its fields, and if they pass, by its small copy."""
-    found = _grouped(integration._objections(model))
-    for decoder in [] if found else integration._decoders(model):
+    found = _grouped(layers.objections(model))
+    for decoder in [] if found else layers.decoders(model):
         try:
             selfcheck.check(decoder, integration.enable)
         except ValueError as error:
@@ -154,18 +154,32 @@ def _grouped(sentences: Iterable[str]) -> list[str]:
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The attention layers that can run packed groups: a count for each class, head dim and GQA ratio."""
+    """The attention layers that can run packed groups: a count for each class, head dim, GQA ratio and features."""
     kinds: Counter[str] = Counter()
-    for module in integration._attention_modules(model):
+    for module in layers.attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         groups = getattr(module, "num_key_value_groups", None)
         about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
-        kinds[", ".join([type(module).__name__, *about])] += 1
+        kinds[", ".join([type(module).__name__, *about, *_features(module)])] += 1
     return [f"{number} x {kind}" for kind, number in kinds.items()]
 
 
+def _features(module: Any) -> list[str]:
+    """What a layer's attention has beside a softmax over all keys, in words."""
+    at = getattr(module, "layer_idx", None)
+    of_layers = masks.by_config(module.config)
+    window, chunk = of_layers[at or 0] if len(of_layers) > 1 else of_layers[0]
+    cap = getattr(module, "attn_logit_softcapping", None)
+    return [
+        *[f"window {window}"] * bool(window),
+        *[f"chunks of {chunk}"] * bool(chunk),
+        *["sinks"] * (getattr(module, "sinks", None) is not None),
+        *[f"softcapping {cap}"] * bool(cap),
+    ]
+
+
 def _notes(model: PreTrainedModel) -> list[str]:
-    media = [name for name in integration._arguments(type(model)) if integration.MEDIA.search(name)]
+    media = [name for name in layers.arguments(type(model)) if integration.MEDIA.search(name)]
     inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
     notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0

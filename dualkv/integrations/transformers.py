@@ -5,17 +5,16 @@ config. With a layout this implementation runs :func:`dualkv.attention`. Without
 that was there before. The registered name contains the name of that implementation (`dualkv|sdpa`), so copies of a
 model, several models in one process and pickles need no other record. A saved config names no implementation.
 
-A forward pre-hook on the decoder checks each call once, before the first layer, and prevents transformers from making
-a [T, T] mask.
+A forward pre-hook on the decoder checks each call once, before the first layer. transformers makes no [T, T] mask: its
+mask functions say which keys each layer sees (:mod:`dualkv.integrations.masks`).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dualkv.integrations import require
 
@@ -28,8 +27,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from codegen.tiles import HEAD_DIMS
-from dualkv.integrations import selfcheck
+from dualkv.integrations import layers, masks, selfcheck
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
 from dualkv.sequence_parallel import Shard
@@ -40,181 +38,14 @@ Model = TypeVar("Model", bound=nn.Module)
 # transformers looks for parts of that name ("flash" decides how masks and caches are made).
 PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
 
-# Arguments of attention functions and attributes of attention modules that change softmax(q k^T) v.
-FEATURES = {
-    "sliding_window": "a sliding window",
-    "softcap": "logit softcapping",
-    "attn_logit_softcapping": "logit softcapping",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "dropout": "attention dropout",
-    "position_bias": "a position bias",
-    "head_mask": "a head mask",
-    "output_attentions": "attention weights as an output",
-    "cu_seq_lens_q": "sequence lengths next to the layout",
-    "cu_seq_lens_k": "sequence lengths next to the layout",
-}
-
-ATTRIBUTES = ("sliding_window", "softcap", "attn_logit_softcapping", "sinks")
-
-# Keyword arguments that a model passes to every layer and that do not change attention.
-NEUTRAL = {
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "num_items_in_batch",
-    "shift_labels",
-    "return_dict",
-    "logits_to_keep",
-    "output_hidden_states",
-    "output_router_logits",
-    "debug_io",
-}
-
 # Names that processors and models use for inputs other than text.
 MEDIA = re.compile(r"pixel|image|video|audio|visual|vision|speech|grid_thw|input_features|mm_token_type_ids|deepstack")
-
-# Heads that make one row of logits for a whole input.
-POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
-
-# Shape of the mask of a call with a layout. No model makes a mask of this shape, and attention cannot compute with it.
-NO_MASK = (1, 1, 0, 0)
-
-
-# ---------------------------------------------------------------- the attention modules of a model
-Route = tuple[AttentionInterface, Callable[..., Any]]
-_ROUTES: dict[type, Route | None] = {}  # a dictionary, not functools.cache: dynamo reads it while it traces
-
-
-def _route(cls: type[nn.Module]) -> Route | None:
-    """The registry and the eager function from which `cls.forward` takes its attention; None if it uses no registry."""
-    if cls not in _ROUTES:
-        forward = inspect.unwrap(cls.forward)
-        code = getattr(forward, "__code__", None)
-        found = None
-        if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-            names = forward.__globals__
-            eager = [names[n] for n in code.co_names if n.endswith("eager_attention_forward") and n in names]
-            found = (names["ALL_ATTENTION_FUNCTIONS"], eager[0]) if eager else None
-        _ROUTES[cls] = found
-    return _ROUTES[cls]
-
-
-_ARGUMENTS: dict[type, tuple[str, ...]] = {}
-
-
-def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the arguments of `cls.forward`, in order."""
-    if cls not in _ARGUMENTS:
-        _ARGUMENTS[cls] = tuple(inspect.signature(cls.forward).parameters)[1:]
-    return _ARGUMENTS[cls]
-
-
-def _parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that contain module `name`, innermost first, `model` last."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name, model.get_submodule(name)
-
-
-def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Attention modules that take their attention from the registry: (name, module, decoder).
-
-    The decoder is the innermost pretrained model that contains the module; it makes the masks. Models without a causal
-    layer or without token ids (the vision tower of a multimodal model) are no decoders.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if _route(type(module)) is not None:
-            owners = (parent for _, parent in _parents(model, name) if isinstance(parent, PreTrainedModel))
-            owner = next(owners, None)
-            if owner is not None and "input_ids" in _arguments(type(owner)):
-                found.append((name, module, owner))
-    causal = {id(owner) for _, module, owner in found if _is_causal(module)}
-    return [layer for layer in found if id(layer[2]) in causal]
-
-
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention layers that can run packed groups."""
-    return [module for _, module, _ in _decoder_layers(model)]
-
-
-def _decoders(model: nn.Module) -> list[PreTrainedModel]:
-    """The decoders of these layers, each once."""
-    return list({id(owner): owner for _, _, owner in _decoder_layers(model)}.values())
-
-
-def _is_causal(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_causal", False))
 
 
 def _base(config: Any) -> str | None:
     """The model's own implementation if `config` names a registered one of this module, else None."""
     name = config._attn_implementation or ""
     return next((name.removeprefix(prefix) for prefix in PREFIX.values() if name.startswith(prefix)), None)
-
-
-# ---------------------------------------------------------------- refusals of models
-def _unsupported(name: str, value: Any) -> str | None:
-    """The unsupported feature that `name=value`, an attribute or argument of an attention layer, asks for, or None."""
-    if value is None or value is False or (name == "dropout" and value == 0):
-        return None
-    shown = f"{name} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}={value!r}"
-    feature = f"{FEATURES[name]} ({shown})" if name in FEATURES else f"the argument {shown}"
-    return f"{feature}, which dualkv.attention does not compute"
-
-
-def _objections(model: nn.Module) -> Iterator[str]:
-    """Reasons, by a model's fields, why it cannot run packed groups: wrong visibility or unsupported attention."""
-    layers = _decoder_layers(model)
-    if not layers:
-        yield f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
-    for module in model.modules():
-        head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
-        if head is not None:
-            yield (
-                f"{type(module).__name__} makes one row of logits for its whole input, which packed sequences share:"
-                " use a head that makes one for each token (ForTokenClassification)"
-            )
-    for decoder in _decoders(model):
-        config, name = decoder.config, type(decoder).__name__
-        for at, kind in enumerate(getattr(config, "layer_types", None) or []):
-            if kind != "full_attention":
-                yield f"layer {at} of {name} is {kind}, dualkv.attention computes full_attention only"
-        if decoder._is_stateful:
-            yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
-        if getattr(config, "is_encoder_decoder", False):
-            yield f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only"
-        if config.output_attentions:
-            yield f"{name} is configured with output_attentions=True, dualkv.attention makes no weights"
-        if config._attn_implementation is None:
-            yield f"{name} has no attention implementation set, call set_attn_implementation first"
-    for name, module, _ in layers:
-        layer = f"{name} ({type(module).__name__})"
-        if not _is_causal(module):
-            yield f"{layer} is not causal self-attention, the only kind that dualkv.attention computes"
-        for attribute in ATTRIBUTES:
-            if (feature := _unsupported(attribute, getattr(module, attribute, None))) is not None:
-                yield f"{layer} uses {feature}"
-        dim = getattr(module, "head_dim", None)
-        if isinstance(dim, int) and dim > HEAD_DIMS[-1]:
-            yield f"{layer} has head dim {dim}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
-        # Every layer of the stack must be a known attention layer: another kind of layer may mix rows in its own way.
-        stack = next((up for up, parent in _parents(model, name) if isinstance(parent, nn.ModuleList)), None)
-        if stack is None:
-            continue
-        for index, other in model.get_submodule(stack).named_children():
-            if not any(known.startswith(f"{stack}.{index}.") for known, _, _ in layers):
-                yield (
-                    f"{stack}.{index} ({type(other).__name__}) has no causal attention that goes through transformers'"
-                    " attention registry"
-                )
-
-
-def _refuse_model(model: nn.Module) -> None:
-    """Raises ValueError for a model that cannot run packed groups, by its fields."""
-    for sentence in _objections(model):
-        raise ValueError(sentence)
 
 
 # ---------------------------------------------------------------- a call with a layout
@@ -260,8 +91,15 @@ def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, 
     return own.clone()
 
 
+def _positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, layout: Layout | Shard) -> torch.Tensor:
+    """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit."""
+    if isinstance(layout, Shard):
+        return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
+    return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent))
+
+
 def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name, value in (*zip(_arguments(type(module)), args, strict=False), *kwargs.items()):
+    for name, value in (*zip(layers.arguments(type(module)), args, strict=False), *kwargs.items()):
         if MEDIA.search(name) and _has_tensor(value):
             raise ValueError(
                 f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or"
@@ -299,29 +137,36 @@ def _enter_decoder(
         raise ValueError(
             f"input_ids has shape {tuple(tokens.shape[:2])}, expected [1, T]: all groups in one packed row"
         )
-    if kwargs.get("attention_mask") is not None:
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        mask = masks.request(tokens.device)
+    elif not masks.is_of_packed_call(mask):
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
-    mask = torch.empty(NO_MASK, device=tokens.device)  # transformers makes no mask if it gets one of 4 dims
-    given = kwargs.get("position_ids")
-    if isinstance(layout, Shard):
-        position_ids = _checked_positions(tokens, given, layout.position_ids.to(tokens.device)[None])
-    else:
-        position_ids = _position_ids(tokens.detach(), given, layout.offsets, layout.parent)
+    position_ids = _positions(tokens, kwargs.get("position_ids"), layout)
     return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
 
 
-def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the models that contain the decoder: refuses images, and labels that would be shifted."""
+def _enter_head(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the models that contain the decoder: refuses images, and labels that would be shifted.
+
+    A model that makes the decoder's masks gets the request for them.
+    """
     if kwargs.get("dualkv") is None:
-        return
+        return None
     _refuse_media(module, args, kwargs)
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
             "labels came together with dualkv and would be shifted by one row, from response to response: pass the"
             " label of each row as shift_labels too, or use dualkv.response_logprobs"
         )
+    named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+    if named.get("attention_mask") is None and layers.makes_masks(type(module)):
+        kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
+    return args, kwargs
 
 
 HOOKS = (_enter_decoder, _enter_head)
@@ -345,10 +190,6 @@ class _UnderOwnName:
         return getattr(self._module, name)
 
 
-def _layer(module: nn.Module) -> str:
-    return f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-
-
 def _packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -362,22 +203,17 @@ def _packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
-    layer = _layer(module)
-    for name, value_of in kwargs.items():
-        if name not in NEUTRAL and (feature := _unsupported(name, value_of)) is not None:
-            raise ValueError(f"{layer} uses {feature}")
-    if is_causal is False or not _is_causal(module):
-        raise ValueError(f"{layer} is not causal self-attention, the only kind that dualkv.attention computes")
-    if attention_mask is None or attention_mask.shape != NO_MASK:
+    if is_causal is False or not layers.is_causal(module):
         raise ValueError(
-            f"{layer} got a layout outside a call of its enabled model, or the model makes its own attention mask or"
-            " position bias, which dualkv.attention does not compute"
+            f"{layers.describe(module)} is not causal self-attention, the only kind that dualkv.attention computes"
         )
+    features = layers.features(module, attention_mask, kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if isinstance(layout, Shard):
-        out = layout.attention(q, k, v, softmax_scale=scaling, deterministic=deterministic)
-    else:
-        out = attention(q, k, v, layout, softmax_scale=scaling, deterministic=deterministic)
+    if layers.has_temperature(module):
+        positions = _positions(q[None], None, layout)[0]
+        q = (q * layers.temperature(module, positions)[:, None, None]).to(q.dtype)
+    run = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
+    out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
     return out.unsqueeze(0), None
 
 
@@ -398,34 +234,41 @@ def _register(base: str, deterministic: bool) -> str:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:
             return _packed_attention(module, query, key, value, attention_mask, dualkv, deterministic, **kwargs)
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == NO_MASK:
+        if masks.is_answer(attention_mask):
             raise ValueError(
-                f"{_layer(module)} is not handed the layout that the model was called with: {type(module).__name__}'s"
-                " callers do not pass keyword arguments on"
+                f"{layers.describe(module)} is not handed the layout that the model was called with:"
+                f" {type(module).__name__}'s callers do not pass keyword arguments on"
             )
-        route = _route(type(module))
+        route = layers.route(type(module))
         assert route is not None, f"{type(module).__name__} was called without going through the registry"
         interface, eager = route
         own = interface.get_interface(base, eager)
         seen_as = module if in_place else _UnderOwnName(module, base)
         return own(seen_as, query, key, value, attention_mask, **kwargs)
 
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
+
+    def mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if masks.is_request(attention_mask):
+            return masks.answer(**kwargs)
+        return None if make is None else make(attention_mask=attention_mask, **kwargs)
+
     AttentionInterface.register(name, forward)
-    if base in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    AttentionMaskInterface.register(name, mask)
     return name
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configs of decoders and of their layers, which name the implementation, each once."""
-    configs = (config for _, module, owner in _decoder_layers(model) for config in (module.config, owner.config))
+    configs = (config for _, module, owner in layers.decoder_layers(model) for config in (module.config, owner.config))
     return list({id(config): config for config in configs}.values())
 
 
 def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
-    With a layout every attention layer runs :func:`dualkv.attention`. No attention mask is made and no cache is kept:
+    With a layout every attention layer runs :func:`dualkv.attention`, with the window or chunks of the mask that its
+    model would make, and with its sinks and softcapping. No attention mask is made and no cache is kept:
 
         model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
 
@@ -453,13 +296,13 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
 
     Raises:
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, has a sliding window, softcapping, sinks or a recurrent state, or is not causal; a
-            head makes one row of logits for a whole input.
+            transformers' registry, is not causal, has a recurrent state, a head dim above 256 or a mask with a rule of
+            the model's own; a head makes one row of logits for a whole input.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images, and a token
             count or positions other than the layout's.
     """
-    _refuse_model(model)
-    inner = _decoders(model)
+    layers.refuse(model)
+    inner = layers.decoders(model)
     disable(model)
     if check:
         for decoder in inner:
@@ -533,7 +376,7 @@ def recompute_layers(model: Model, keep: str = "nothing") -> Model:
 
 def _refuse_overwritten_products(model: nn.Module) -> None:
     """Raises ValueError if Liger's kernel rotates q and k in place, unseen by PyTorch: kept ones would rotate twice."""
-    for name, module, _ in _decoder_layers(model):
+    for name, module, _ in layers.decoder_layers(model):
         rotate = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
         if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
             raise ValueError(

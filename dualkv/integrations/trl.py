@@ -151,7 +151,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             hook.remove()
         config = plain.config.get_text_config()
         times = _times(inputs["dualkv"]).to(inputs["input_ids"].device)[None]
-        loss = load_balancing_loss_func(found[0], config.num_experts, config.num_experts_per_tok, times)
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        loss = load_balancing_loss_func(found[0], experts, config.num_experts_per_tok, times)
         return outputs, cast(torch.Tensor, loss)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:

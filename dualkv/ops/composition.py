@@ -264,8 +264,8 @@ def backward(
     with _deterministic(deterministic):
         sums = summed(dout)
         if dlse is not None:
-            # Of size 1 in q's dtype, whatever the size of dlse.
-            size = dlse.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+            # Of size 1 in q's dtype, whatever the size of dlse; a NaN stays in its row.
+            size = dlse.abs().nan_to_num(0.0, 0.0).max().clamp(min=torch.finfo(torch.float32).tiny)
             by_row = (dlse / size).t().unsqueeze(-1)
             sums[0] += by_row * (scale * size) * forward(q, k, k, segments, scale, window, sinks)[0]
             sums[1] += scale * size * summed((by_row * q).to(q.dtype))[2]

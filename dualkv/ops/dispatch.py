@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from codegen.tiles import HEAD_DIMS
 from dualkv.layout import Segments, segments_of
 from dualkv.ops import composition, hopper, reference
 from dualkv.ops.window import Window
 
-HEAD_DIM_STEP, HEAD_DIM_MAX = 8, 256
+HEAD_DIM_STEP, HEAD_DIM_MAX = 8, HEAD_DIMS[-1]
 GRADIENTS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale

@@ -111,7 +111,7 @@ class ForwardTiles:
                 lambda: _upload(plan_paths.first_keys(segments, window).astype(np.int32), device),
             )
         if spec.trees:
-            made = plan_paths.path_work(segments, tokens, tile_n, window)
+            made = plan_paths.path_work(segments, tokens, tile_n, window, spec.tile.parts)
             work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
             visible_end = segments.cached(
                 ("visible_end", device, tile_n),
@@ -350,7 +350,8 @@ def backward(
     tile, native = specs.main.tile, specs.main.head_dim
     planned = backward_plan(segments, device, tile, heads, kv_heads, window)
     q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
-    lse, dlse = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (lse, dlse))
+    lse = lse if lse.stride(1) == 1 else lse.contiguous()
+    dlse = dlse if dlse is None or dlse.stride(1) == 1 else dlse.contiguous()
     dq, dk, dv = (
         torch.empty(x.shape if name in gradients else 0, dtype=x.dtype, device=device)
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -367,11 +368,12 @@ def backward(
     partials = workspace(planned.num_partials * tile.partial_floats(native) if specs.partial_sum else 0)
     sinks = None if sinks is None else sinks.float().contiguous()
     dsinks = None if sinks is None else workspace(heads, blocks)
-    more = (dlse, sinks, dsinks) if specs.preprocess.features else ()
-    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale, *more)
-    more = (*(planned.tables or [None] * 3), softcap) if specs.main.features else ()
+    of_lse = (dlse, sinks, dsinks) if specs.preprocess.features else ()
+    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale, *of_lse)
+    of_window = planned.tables or (None, None, None)
+    of_scores = (*of_window, softcap) if specs.main.features else ()
     tables = planned.work, planned.visible_end
-    kernels["bwd"](q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, *tables, softmax_scale, *more)
+    kernels["bwd"](q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, *tables, softmax_scale, *of_scores)
     if specs.partial_sum and planned.num_partials:
         kernels["bwd_sum"](partials, planned.sums, dk, dv)
     if specs.postprocess:

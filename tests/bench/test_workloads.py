@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualkv.bench.inputs import Inputs
-from dualkv.bench.workloads import NAMED, Workload, of_rollouts, parse, random_workload
+from dualkv.bench.workloads import NAMED, RANDOM_HEAD_DIMS, RANDOM_RATIOS, Workload, of_rollouts, parse, random_workload
 from tests.bench.fake import ROLLOUTS
 
 LENS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=4)
@@ -55,7 +55,7 @@ def test_drawn_workloads_are_the_same_every_time_and_of_all_kinds():
     assert drawn == [random_workload(1, i) for i in range(40)]
     assert drawn[0] != replace(parse("random-2-0"), name=drawn[0].name)
     kinds = {(w.head_dim, w.heads // w.kv_heads) for w in drawn}
-    assert kinds == set(itertools.product((64, 96, 128, 192, 256), (1, 4, 8, 16)))
+    assert kinds == set(itertools.product(RANDOM_HEAD_DIMS, RANDOM_RATIOS))
     for w in drawn:
         [prompt], [responses] = w.prompt_lens, w.response_lens
         assert 256 <= prompt <= 65536

@@ -32,6 +32,8 @@ def test_models_by_name():
     assert heads_of("Qwen/Qwen3-235B-A22B") == Heads(64, 4, 128)
     assert heads_of("qwen2.5-0.5b") == Heads(14, 2, 64)
     assert heads_of("meta-llama/Llama-3.2-1B") == Heads(32, 8, 64)
+    assert heads_of("openai/gpt-oss-20b") == heads_of("gpt-oss-120b") == Heads(64, 8, 64, ("window", "sinks"))
+    assert heads_of("gemma-3-12b") == Heads(16, 8, 256, ("window",))
     assert not set(precompile.HEADS) & set(CONFIGS), "said twice"
     for name in precompile.names():
         assert requested([name]), name
@@ -64,14 +66,42 @@ def test_configs_that_transformers_writes(tmp_path, kind, settings):
     assert heads_of(str(tmp_path)) == heads_of(str(tmp_path / "config.json")) == expected
 
 
+def with_defaults(tmp_path, kind):
+    pytest.importorskip("transformers").AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    return heads_of(str(tmp_path))
+
+
 @pytest.mark.parametrize(
-    "kind", ["gpt_oss", "gemma2", "gemma3_text", "mistral", "deepseek_v3", "qwen3_next", "llama4_text"]
+    ("kind", "features"),
+    [
+        ("gpt_oss", ("window", "sinks")),
+        ("granite_swa", ("window", "sinks")),
+        ("gemma2", ("window", "softcap")),
+        ("gemma3_text", ("window",)),
+        ("olmo3", ("window",)),
+        ("mistral", ("window",)),
+        ("llama4_text", ("window",)),
+        ("qwen3", ()),
+    ],
 )
+def test_features_of_configs_that_transformers_writes(tmp_path, kind, features):
+    assert with_defaults(tmp_path, kind).features == features
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "mimo_v2_flash", "deepseek_v3", "qwen3_next"])
 def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
-    transformers = pytest.importorskip("transformers")
-    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"asks for .*, which dualkv does not compute"):
-        heads_of(str(tmp_path))
+        with_defaults(tmp_path, kind)
+
+
+def test_model_types_with_sinks_are_those_that_have_the_parameter():
+    """No field of a configuration says so: compared with the layers of transformers' classes."""
+    tf = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    for kind in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "gemma2", "olmo3", "llama4_text", "mistral"):
+        with torch.device("meta"):
+            model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, num_hidden_layers=1))
+        assert any(name.endswith("sinks") for name, _ in model.named_parameters()) == (kind in precompile.WITH_SINKS)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +112,14 @@ def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
         ({"num_attention_heads": 8}, "has head_dim=None"),
         ({"num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 3}, "8 query heads for 3 KV heads"),
         ({"num_attention_heads": "8", "head_dim": 64}, "has num_attention_heads='8'"),
-        ({"num_attention_heads": 8, "head_dim": 64, "sliding_window": 4096}, "asks for a sliding window"),
+        (
+            {"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"05": {"head_dim": 128}}},
+            "expected --head-dims",
+        ),
+        (
+            {"num_attention_heads": 8, "head_dim": 64, "v_head_dim": 32},
+            r"asks for values of another head dim \(v_head_dim=32\)",
+        ),
     ],
 )
 def test_configs_that_say_no_shape(tmp_path, config, says):
@@ -102,7 +139,6 @@ def test_configs_of_vision_models_have_a_text_part(tmp_path):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("gpt-oss-20b", "gpt-oss-20b has attention sinks and sliding windows, which dualkv does not compute"),
         ("qwen9-1b", "model 'qwen9-1b' is neither the path of a config.json nor one of "),
         ("/absent/config.json", "/absent/config.json cannot be read: No such file"),
     ],
@@ -140,6 +176,20 @@ def test_requests():
     ]
     assert requested(head_dims=[64], gqa=[2], directions=["forward"], trees=True) == [
         forward_spec("bf16", 64, 2, trees) for trees in (False, True)
+    ]
+    window, sinks = ("window", "sinks"), ("sinks",)
+    assert requested(["gpt-oss-20b"], deterministic=True) == list(
+        dict.fromkeys(
+            [
+                forward_spec("bf16", 64, 8, features="sinks"),
+                *(x for fixed in (False, True) for x in backward_specs("bf16", 64, fixed, features=sinks).present),
+                forward_spec("bf16", 64, 8, trees=True, features="window+sinks"),
+                *(x for fixed in (False, True) for x in backward_specs("bf16", 64, fixed, features=window).present),
+            ]
+        )
+    ), "without the window too, for full layers and for paths that the window does not cut"
+    assert requested(head_dims=[64], gqa=[8], directions=["forward"], features=window) == [
+        forward_spec("bf16", 64, 8, trees=True, features="window+sinks")
     ]
     with pytest.raises(ValueError, match=r"head_dims is \[64\] and gqa is \[\], expected both or neither"):
         requested(head_dims=[64])
@@ -185,7 +235,13 @@ def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "spec",
-    [*[s for s in table() if s.head_dim == 96 and s.dtype == "fp16"][::4], forward_spec("fp16", 96, 7, trees=True)],
+    [
+        *[s for s in table() if s.head_dim == 96 and s.dtype == "fp16"][::4],
+        forward_spec("fp16", 96, 7, trees=True),
+        forward_spec("fp16", 96, 7, features="sinks+softcap"),
+        forward_spec("fp16", 96, 7, True, features="window"),
+        *backward_specs("fp16", 96, features=("window", "sinks", "softcap", "dlse")).present,
+    ],
     ids=str,
 )
 def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkeypatch, tmp_path, spec):
@@ -210,7 +266,7 @@ def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkey
         ([], "expected --out DIR (compile into it) or --check DIR (look at it), one of them"),
         (["--out", "a", "--check", "b"], "expected --out DIR"),
         (["--out", "a"], "nothing to compile: expected --models, --head-dims with --gqa, or --all"),
-        (["--out", "a", "--models", "gpt-oss-120b"], "gpt-oss-120b has attention sinks"),
+        (["--out", "a", "--head-dims", "64", "--gqa", "8", "--features", "sink"], "features is sink, expected some of"),
         (["--out", "a", "--models", "qwen3-8b", "--tp", "two"], "--tp is 'two', expected integers by commas"),
         (["--out", "a", "--models", "qwen3-8b", "--dtypes", "fp8"], "dtypes is fp8, expected some of bf16,fp16"),
         (["--out", "a", "--models", "qwen3-8b", "--emit", "elf"], "code is written out as cubin, ptx, sass, got 'elf'"),

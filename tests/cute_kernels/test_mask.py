@@ -39,8 +39,8 @@ def work(monkeypatch):
     monkeypatch.delitem(sources.ALIKE, "mask.py")
     monkeypatch.setattr(Now, "machine", SimpleNamespace(agent=SimpleNamespace(mask=None, name="a warp")))
     loaded = sources.kernels(("mask.py", "The visibility rule on the device", "The rule on the device"))
-    work = loaded.fwd_paths.WindowTile.load.__func__.__globals__
-    return SimpleNamespace(**work, PathBounds=work["WindowMask"].sees.__globals__["PathBounds"])
+    work = loaded.fwd_paths.PathTile.load.__func__.__globals__
+    return SimpleNamespace(**work, PathBounds=work["PathMask"].sees.__globals__["PathBounds"])
 
 
 LAYOUTS = {
@@ -50,7 +50,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("window", [Window(size=1), Window(size=37), Window(size=170), Window(chunk=150)], ids=str)
+@pytest.mark.parametrize(
+    "window", [Window(size=1), Window(size=5), Window(size=37), Window(size=170), Window(chunk=150)], ids=str
+)
 def test_rows_keep_the_keys_of_their_window(work, layout, window):
     made = Layout.from_segments(*LAYOUTS[layout])
     seg = segments_of(made.offsets, made.parent)
@@ -61,7 +63,7 @@ def test_rows_keep_the_keys_of_their_window(work, layout, window):
     bounds = work.PathBounds(Host("visible_end", visible_end), Host("first_key", first))
     pairs = np.zeros((total, total + TILE_N), int)
     for item in plan.items.tolist():
-        tile = work.WindowTile.load(item, regions, TILE_N)
+        tile = work.PathTile.load(item, regions, TILE_N)
         keys = np.array([tile.key_row(i) for i in range(tile.blocks)])
         for i, key in enumerate(keys[: tile.masked].tolist()):
             mask = tile.mask(i)

@@ -50,6 +50,15 @@ class Number:
         with np.errstate(all="ignore"):
             return Number(self.x.astype(np.float64) * number(other).x)
 
+    def __rsub__(self, other):
+        return number(other) - self
+
+    def __rmul__(self, other):
+        return self * other
+
+    def __neg__(self):
+        return Number(-self.wide)
+
     def __gt__(self, other):
         return self.x > number(other).x
 
@@ -159,6 +168,68 @@ def test_without_a_limit_rows_are_wrong(limit, monkeypatch):
 def test_with_a_greater_first_reference_rows_are_wrong(monkeypatch):
     monkeypatch.setattr(softmax, "FIRST_MAX", -1e30)
     assert wrong_rows()[0] > 0
+
+
+@pytest.fixture
+def approximations(monkeypatch):
+    """Instructions as inexact as PTX says: ex2.approx by 2^-22 of the result, rcp.approx by half of that."""
+    rng = np.random.default_rng(0)
+
+    def emulate(function, error):
+        def instruction(x, fastmath=True):
+            with np.errstate(all="ignore"):
+                return Number(function(x.x.astype(np.float64)) * (1 + error * rng.uniform(-1, 1, THREADS)))
+
+        return instruction
+
+    monkeypatch.setattr(softmax.cute.math, "exp2", emulate(np.exp2, 2.0**-22))
+    monkeypatch.setattr(softmax.cute.math, "log", emulate(np.log, 2.0**-22), raising=False)
+    monkeypatch.setattr(softmax.cute.arch, "rcp_approx", emulate(np.reciprocal, 2.0**-23), raising=False)
+
+
+def test_softcap_is_tanh(approximations):
+    rng = np.random.default_rng(1)
+    x = np.concatenate([rng.uniform(-30, 30, 4000), rng.uniform(-1, 1, 4000), rng.normal(0, 1e-3, 4000)])
+    scores, factor = x.astype(np.float32).reshape(-1, THREADS), np.float32(2 / 50 * np.log2(np.e))
+    acc = [Number(s * 50) for s in scores]
+    softmax.softcap(acc, factor)
+    error = np.abs(np.array([a.x for a in acc]) - np.tanh(np.float32(scores * 50).astype(np.float64) / 50))
+    assert error.max() < 2.0**-21
+    special = Number(np.array([np.inf, -np.inf, np.nan, 1e9]))
+    assert np.allclose(softmax.capped(special, factor).x, [1, -1, np.nan, 1], rtol=2.0**-21, equal_nan=True)
+    special = Number(np.array([3e38, -3e38, 1e5, -1e5]))
+    assert np.allclose(softmax.capped(special, factor).x, [1, -1, 1, -1], rtol=2.0**-21)
+
+
+def test_sinks_are_one_more_key(approximations):
+    rng = np.random.default_rng(2)
+    for _ in range(500):
+        lse, sink = rng.normal(0, 30, 2), rng.choice([0.1, 3, 30, 300]) * rng.normal(size=2)
+        value = rng.uniform(-1, 1, (ELEMENTS, THREADS))
+        acc, found = [Number(x) for x in value], [Number(x) for x in lse]
+        softmax.add_sinks(acc, found, [Number(x) for x in sink])
+        for r in range(2):
+            total = np.logaddexp(lse[r], sink[r])
+            assert abs(found[r].x - total).max() <= 2.0**-22 * (1 + abs(total))
+            for e in accumulator.row_elements(acc, r):
+                # Of the exponential, the argument's rounding counts, of which the bound has 300 and more.
+                assert abs(acc[e].x - value[e] * np.exp(lse[r] - total)).max() <= 2.0**-13
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_sinks_without_bounds(approximations):
+    """-inf changes nothing; an infinite or very large one takes all of the row; NaN is the row's."""
+    for lse in (-1e30, -50.0, 0.0, 7.5, 1e30):
+        for sink, factor, total in (
+            (-np.inf, 1, lse), (np.inf, 0, np.inf), (3e38, 0, 3e38), (-3e38, 1, lse), (np.nan, np.nan, np.nan)
+        ):  # fmt: skip
+            acc, found = [Number(0.75) for _ in range(ELEMENTS)], [Number(lse)] * 2
+            softmax.add_sinks(acc, found, [Number(sink)] * 2)
+            for r in range(2):
+                assert np.array_equal(found[r].x, np.full(THREADS, total, np.float32), equal_nan=True)
+                for e in accumulator.row_elements(acc, r):
+                    expected = np.full(THREADS, 0.75 * factor, np.float32)
+                    assert np.allclose(acc[e].x, expected, rtol=2.0**-22, atol=0, equal_nan=True)
 
 
 def drawn_rows(case):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import dualkv
+from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
 from tests.fuzz import dense
 
@@ -21,7 +22,6 @@ STRIDES = ("contiguous", "fused", "heads first", "unaligned", "wider rows")
 VALUES = (
     "normal", "large scores", "small scores", "equal keys", "an outlier", "far keys", "low scores", "far scale",
 )  # fmt: skip
-NATIVE_HEAD_DIMS = (64, 96, 128, 192, 256)
 # Around the sizes of tiles and of the reference's chunks.
 EDGES = tuple(n + d for n in (16, 32, 64, 80, 96, 112, 128, 176, 192, 256) for d in (-1, 0, 1))
 
@@ -191,7 +191,7 @@ def draw(rng, device):
     }
     if gpu:
         native = rng.random() < 0.7
-        common["head_dim"] = rng.choice((*NATIVE_HEAD_DIMS, 128)) if native else 8 * rng.randint(1, 32)
+        common["head_dim"] = rng.choice((*HEAD_DIMS, 128)) if native else 8 * rng.randint(1, 32)
         ratio = rng.choice(gpu_ratios(common["dtype"], common["head_dim"]))
         common["kv_heads"] = rng.randint(1, 3 if ratio < 8 else 1)
     else:

@@ -10,6 +10,7 @@ import torch
 import dualkv
 from dualkv import Layout
 from dualkv.ops import composition, dispatch, reference
+from dualkv.ops.window import Window
 from tests import oracle
 
 pytestmark = [
@@ -72,6 +73,28 @@ def test_composition(name, heads, dtype, deterministic):
         # Each part comes rounded to the dtype, and their sum is rounded again: up to three roundings for plain's one.
         assert worst <= 3 * plain_worst + 1e-5, (what, worst, plain_worst)
         assert rel <= 3 * plain_rel + 1e-5, (what, rel, plain_rel)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("features", [{"window": 2}, {"window": 37}, {"window": 200}, {"chunk": 50}, {}], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 64), (6, 1, 80), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_features(name, heads, features, with_dlse):
+    layout, scale = LAYOUTS[name], heads[2] ** -0.5
+    q, k, v, dout = inputs(layout, *heads, torch.bfloat16)
+    sinks = torch.randn(heads[0], device="cuda")
+    dlse = torch.randn(heads[0], layout.num_tokens, device="cuda") if with_dlse else None
+    given = Window(features.get("window"), features.get("chunk")) if features else None, sinks
+    out, lse = composition.forward(q, k, v, layout._segments, scale, *given)
+    grads = composition.backward(dout, q, k, v, out, lse, layout._segments, scale, True, *given, None, dlse)
+    want_out, want_lse, *want_grads = oracle.attention_and_grads(
+        q, k, v, layout.offsets, layout.parent, scale, dout, dlse, sinks, **features
+    )  # fmt: skip
+    assert (lse - want_lse).abs().max() < 1e-4
+    for got, want, what in zip(
+        (out, *grads), (want_out, *want_grads), ("out", "dq", "dk", "dv", "dsinks"), strict=True
+    ):
+        assert (got.double() - want).norm() <= 0.02 * want.norm(), what
 
 
 @pytest.mark.parametrize("name", ["ragged", "tree"])

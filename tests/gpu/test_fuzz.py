@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from codegen.spec import backward_specs, forward_spec, joined
+from codegen.tiles import HEAD_DIMS
 from dualkv.ops import hopper
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import (
     GPU_FEATURE_HEAD_DIMS,
     GPU_FEATURES,
-    NATIVE_HEAD_DIMS,
     TREE_RATIOS,
     Case,
     gpu_ratios,
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GP
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
     if HOPPER:
-        kinds = [(dtype, d) for dtype in ("bf16", "fp16") for d in NATIVE_HEAD_DIMS]
+        kinds = [(dtype, d) for dtype in ("bf16", "fp16") for d in HEAD_DIMS]
         compile_all(forward_spec(*kind, ratio) for kind in kinds for ratio in gpu_ratios(*kind))
         compile_all(forward_spec(*kind, ratio, trees=True) for kind in kinds for ratio in TREE_RATIOS)
         compile_all(s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ tf = pytest.importorskip("transformers")
 
 from dualkv.cli import commands  # noqa: E402
 from dualkv.integrations import models, selfcheck  # noqa: E402
+from dualkv.integrations.layers import attention_modules, decoders  # noqa: E402
 from dualkv.integrations.shrink import shrink  # noqa: E402
-from dualkv.integrations.transformers import _attention_modules, _decoders, enable  # noqa: E402
+from dualkv.integrations.transformers import enable  # noqa: E402
 from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
@@ -44,27 +46,58 @@ def test_published_shapes(name: str, written: Any) -> None:
     assert found.runs == (not expected)
 
     model = models.without_weights(models.config_of(MODELS[name]["config"], name))
-    for decoder in _decoders(model):
+    for decoder in decoders(model):
         with selfcheck._untouched(), torch.no_grad():
             small = selfcheck._copy(type(decoder), shrink(decoder.config))
             hidden = small(input_ids=torch.arange(4, 40)[None], use_cache=False)[0]
         assert hidden.isfinite().all()
         assert sum(p.numel() for p in small.parameters()) < 6e7
         kinds, of_small = (
-            [(type(m), getattr(m, "head_dim", None)) for m in _attention_modules(d)] for d in (model, small)
+            [(type(m), getattr(m, "head_dim", None)) for m in attention_modules(d)] for d in (model, small)
         )
         assert set(kinds) == set(of_small)
 
 
 def test_every_reason_is_said_with_its_layers(written: Any) -> None:
-    found = models.examine(written(MODELS["gpt-oss-20b"]["config"]))
-    assert found.architecture == "GptOssForCausalLM"
-    assert found.layers == ["24 x GptOssAttention, head dim 64, 8 query heads a KV head"]
-    assert [sentence.rpartition(" (")[2] for sentence in found.refusals] == [
-        "12 such layers)",
-        "12 such layers)",
-        "24 such layers)",
-    ]
+    found = models.examine(written(MODELS["qwen3-next-80b"]["config"]))
+    assert found.architecture == "Qwen3NextForCausalLM"
+    assert found.layers == ["12 x Qwen3NextAttention, head dim 256, 8 query heads a KV head"]
+    assert [sentence.rpartition(" (")[2] for sentence in found.refusals][::2] == ["36 such layers)"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt-oss-20b", ["12 x GptOssAttention, head dim 64, 8 query heads a KV head, window 128, sinks",
+                         "12 x GptOssAttention, head dim 64, 8 query heads a KV head, sinks"]),
+        ("gemma-2-9b", ["21 x Gemma2Attention, head dim 256, 2 query heads a KV head, window 4096, softcapping 50.0",
+                        "21 x Gemma2Attention, head dim 256, 2 query heads a KV head, softcapping 50.0"]),
+        ("llama-4-scout", ["36 x Llama4TextAttention, head dim 128, 5 query heads a KV head, chunks of 8192",
+                           "12 x Llama4TextAttention, head dim 128, 5 query heads a KV head"]),
+        ("mistral-7b-v0.1", ["32 x MistralAttention, head dim 128, 4 query heads a KV head, window 4096"]),
+    ],
+)  # fmt: skip
+def test_layers_are_named_with_their_features(name: str, expected: list[str], written: Any) -> None:
+    found = models.examine(written(MODELS[name]["config"]))
+    assert (found.layers, found.refusals) == (expected, [])
+
+
+def types_with_features() -> list[str]:
+    """Model types that docs/transformers.md lists."""
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    return re.findall(r"`(\S+?)`", text.partition("<!-- types -->")[2].partition("<!-- end -->")[0])
+
+
+@pytest.mark.parametrize("kind", types_with_features())
+def test_types_that_the_guide_lists_run(kind: str) -> None:
+    """In the defaults of their configuration, with a window where the default is none."""
+    config = tf.AutoConfig.for_model(kind)
+    if getattr(config.get_text_config(), "sliding_window", 1) is None:
+        fields = {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
+        config = tf.AutoConfig.for_model(kind, **fields)
+    model = models.without_weights(config)
+    assert models.refusals(model) == []
+    assert any(models._features(module) for module in attention_modules(model))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -82,11 +115,11 @@ def test_the_command(
         "qwen3-8b (Qwen3ForCausalLM) runs packed",
         "- 36 x Qwen3Attention, head dim 128, 4 query heads a KV head",
     ]
-    path = written(MODELS["mistral-7b-v0.1"]["config"])
+    path = written(MODELS["gemma-4-e2b"]["config"])
     assert run(monkeypatch, path, "--json", str(tmp_path / "found.json")) == 1
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == f"{path} (MistralForCausalLM) does not run packed"
-    assert "uses a sliding window (sliding_window=4096)" in out[2]
+    assert out[0] == f"{path} (Gemma4ForCausalLM) does not run packed"
+    assert "has head dim 512, dualkv.attention computes up to 256 (5 such layers)" in out[-1]
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["runs"], len(found["refusals"])) == (False, 1)
     assert run(monkeypatch, str(tmp_path / "absent")) == 1

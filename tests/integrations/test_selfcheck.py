@@ -23,7 +23,6 @@ from dualkv.integrations.transformers import enable  # noqa: E402
 from tests.integrations.tiny import hooks, make_model  # noqa: E402
 
 MODELS = json.loads((Path(__file__).parents[1] / "files" / "models.json").read_text())
-FULL = ["full_attention"] * 48
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +45,16 @@ RUN = {
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
-    "mixtral": ("Mixtral", {"sliding_window": None}),
+    "mistral with its window": ("Mistral", {"sliding_window": 4096}),
+    "mixtral with a window": ("Mixtral", {"sliding_window": 4096}),
     "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3 with its window": ("Phi3", {"sliding_window": 2047}),
     "phi3, long rotary factors": ("Phi3", {"sliding_window": None, "rope_parameters": LONG_ROPE}),
-    "phimoe": ("Phimoe", {"sliding_window": None}),
-    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "phimoe, a window that is only in the mask": ("Phimoe", {"sliding_window": 131072}),
+    "starcoder2 with its window": ("Starcoder2", {"sliding_window": 4096}),
+    "gpt_oss, windows and sinks": ("GptOss", {}),
+    "gemma2, windows and softcapping": ("Gemma2", {}),
+    "gemma3n, keys and values of other layers": ("Gemma3nText", {}),
     "granite": ("Granite", {}),
     "olmo2": ("Olmo2", {}),
     "gemma": ("Gemma", {}),
@@ -58,7 +62,7 @@ RUN = {
     "gpt2, learned positions": ("GPT2", {}),
     "opt, learned positions with an offset": ("OPT", {}),
     "ministral3, a temperature of positions": ("Ministral3", {}),
-    "llama4 without its temperature": ("Llama4Text", {"layer_types": FULL, "attn_temperature_tuning": False}),
+    "llama4, chunks and a temperature that counts rows": ("Llama4Text", {}),
 }  # fmt: skip
 
 
@@ -78,9 +82,7 @@ def kosmos() -> str | None:
 
 
 WRONG = {
-    "a window that is only in the mask": (lambda: verdict("Phimoe", sliding_window=131072), 0.1),
     "positions behind the padding's": (kosmos, 0.01),
-    "a temperature that counts rows": (lambda: verdict("Llama4Text", layer_types=FULL), 0.01),
 }
 
 
@@ -99,10 +101,6 @@ def test_models_that_differ_are_refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("Mistral", {"sliding_window": 4096}, r"sliding window \(sliding_window=4096\), which dualkv"),
-        ("Phi3", {"sliding_window": 2047}, r"sliding window \(sliding_window=2047\), which dualkv"),
-        ("Starcoder2", {"sliding_window": 4096}, r"sliding window \(sliding_window=4096\), which dualkv"),
-        ("Mixtral", {"sliding_window": 4096}, r"sliding window \(sliding_window=4096\), which dualkv"),
         ("StableLm", {}, r"layer 0 \(StableLmAttention\) is not handed the layout"),
         ("Nemotron", {"num_key_value_heads": 8}, r"layer 0 \(NemotronAttention\) is not handed the layout"),
         ("DeepseekV3", {}, r"v has head_dim 128 and q 192, expected the same"),

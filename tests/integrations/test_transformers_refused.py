@@ -12,7 +12,17 @@ from torch import nn
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import disable, enable  # noqa: E402
-from tests.integrations.tiny import EXPERTS, LAYOUT, SIZES, assert_close, hooks, make_model, paths, token_ids  # noqa: E402
+from tests.integrations.tiny import (  # noqa: E402
+    EXPERTS,
+    LAYOUT,
+    SIZES,
+    assert_close,
+    hooks,
+    make_featured,
+    make_model,
+    paths,
+    token_ids,
+)
 
 
 def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
@@ -21,15 +31,6 @@ def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
 
 
 REFUSED_MODELS = {
-    "sliding layers": (lambda: tiny("Gemma2"), r"layer 0 of Gemma2Model is sliding_attention"),
-    "softcapping": (
-        lambda: tiny("Gemma2", layer_types=["full_attention"] * 2),
-        r"model\.layers\.0\.self_attn \(Gemma2Attention\) uses logit softcapping \(attn_logit_softcapping=50\.0\)",
-    ),
-    "sinks": (
-        lambda: tiny("GptOss", layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1),
-        r"model\.layers\.0\.self_attn \(GptOssAttention\) uses attention sinks \(sinks of shape \(6,\)\)",
-    ),
     "linear attention": (
         lambda: tiny("Qwen3Next", layer_types=["linear_attention", "full_attention"], **EXPERTS),
         r"layer 0 of Qwen3NextModel is linear_attention",
@@ -40,7 +41,7 @@ REFUSED_MODELS = {
     ),
     "convolutions": (
         lambda: tiny("Lfm2", layer_types=["full_attention", "conv"]),
-        r"layer 1 of Lfm2Model is conv, dualkv\.attention computes full_attention only",
+        r"layer 1 of Lfm2Model is conv, dualkv\.attention computes full_attention, sliding_attention, chunked_att",
     ),
     "no registry": (lambda: tiny("Bloom", n_head=4, hidden_size=48), r"BloomForCausalLM has no causal attention layer"),
     "not causal": (lambda: tiny("Bert", "Model"), r"BertModel has no causal attention layer"),
@@ -53,6 +54,12 @@ REFUSED_MODELS = {
         r"transformer\.h\.0\.crossattention \(GPT2Attention\) is not causal self-attention",
     ),
     "no model": (lambda: nn.Linear(2, 2), r"Linear has no causal attention layer"),
+    "layers of a head dim of 512": (
+        lambda: tf.Gemma4ForCausalLM._from_config(
+            tf.Gemma4TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention"], global_head_dim=512)
+        ),
+        r"model\.layers\.1\.self_attn \(Gemma4TextAttention\) has head dim 512, dualkv\.attention computes up to 256",
+    ),
     "a head dim of 512": (
         lambda: tiny("Llama", head_dim=512),
         r"model\.layers\.0\.self_attn \(LlamaAttention\) has head dim 512, dualkv\.attention computes up to 256",
@@ -88,17 +95,55 @@ def test_a_layer_of_another_kind_is_refused() -> None:
         enable(model)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sliding_window": 3}, r"layer 0 \(MistralAttention\) uses a sliding window \(sliding_window=3\)"),
-        ({"attention_dropout": 0.1}, r"layer 0 \(MistralAttention\) uses attention dropout \(dropout=0\.1\)"),
-    ],
-)
-def test_features_that_show_in_a_call_are_refused(settings: dict[str, Any], message: str) -> None:
-    model = enable(make_model("mistral", **settings).train(), check=False)
+def test_dropout_in_training_is_refused() -> None:
+    model = enable(make_model("mistral", attention_dropout=0.1).train(), check=False)
+    with pytest.raises(ValueError, match=r"layer 0 \(MistralAttention\) uses attention dropout \(dropout=0\.1\)"):
+        model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+
+
+def change(name: str, **fields: Any) -> Any:
+    """A tiny model of FEATURED whose second layer has other attributes."""
+    model = make_featured(name, 5)
+    for field, value in fields.items():
+        setattr(model.model.layers[1].self_attn, field, value)
+    return model
+
+
+CONTRADICTIONS = {
+    "a window beside a mask of all keys": (
+        lambda: change("gpt_oss", sliding_window=5),
+        r"layer 1 \(GptOssAttention\) uses sliding_window=5, and its mask says all keys: expected one meaning",
+    ),
+    "a window of another size than the mask's": (
+        lambda: change("ministral", sliding_window=4),
+        r"layer 1 \(MinistralAttention\) uses sliding_window=4, and its mask says all keys",
+    ),
+    "sinks that are not handed on": (
+        lambda: change("mistral", sinks=torch.zeros(6)),
+        r"layer 1 \(MistralAttention\) has sinks of shape \(6,\) and hands s_aux=None to its attention function",
+    ),
+    "a cap that is not handed on": (
+        lambda: change("phi3", attn_logit_softcapping=30.0),
+        r"layer 1 \(Phi3Attention\) has attn_logit_softcapping=30\.0 and hands softcap=None to its attention function",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_layers_that_contradict_themselves_are_refused(case: str) -> None:
+    build, message = CONTRADICTIONS[case]
+    model = enable(build(), check=False)
     with pytest.raises(ValueError, match=message):
         model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+
+
+@pytest.mark.parametrize("rule", ["or_mask_function", "and_mask_function", "block_sequence_ids"])
+def test_a_mask_with_a_rule_of_its_own_is_refused(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling, make = tf.models.qwen3.modeling_qwen3, tf.masking_utils.create_causal_mask
+    extra = {rule: token_ids(LAYOUT) if rule == "block_sequence_ids" else lambda batch, head, q, k: q >= k}
+    monkeypatch.setattr(modeling, "create_causal_mask", lambda **given: make(**given, **extra))
+    with pytest.raises(ValueError, match=r"layer 0 \(Qwen3Attention\) gets a mask with a rule of the model's own"):
+        enable(make_model(), check=False)(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 
 def test_a_model_that_drops_keyword_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +184,8 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
             r"layer 0 \(Qwen3Attention\) uses sequence lengths next to",
         ),
         ({"head_mask": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses a head mask \(head_mask of shape \(6,\)\)"),
-        ({"softcap": 30.0}, r"layer 0 \(Qwen3Attention\) uses logit softcapping \(softcap=30\.0\)"),
-        ({"s_aux": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses attention sinks"),
+        ({"softcap": 30.0}, r"has attn_logit_softcapping=None and hands softcap=30\.0 to its attention function"),
+        ({"s_aux": torch.ones(6)}, r"has sinks=None and hands s_aux of shape \(6,\) to its attention function"),
         ({"position_bias": torch.ones(1, 6, 45, 45)}, r"layer 0 \(Qwen3Attention\) uses a position bias"),
         ({"temperatures": 2.0}, r"layer 0 \(Qwen3Attention\) uses the argument temperatures=2\.0"),
         ({"is_causal": False}, r"layer 0 \(Qwen3Attention\) is not causal self-attention"),
@@ -184,7 +229,7 @@ def test_a_model_that_adds_to_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     make = modeling.create_causal_mask
     monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: torch.cat([make(**kwargs)] * 6, 1))
     with pytest.raises(ValueError, match="or the model makes its own attention mask or position bias"):
-        enable(make_model())(input_ids=IDS, dualkv=LAYOUT)
+        enable(make_model(), check=False)(input_ids=IDS, dualkv=LAYOUT)
 
 
 def test_a_model_without_an_attention_implementation_is_refused() -> None:

@@ -36,6 +36,38 @@ ARCHITECTURES = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "granite": ("Granite", {"attention_multiplier": 0.2}),  # softmax scale of its own
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Models whose attention has more than a softmax, in small: the field that `window` sets, and settings.
+FEATURED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt_oss": ("GptOss", "sliding_window", {"layer_types": [SLIDING, FULL], **LOCAL_EXPERTS}),
+    "gemma2": ("Gemma2", "sliding_window", {"layer_types": [SLIDING, FULL], "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3Text", "sliding_window", {"layer_types": [SLIDING, FULL]}),
+    # Two head dims; the last two layers read keys and values of the first two.
+    "gemma4": ("Gemma4Text", "sliding_window", {
+        "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2, "global_head_dim": 16,
+        "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}),
+    "gemma3n": ("Gemma3nText", "sliding_window", {
+        "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2, "laurel_rank": 4,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        "activation_sparsity_pattern": [0.0] * 4}),
+    "olmo3": ("Olmo3", "sliding_window", {"layer_types": [SLIDING, FULL]}),
+    "exaone4": ("Exaone4", "sliding_window", {"layer_types": [SLIDING, FULL]}),
+    "cohere2": ("Cohere2", "sliding_window", {"layer_types": [SLIDING, FULL]}),
+    "mistral": ("Mistral", "sliding_window", {}),
+    "ministral": ("Ministral", "sliding_window", {"layer_types": [SLIDING, FULL]}),
+    "phi3": ("Phi3", "sliding_window", {}),
+    # The window is in the mask alone.
+    "phimoe": ("Phimoe", "sliding_window", {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **LOCAL_EXPERTS}),
+    "qwen2": ("Qwen2", "sliding_window", {"layer_types": [SLIDING, FULL], "use_sliding_window": True}),
+    # Chunks, then a layer without positions whose temperature grows with them.
+    "llama4": ("Llama4Text", "attention_chunk_size", {
+        "layer_types": ["chunked_attention", FULL], "no_rope_layers": [1, 0], "floor_scale": 2, "attn_scale": 0.5,
+        "intermediate_size_mlp": 32, "interleave_moe_layer_step": 2, **LOCAL_EXPERTS}),
+    # Window layers have sinks, and twice the KV heads.
+    "mimo_v2_flash": ("MiMoV2Flash", "sliding_window", {
+        "layer_types": [FULL, SLIDING], "num_key_value_heads": 1, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 2}),
+}  # fmt: skip
 # Ragged groups: an empty response, prompts of one token, a group of one, a group without responses, a shared part of 0.
 LAYOUT = dualkv.Layout.from_lengths([7, 1, 5, 3, 0], [[4, 0, 9], [2, 6], [3], [], [3, 2]])
 
@@ -45,10 +77,20 @@ def make_model(
 ) -> Any:
     """A tiny model with random weights: equal arguments, equal weights."""
     family, extra = ARCHITECTURES[name]
+    return _made(family, dtype, attention, extra | settings)
+
+
+def make_featured(name: str, window: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """A tiny model of FEATURED with a window, or with chunks, of so many tokens."""
+    family, field, extra = FEATURED[name]
+    return _made(family, dtype, "eager", extra | {field: window} | settings)
+
+
+def _made(family: str, dtype: torch.dtype, attention: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    config = getattr(tf, f"{family}Config")(**{**SIZES, **extra, **settings}, attn_implementation=attention)
-    model = getattr(tf, f"{family}ForCausalLM")(config).to(dtype)
-    if dtype == torch.float64 and name == "qwen3_moe":
+    config = getattr(tf, f"{family}Config")(**{**SIZES, **settings}, attn_implementation=attention)
+    model = getattr(tf, f"{family.removesuffix('Text')}ForCausalLM")(config).to(dtype)
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped_mm takes no fp64
     return model
 

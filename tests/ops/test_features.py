@@ -78,6 +78,18 @@ def test_parts_merge_and_a_sink_belongs_to_one():
     torch.testing.assert_close(torch.autograd.grad((merged, whole), leaves, (dout, dlse)), want)
 
 
+def test_a_nan_stays_in_its_response_and_in_the_keys_that_it_sees():
+    leaves = *qkv(LAYOUT), torch.randn(6, dtype=torch.float64, requires_grad=True)
+    clean = torch.autograd.grad(step(*leaves), leaves)
+    broken = [x.detach().clone().requires_grad_() for x in leaves]
+    with torch.no_grad():
+        broken[1][5:8] = float("nan")  # keys of the first response, which sees the prompt's rows 3 and 4
+    for name, got, want in zip("qkv", torch.autograd.grad(step(*broken), broken), clean, strict=False):
+        assert got[5:8].isnan().any()
+        for rows in (slice(0, 5 if name == "q" else 3), slice(8, None)):
+            torch.testing.assert_close(got[rows], want[rows])
+
+
 # ---------------------------------------------------------------- what is paid
 def test_windows_cost_their_keys():
     """A chunk of rows reads the keys that its rows see, at any depth: here in all 4 windows a row, of 8000 keys."""

@@ -369,7 +369,8 @@ def forward(
 
     features: besides a window.
     """
-    config = tiles.forward_tile(head_dim, window is not None)
+    has = (*([] if window is None else ["window"]), *features)
+    config = tiles.forward_tile(head_dim, has)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -379,7 +380,7 @@ def forward(
         tables = [("segment_begin", plan_forward.segment_begin(seg))]
     else:
         seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
-        made = plan_paths.path_work(seg, tokens, config.tile_n, window)
+        made = plan_paths.path_work(seg, tokens, config.tile_n, window, config.parts)
         work, cost = made.items, plan_paths.tile_cost(made.items)
         ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
         tables = [("regions", made.regions), ("visible_end", ends)]
@@ -387,7 +388,6 @@ def forward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
-        has = (*([] if window is None else ["window"]), *features)
         kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has)
         barriers = loaded.pipeline.MbarrierAllocator()
         machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))
@@ -413,10 +413,9 @@ def cases() -> list[Case]:
     wide, narrow = ([50, 20], [[60, 20], []]), ([90, 20], [[30, 80, 10], [40]])
     for deterministic in (False, True):
         after = " deterministic" * deterministic
-        for d in (192, 256):
-            found.append(backward(f"bwd_wide d{d}{after}", d, "qkv", wide, deterministic=deterministic))
-        for d in (64, 96, 128):
-            found.append(backward(f"bwd_narrow d{d}{after}", d, "qkv", narrow, deterministic=deterministic))
+        for d in tiles.HEAD_DIMS:
+            kernel, layout = ("bwd_narrow", narrow) if d <= tiles.NARROW else ("bwd_wide", wide)
+            found.append(backward(f"{kernel} d{d}{after}", d, "qkv", layout, deterministic=deterministic))
         more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
     for gradients in ("q", "k", "v", "kv"):
@@ -431,6 +430,10 @@ def cases() -> list[Case]:
             found.append(backward(f"bwd_narrow d{d} window{after}", d, "qkv", windowed, **options | heads))
         tree = {"parents": [-1, 0, 1, 1, 0, -1], "window": Window(chunk=50), "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 chunks{after}", 128, "qkv", [90, 30, 60, 20, 40, 30], **tree))
+        # Blocks see keys of both CTAs, and many behind them keys of the second CTA alone.
+        groups = [1, 129, 200, 64, 37], [[5, 70], [], [100, 0, 300, 17], [64] * 3, [3] * 10]
+        far = options | {"heads": 1, "tile_m": 128, "window": Window(300)}
+        found.append(backward(f"bwd_narrow d64 window groups{after}", 64, "qkv", groups, **far))
         narrow_one = options | {"cluster": 1}
         found.append(backward(f"bwd_narrow d64 window cluster 1{after}", 64, "qkv", windowed, **narrow_one))
         for d in (192, 256):

@@ -24,10 +24,9 @@ ALIKE = {
     "accumulator.py": ("round_to", "not_finite"),
     "bwd_contain.py": ("add_not_finite", "mark_keys", "not_finite", "remove_not_finite", "zero_hidden"),
     "bwd_results.py": ("mask", "store_partial", "store_rows"),
-    "bwd_wide.py": ("add_chunks",),
     "bwd_window.py": ("hide",),
     "fwd_contain.py": ("add_key", "contain"),
-    "mask.py": ("apply", "keep_before"),
+    "mask.py": ("apply", "keep_before", "keep_from"),
     "softmax.py": (
         "add_sinks",
         "online_softmax",

@@ -7,9 +7,11 @@ import re
 
 import pytest
 
+from codegen import tiles
 from tests.protocol.cases import Case, cases, schedules
 from tests.protocol.faults import PLANTED, SINGLE_DS
 from tests.protocol.machine import Schedule
+from tests.protocol.sources import kernels
 from tests.protocol.state import Deadlock, Fault
 
 CASES = {case.name: case for case in cases()}
@@ -54,6 +56,13 @@ def test_a_single_barrier_for_dS_hangs():
         re.search(r"warp 3 waits for phase \d+ of mbarrier \d+ \(dS.full, stage 0\) of CTA \d+, which is in", fault)
         for fault in found
     )
+
+
+def test_every_native_head_dim_is_of_one_backward():
+    loaded = kernels()
+    narrow, wide = loaded.bwd_narrow.NarrowBackward.HEAD_DIMS, loaded.bwd_wide.WideBackward.HEAD_DIMS
+    assert narrow + wide == tiles.HEAD_DIMS, "an entry of the table is not enough: CONTRIBUTING.md, Add a head dim"
+    assert narrow[-1] == tiles.NARROW
 
 
 def test_schedules_repeat():

@@ -9,7 +9,6 @@ from codegen.spec import FORWARDS, KernelSpec
 from tools.ncu.job import Job
 
 ELEMENT, FLOAT = 2, 4  # bytes of bf16 and fp16, of fp32
-NARROW = 128  # largest head dim of cute_kernels/bwd_narrow.py; beyond is bwd_wide.py
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def need(job: Job, spec: KernelSpec) -> Need:
         return Need(0, 2 * q + row + 2 * row + sums)
     if spec.operation == "bwd":
         tile = spec.tile
-        summed = tile.tile_n * (tile.cluster if native > NARROW else 1)
+        summed = tile.tile_n * (tile.cluster if native > tiles.NARROW else 1)
         return Need(
             w.flops("bwd"),
             2 * q + 4 * kv + 2 * row + 2 * sums,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from codegen import tiles
 from codegen.spec import KernelSpec, backward_specs, forward_spec
 from dualkv import Layout
 
-_EDGES = [n + d for n in (64, 80, 96, 128) for d in (-1, 0, 1)]  # tiles' sizes of rows and keys, one less, one more
+_SIZES = {tile.tile_n for tile in tiles.FORWARD_TILES.values()}
+_SIZES |= {size for tile in tiles.BACKWARD_TILES.values() for size in (tile.tile_m, tile.tile_n)}
+_EDGES = [n + d for n in sorted(_SIZES) for d in (-1, 0, 1)]  # tiles' sizes of rows and keys, one less, one more
 LAYOUTS = {
     "one token": Layout.from_lengths([1], [[]]),
     "few tokens": Layout.from_lengths([1, 1, 0, 3], [[1], [1, 0, 1], [1], [0, 0]]),
@@ -28,7 +31,8 @@ LAYOUTS = {
 # (H, Hk). Of fp16 and the others two query heads a KV head, so that tiles of more tokens are there as well.
 HEADS = {"long prompt": (8, 1), "short prompt": (8, 1), "edges": (4, 1), "short edges": (4, 1), "tree": (4, 1)}
 TWO_A_KV_HEAD = (4, 2)
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # all native ones, and a padded one
+PADDED = 80  # a head dim that is not native
+HEAD_DIMS = tuple(sorted({*tiles.HEAD_DIMS, PADDED}))
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
     The wide backward hands P from one warp group to another, which racecheck takes for some 30,000 races a step, and
     keeps about a kilobyte of the host for each: it gets shorter lengths there.
     """
-    short = tool == "racecheck" and head_dim > 128
+    short = tool == "racecheck" and head_dim > tiles.NARROW
     edges, prompt = ("short edges", "short prompt") if short else ("edges", "long prompt")
     for layout in ("one token", "few tokens", edges, prompt, "tree"):
         for deterministic in (False, True):

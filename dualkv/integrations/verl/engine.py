@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.integrations import losses, models, transformers
+from dualkv.integrations.masks import by_config
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.data import PackedRollouts
@@ -98,7 +99,8 @@ class DualKVEngine(FSDPEngineWithLMHead):
         model_config.model_type = "language_model"  # the type that the rest of veRL expects
         self._running: Running | None = None
         self._done: tuple[work.Work, work.Work, int] | None = None
-        self._counter = FlopsCounter(model_config.hf_config)
+        self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
+        self._layers = by_config(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
         self._checked = _checked(model_config)
         super().__init__(model_config, *args, **kwargs)
@@ -173,7 +175,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         for i, part in enumerate(parts):
             micro_batch = tu.index_select_tensor_dict(data, part)
             mine = rollouts.select(np.array(part))
-            done += work.packed(mine)
+            done += work.packed(mine, self._layers)
             self._running = Running(verl_data.pack(micro_batch, mine))
             try:
                 outputs.append(self._run(micro_batch, loss_function, forward_only, i == len(parts) - 1))
@@ -181,7 +183,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
                 self._running = None
             if not keep_values:
                 outputs[-1].pop("model_output", None)
-        self._done = (done, work.replicated(rollouts), len(parts))
+        self._done = (done, work.replicated(rollouts, self._layers), len(parts))
         # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from dualkv.arrays import IntArray
+from dualkv.integrations.masks import Visible, by_config
 from dualkv.integrations.verl.data import Rollouts
 
 # veRL balances ranks by this many units for a token and one for a squared length, calibrated for a 7B model.
@@ -15,7 +22,8 @@ TOKEN_WORKLOAD = 24576
 class Work:
     """Attributes:
     tokens: rows that the model computes.
-    squares: sum of squared lengths; for packed rows, twice the number of visible pairs.
+    squares: sum of squared lengths; for packed rows and windows, twice the number of visible pairs (less one a row).
+        The mean over layers.
     """
 
     tokens: int
@@ -30,7 +38,7 @@ class Work:
         return TOKEN_WORKLOAD * self.tokens + self.squares
 
     def flops(self, counter: Any) -> float:
-        """TFLOP of a forward and a backward without recomputation, by veRL's `FlopsCounter`.
+        """TFLOP of a forward and a backward without recomputation, by veRL's `FlopsCounter` of full attention.
 
         The counter takes lengths, but no lengths have the tokens and squares of packed rows. Its count is linear in
         both, so its counts of two lengths give the two rates.
@@ -45,14 +53,43 @@ class Work:
 NOTHING = Work(0, 0)
 
 
-def replicated(rollouts: Rollouts) -> Work:
+FULL = (Visible(),)  # layers of full attention only
+
+
+def of_full_attention(config: Any) -> Any:
+    """A configuration for veRL's `FlopsCounter`, without windows: those are in `Work.squares`.
+
+    The counter has windows for some model types, and counts half of what is behind a window's length.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if getattr(text, "layer_types", None) and set(by_config(text)) != {Visible()}:
+        text.layer_types = ["full_attention"] * len(text.layer_types)
+    return config
+
+
+def _squares(lengths: IntArray, layers: Sequence[Visible]) -> int:
+    """Twice the visible pairs less one a row, as a length's square is of causal attention; the mean over layers."""
+    of_layers = 0
+    for (window, chunk), number in Counter(layers).items():
+        if chunk is not None:
+            found = lengths // chunk * chunk**2 + (lengths % chunk) ** 2
+        else:
+            seen = lengths if window is None else np.minimum(lengths, window)
+            found = (2 * lengths - seen) * seen - (lengths - seen)
+        of_layers += number * int(found.sum())
+    return round(of_layers / len(layers))
+
+
+def replicated(rollouts: Rollouts, layers: Sequence[Visible] = FULL) -> Work:
     """The work if every rollout has its own copy of the prompt."""
     lengths = rollouts.prompt_lens + rollouts.response_lens
-    return Work(int(lengths.sum()), int((lengths**2).sum()))
+    return Work(int(lengths.sum()), _squares(lengths, layers))
 
 
-def packed(rollouts: Rollouts) -> Work:
+def packed(rollouts: Rollouts, layers: Sequence[Visible] = FULL) -> Work:
     """The work if tokens that rollouts share are computed once."""
     shared = rollouts.packed_once
     lengths = shared.lengths[shared.order]
-    return Work(int((lengths - shared.common).sum()), int((lengths**2 - shared.common**2).sum()))
+    squares = _squares(lengths, layers) - _squares(shared.common, layers)
+    return Work(int((lengths - shared.common).sum()), squares)

@@ -15,9 +15,11 @@ import numpy.typing as npt
 from cute_kernels.abi import PathFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
+from dualkv.ops.plan.forward import MASKED_COST_OF_SOME
 from dualkv.ops.plan.shared import MASKED_COST, Table, longest_first, segment_at, visible_end_over
 from dualkv.ops.window import Window
 
+SHORTEST_GAP = 2  # blocks that a warp group skips between others; to skip one costs as much as it saves
 NEAR_ROWS = 2**14  # like forward.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**13 and 2**15 are slower
 
 
@@ -25,7 +27,8 @@ NEAR_ROWS = 2**14  # like forward.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**
 class PathWork:
     """
     Attributes:
-        items: [n, PathFields.NUM_FIELDS] int32, longest first; the same tiles serve every KV head.
+        items: [n, PathFields.NUM_FIELDS] int32, longest first; the same tiles serve every KV head. With a window more
+            columns, PathFields.NUM_PART_FIELDS a part.
         regions: [m, 2] int32, at least one row.
     """
 
@@ -50,7 +53,16 @@ class _Intervals(NamedTuple):
     apart: npt.NDArray[np.bool_]  # between this interval and the one before are keys of the path that no row sees
 
 
-def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | None = None) -> PathWork:
+class _Masked(NamedTuple):
+    """Masked blocks in the kernel's order, tile after tile (from the last tile on)."""
+
+    tile: IntArray
+    begin: IntArray  # keys [begin, end) that rows may see
+    end: IntArray
+    visible_end: IntArray  # no row from here on sees any of them
+
+
+def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | None = None, parts: int = 1) -> PathWork:
     """The work items of a layout: every packed row whose result is needed lies in exactly one tile, and no tile reaches
     into the next group.
 
@@ -59,6 +71,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
         tokens: packed rows a tile (`ForwardTile.tokens`).
         tile_n: keys a block.
         window: a sliding window or chunks.
+        parts: of a tile, equal ones, each with the blocks that its rows see (`ForwardTile.parts`); for a window.
     """
     offsets, subtree_end, parent, depth = segments.offsets, segments.subtree_end, segments.parent, segments.depth
     roots = np.flatnonzero(parent == -1)
@@ -114,7 +127,12 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
     reach = np.append(end, 0)[np.append(np.flatnonzero(alone), len(end))[1:] - 1]  # of intervals up to one alone
     limit = np.where(to_all, key_end, -reach[(np.cumsum(alone) - 1)[which]])
 
-    work = np.empty((len(row), items.NUM_FIELDS), np.int32)
+    work = np.empty((len(row), items.NUM_FIELDS + (items.NUM_PART_FIELDS * parts if window else 0)), np.int32)
+    if window is not None:
+        stop = np.minimum(key + tile_n, abs(limit))
+        seen = _Masked(owner, key, stop, visible_end_over(np.maximum, segments, key, stop))
+        total = np.bincount(tile, blocks, len(row)).astype(np.int64)
+        work[:, items.NUM_FIELDS :] = _walks(tiles, seen, first_key, total, tokens // parts, parts)
     work[:, items.ROW], work[:, items.ROW_END] = row, row_end
     first_of = np.append(-1, owner)[:-1] != owner
     work[owner[first_of], items.KEY], work[owner[first_of], items.LIMIT] = key[first_of], limit[first_of]
@@ -140,7 +158,11 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
 
 def first_keys(segments: Segments, window: Window) -> IntArray:
     """[T] the packed row of the first key that each row sees. It sees the keys of its path from there on: along a path,
-    rows ascend as positions do."""
+    rows ascend as positions do. Computed once for a window."""
+    return segments.cached(("first_keys", window), lambda: _first_keys(segments, window))
+
+
+def _first_keys(segments: Segments, window: Window) -> IntArray:
     offsets, parent, start, row_end = segments.offsets, segments.parent, segments.first_position, segments.offsets[1:]
     segment = np.flatnonzero(segments.lengths)
     above, row_end = segment, row_end[segment]  # an ancestor; rows [.., row_end) have their first key there or above
@@ -160,8 +182,14 @@ def first_keys(segments: Segments, window: Window) -> IntArray:
 
 
 def tile_cost(work: Table) -> npt.NDArray[np.float64]:
-    """[n] time that each tile takes, in unmasked blocks."""
-    return work[:, items.BLOCKS] + MASKED_COST * work[:, items.MASKED]
+    """[n] time that each tile takes, in unmasked blocks. With a window, of the part that walks the most."""
+    blocks, masked = work[:, items.BLOCKS], work[:, items.MASKED]
+    if work.shape[1] == items.NUM_FIELDS:
+        return blocks + MASKED_COST * masked
+    parts = work[:, items.NUM_FIELDS :].reshape(len(work), -1, items.NUM_PART_FIELDS)
+    between = parts[:, :, items.BEGIN] + parts[:, :, items.REST] - parts[:, :, items.END]
+    walked = blocks - between.min(axis=1)
+    return walked + MASKED_COST_OF_SOME * (walked - (blocks - masked))
 
 
 def _paths(segments: Segments, tiles: _Tiles) -> _Intervals:
@@ -211,6 +239,49 @@ def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray) -> _Interva
     joined = follows & (begin[1:] == end[:-1])
     heads, tails = np.append(True, ~joined)[: len(owner)], np.append(~joined, True)[: len(owner)]
     return _Intervals(owner[heads], begin[heads], end[tails], ~np.append(False, follows)[: len(owner)][heads])
+
+
+def _walks(
+    tiles: _Tiles, masked: _Masked, first_key: IntArray, blocks: IntArray, size: int, parts: int
+) -> npt.NDArray[np.int32]:
+    """[n, parts * NUM_PART_FIELDS]: the blocks that each part of a tile walks.
+
+    Of the masked blocks those from the first one that its rows see, less the longest run that they do not see: what
+    comes after the run is a stretch of its own, which costs some time (SHORTEST_GAP).
+
+    Args:
+        blocks: of each tile.
+        size: rows a part.
+    """
+    walks = np.empty((len(blocks), parts, items.NUM_PART_FIELDS), np.int32)
+    walks[:] = blocks[:, None, None]  # of a part without rows
+    heads = np.flatnonzero(np.append(-1, masked.tile)[:-1] != masked.tile)
+    count = np.diff(np.append(heads, len(masked.tile)))
+    number = positions(count)  # of a block in its tile
+    last = np.zeros(len(blocks), np.int64)
+    last[masked.tile] = count.repeat(count)
+    for part in range(parts):
+        begin = np.minimum(tiles.row + part * size, tiles.row_end)
+        end = np.minimum(begin + size, tiles.row_end)
+        low = _over(np.minimum, first_key, begin, end)
+        of = masked.tile
+        seen = (masked.begin < end[of]) & (masked.visible_end > begin[of]) & (masked.end > low[of])
+        at = np.flatnonzero(seen & (begin < end)[of])
+        tile, block = of[at], number[at]
+        new = np.append(True, tile[1:] != tile[:-1])[: len(at)]
+        gap = np.where(new, 0, block - np.append(0, block[:-1])[: len(at)] - 1)
+        first = np.flatnonzero(new)
+        longest = np.maximum.reduceat(gap * len(at) + np.arange(len(at)), first) % len(at) if len(at) else first
+        final = np.append(first[1:], len(at))[: len(first)] - 1  # the last one that its rows see
+        t, gap = tile[first], gap[longest]
+        behind = last[t] - 1 - block[final]  # masked ones that they do not see; then whole blocks, or none
+        at_end = (behind >= gap) & ((behind >= SHORTEST_GAP) | (last[t] == blocks[t]))
+        inside = ~at_end & (gap >= SHORTEST_GAP)
+        walks[t, part, items.BEGIN] = block[first]
+        resume = np.where(at_end, last[t], np.where(inside, block[longest], blocks[t]))
+        stop = np.where(at_end, block[final] + 1, np.where(inside, block[longest] - gap, blocks[t]))
+        walks[t, part, items.END], walks[t, part, items.REST] = stop, resume
+    return walks.reshape(len(blocks), parts * items.NUM_PART_FIELDS)
 
 
 def _nearest_with_rows(segments: Segments) -> IntArray:

@@ -142,7 +142,11 @@ def block_table(
     flags = np.zeros(n, np.int64)
     for rank in range(tile.cluster):
         flags |= (area[:, rank] < tile.tile_n * rows).astype(np.int64) << (fields.MASKED + rank)
-        flags |= seen[:, rank].astype(np.int64) << (fields.OWN + rank)
+        # In order, the CTAs of a cluster add to a block one after the other. Then both take part in every block (with
+        # zeros): if one went on without the other, its next sum would wait for a sum that the other makes only with
+        # its next block, whose loads wait for both.
+        own = seen[:, rank] | (tile.deterministic and tile.heads_inside)
+        flags |= own.astype(np.int64) << (fields.OWN + rank)
     shift = segments.first_position - segments.offsets[:-1]
     position = shift[segment] + np.arange(total)
     last = np.maximum.reduceat(position, first_row) if total else position
@@ -232,7 +236,8 @@ def adders_before(table: Table, work: IntArray, tile: BackwardTile) -> IntArray:
     start[row] = np.repeat(np.arange(len(work)), count)
     adders = np.ones(len(table), np.int64)
     if tile.tile_n == 2 * CHUNK:
-        adders = sum((table[:, fields.FLAGS] >> (fields.OWN + rank)) & 1 for rank in range(tile.cluster))
+        own = table[:, fields.FLAGS, None] >> (fields.OWN + np.arange(tile.cluster))
+        adders = (own & 1).sum(1)
     block = table[:, fields.M_BLOCK]
     order = np.lexsort((start, block))
     before = np.cumsum(adders[order]) - adders[order]

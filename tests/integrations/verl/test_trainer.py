@@ -19,9 +19,11 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations import losses
+from dualkv.integrations.masks import Visible, by_config
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.data import Rollouts
-from dualkv.integrations.verl.work import packed, replicated
+from dualkv.integrations.verl.work import FULL, of_full_attention, packed, replicated
+from dualkv.ops.window import Window
 
 
 def random_rollouts(seed: int, groups: int, size: int | None = None) -> Rollouts:
@@ -81,6 +83,37 @@ def test_work_of_packed_rows() -> None:
     assert packed(rollouts).tokens == (2 + 3 + 5) + (4 + 1)
     # Of 2 and 4 tokens behind a prompt of 3, all of which but the last token is counted once.
     assert packed(rollouts).squares == 25 + 49 - 4 + 25
+
+
+def test_work_of_windows_and_chunks() -> None:
+    """Twice the visible pairs less one a row, the mean over layers."""
+    rollouts = rollouts_by_tag(["a", "b", "a"], [30, 5, 30], [20, 0, 41])
+
+    def squares(visible: Visible, begin: int, end: int) -> int:
+        p = np.arange(end)
+        low = np.zeros(end, np.int64) if visible == Visible() else Window(*visible).lowest(p)
+        return int((2 * (p - low) + 1)[begin:].sum())
+
+    layers = [Visible(window=7), Visible(window=7), Visible(chunk=16), Visible()]
+    for kinds in ([x] for x in layers):
+        assert replicated(rollouts, kinds).squares == sum(squares(kinds[0], 0, n) for n in (50, 5, 71))
+        assert packed(rollouts, kinds).squares == sum(squares(kinds[0], *x) for x in ((0, 50), (29, 71), (0, 5)))
+    each = [packed(rollouts, [x]).squares for x in layers]
+    assert packed(rollouts, layers).squares == pytest.approx(np.mean(each), abs=1)
+
+
+def test_flops_of_windows_are_not_counted_twice() -> None:
+    from transformers import Gemma3TextConfig
+    from verl.utils.flops_counter import FlopsCounter
+
+    config = Gemma3TextConfig(sliding_window=512)
+    rollouts = random_rollouts(0, groups=5)
+    full, windows = (replicated(rollouts, layers) for layers in (FULL, by_config(config)))
+    assert windows.squares < full.squares
+    counter = FlopsCounter(of_full_attention(config))
+    attention = 6 * config.head_dim * config.num_attention_heads * config.num_hidden_layers / 1e12
+    less = attention * (full.squares - windows.squares)
+    assert full.flops(counter) - windows.flops(counter) == pytest.approx(less, rel=1e-6)
 
 
 def test_flops_are_verls_for_replicated_rollouts() -> None:

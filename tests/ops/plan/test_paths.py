@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, WINDOW_TILES, forward_tile
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.layout import segments_of
@@ -15,7 +15,7 @@ from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
 from tests.strategies import binary_tree, groups, random_tree, trees
 
-TILES = list(FORWARD_TILES.values())
+TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), list(WINDOW_TILES.values())
 
 
 def of(layout):
@@ -36,13 +36,27 @@ def key_blocks(item, regions, tile_n):
     return blocks
 
 
-def walk(seg, tokens, tile_n, window=None):
+def walks(item, row, row_end, tokens):
+    """(rows, blocks that they walk) of each part of a tile that has rows; without a window all of them walk all."""
+    if len(item) == items.NUM_FIELDS:
+        return [(np.arange(row, row_end), range(item[items.BLOCKS]))]
+    found, parts = [], item[items.NUM_FIELDS :].reshape(-1, items.NUM_PART_FIELDS)
+    for part, (begin, end, rest) in enumerate(parts.tolist()):
+        rows = np.arange(row + tokens // len(parts) * part, min(row + tokens // len(parts) * (part + 1), row_end))
+        assert 0 <= begin <= end <= rest <= item[items.BLOCKS]
+        walked = [*range(begin, end), *range(rest, item[items.BLOCKS])]
+        assert len(walked) > 0 if len(rows) else walked == []
+        found += [(rows, walked)] if len(rows) else []
+    return found
+
+
+def walk(seg, tokens, tile_n, window=None, parts=1):
     """Counts of what the kernel would do: rows taken [T], pairs [T, T + tile_n] of query and key rows added."""
     total = seg.total
     visible_end = np.append(seg.visible_end, np.zeros(tile_n, int))  # as the device has it
     taken, pairs = np.zeros(total, int), np.zeros((total, total + tile_n), int)
     first_key = np.zeros(total, int) if window is None else first_keys(seg, window)
-    work = path_work(seg, tokens, tile_n, window)
+    work = path_work(seg, tokens, tile_n, window, parts)
     assert work.items.dtype == work.regions.dtype == np.int32
     regions = work.regions.astype(int)
     for item in work.items.astype(int):
@@ -53,7 +67,8 @@ def walk(seg, tokens, tile_n, window=None):
         blocks = key_blocks(item, regions, tile_n)
         assert blocks[0][1] is not None, "a tile begins with a masked block"
         own = np.zeros(row_end - row, int)  # masked blocks with the row itself
-        for first, limit in blocks:
+        of_parts = walks(item, row, row_end, tokens)
+        for i, (first, limit) in enumerate(blocks):
             keys = np.arange(first, first + tile_n)[None]
             if limit is None:
                 seen = (keys <= q) & (q < visible_end[keys]) & (keys >= first_key[q])
@@ -66,13 +81,14 @@ def walk(seg, tokens, tile_n, window=None):
                 # What the kernel takes out of V: the keys that no row sees, of which none is left in.
                 dead = (keys >= abs(limit)) | ((visible_end[keys] <= row) if limit < 0 else False)
                 assert (dead == ~seen.any(0)).all()
-            pairs[q, keys] += seen
+            for rows, walked in of_parts:
+                pairs[rows[:, None], keys] += seen[rows - row] & (i in walked)
         assert (own == 1).all(), "whole blocks find a reference"
     return taken, pairs
 
 
-def check(seg, tokens, tile_n, window=None):
-    taken, pairs = walk(seg, tokens, tile_n, window)
+def check(seg, tokens, tile_n, window=None, parts=1):
+    taken, pairs = walk(seg, tokens, tile_n, window, parts)
     q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
     rule = (k <= q) & (q < seg.visible_end[k])
     if window is not None:
@@ -104,13 +120,15 @@ windows = st.one_of(
 
 
 @settings(max_examples=2000, deadline=None)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), windows)
+@given(
+    trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
+)
 @example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64))  # begin and end of responses within a tile
 @example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24))
 def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
     seg = of(Layout.from_segments(*tree))
     if seg.total <= 1500:
-        check(seg, tile.tokens(heads), tile.tile_n, window)
+        check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
 
 
 @settings(max_examples=500, deadline=None)
@@ -119,19 +137,19 @@ def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
     layout = Layout.from_lengths(*layout)
     seg = of(layout if prompts_ask else layout.without_prompt_queries())
     if seg.total <= 1500:
-        check(seg, tokens, 64, window)
+        check(seg, tokens, 64, window, 4)
 
 
 @settings(max_examples=500, deadline=None)
 @given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]), windows)
 def test_windows_of_tiny_segments(tree, tokens, window):
-    check(of(Layout.from_segments(*tree)), tokens, 64, window)
+    check(of(Layout.from_segments(*tree)), tokens, 16, window, 4)
 
 
 def test_a_window_beyond_all_paths_changes_no_block():
     seg = of(Layout.from_segments(*random_tree(0, 60, 9, 80)))
     full, far = path_work(seg, 64, 64), path_work(seg, 64, 64, Window(size=seg.total))
-    assert (full.items == far.items).all()
+    assert (full.items == far.items[:, : items.NUM_FIELDS]).all()
     assert (full.regions == far.regions).all()
 
 
@@ -164,6 +182,38 @@ def test_trees_pay_for_what_they_see():
     assert (work.items[:, items.LIMIT] >= 0).all(), "no row asks for the end of a key"
 
 
+@pytest.mark.parametrize("layout", [([8192], [[2048] * 32]), ([32768], [[2048] * 16])], ids=["N=32", "N=16"])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "window", "at_most"),
+    [
+        (64, 8, Window(size=128), 1.4),
+        (192, 8, Window(size=129), 1.4),
+        (256, 2, Window(size=512), 1.3),
+        (256, 2, Window(size=1024), 1.15),
+        (128, 4, Window(size=4096), 1.06),
+        (128, 5, Window(chunk=8192), 1.08),
+    ],
+    ids=str,
+)
+def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
+    """Executed over useful products: rows of tiles times keys of their blocks, over visible pairs."""
+    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"])
+    work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
+    executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
+    assert 1 <= executed / int((seg.position - window.lowest(seg.position) + 1).sum()) <= at_most
+
+
+def test_parts_skip_blocks_of_other_responses():
+    """Tiles with rows of two responses, of which each sees the prompt's or its own side of the boundary."""
+    seg, window = of(Layout.from_lengths([1024], [[1000] * 8])), Window(size=512)
+    work = path_work(seg, 128, 64, window, 4)
+    for item in work.items:
+        for rows, walked in walks(item, item[items.ROW], item[items.ROW_END], 128):
+            inside = len(set(seg.segment_of_row[rows])) == 1
+            assert len(walked) <= (-(-(512 + 32 + 64 + 128) // 64) if inside else item[items.BLOCKS])
+    assert work.items[:, items.BLOCKS].max() >= 17
+
+
 def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
     seg = of(Layout.from_segments(*binary_tree(3, 200, 150)))
     check(seg, 64, 128)
@@ -182,15 +232,17 @@ def test_empty_layouts():
         assert work.regions.shape == (1, 2), "not empty"
 
 
-def test_a_plan_is_quick():
-    """Ten thousand segments of up to 64 levels in 100 ms; the best of a few, as other work shares the machine."""
+@pytest.mark.parametrize("window", [None, Window(size=128), Window(size=1000), Window(chunk=500)], ids=str)
+def test_a_plan_is_quick(window):
+    """Ten thousand segments of up to 64 levels in 100 ms, or 200 with a window: the best of a few tries, as other work
+    shares the machine."""
     seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
-    tile = forward_tile(128)
-    path_work(seg, tile.tokens(4), tile.tile_n)  # derived arrays of the layout are made once
+    tile = forward_tile(128, [] if window is None else ["window"])
+    path_work(seg, tile.tokens(4), tile.tile_n, window, tile.parts)  # derived arrays of the layout are made once
 
     def milliseconds():
         start = time.perf_counter()
-        path_work(seg, tile.tokens(4), tile.tile_n)
+        path_work(seg, tile.tokens(4), tile.tile_n, window, tile.parts)
         return (time.perf_counter() - start) * 1e3
 
-    assert min(milliseconds() for _ in range(5)) < 100
+    assert min(milliseconds() for _ in range(5)) < (100 if window is None else 200)

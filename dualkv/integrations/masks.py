@@ -1,0 +1,104 @@
+"""Which keys a layer of transformers sees, said by the shape of an empty mask.
+
+In transformers a model chooses the mask of each layer: causal, with a sliding window, or in chunks. The choice lies in
+the code of the model, and no field of its layers is sure to repeat it. So a packed call leaves the choice to the model:
+the decoder gets :func:`request` for an attention mask, the registered mask function returns :func:`answer` where it
+would make a mask, and each attention layer reads its own one by :func:`read`. No [T, T] mask is ever made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.masking_utils import causal_mask_function
+
+# An attention mask of this shape holds no token: no call but a packed one has it.
+REQUEST = (1, 0)
+
+# Last dimension of an answer: FULL, FULL + window or CHUNKED + chunk; the dimension before is 0. A mask that a model
+# adds to, repeats or shortens has another shape or names no size, so that nothing is read from it.
+FULL = 1 << 29
+CHUNKED = 1 << 30
+
+
+class Visible(NamedTuple):
+    """The keys of its path that a query sees: all up to itself, or those of a window or chunk.
+
+    Attributes:
+        window: as for :func:`dualkv.attention`.
+        chunk: as for :func:`dualkv.attention`.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def by_config(config: Any) -> list[Visible]:
+    """The keys that queries of each layer see, by the fields of a configuration: for reports, not for attention.
+
+    Models choose by these fields, each in its own code. One entry serves all layers of a configuration without a list.
+    """
+    config = config.get_text_config()
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    kinds = {"sliding_attention": Visible(window=window), "chunked_attention": Visible(chunk=chunk)}
+    other = Visible(window=window)  # of models that have one kind of layers only
+    types = getattr(config, "layer_types", None)
+    return [kinds.get(kind, Visible()) for kind in types] if types else [other]
+
+
+def request(device: torch.device) -> torch.Tensor:
+    """The attention mask that a packed call gives to the decoder."""
+    return torch.empty(REQUEST, device=device)
+
+
+def is_request(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.shape == REQUEST
+
+
+def answer(
+    *,
+    mask_function: Any,
+    config: Any,
+    device: torch.device,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> torch.Tensor:
+    """The mask of a packed call; takes the arguments of transformers' mask functions.
+
+    transformers sets `use_vmap` or clears `allow_is_causal_skip` where a model adds a rule of its own to a mask, or
+    changes the mask afterwards. The answer then says nothing, and the layer that gets it is refused.
+    """
+    size = 0
+    if not use_vmap and allow_is_causal_skip:
+        if mask_function is causal_mask_function:
+            size = FULL
+        elif type(local_size) is int and 0 < local_size < FULL:
+            windows = local_size == getattr(config, "sliding_window", None)
+            chunks = local_size == getattr(config, "attention_chunk_size", None)
+            if windows != chunks:
+                size = local_size + (FULL if windows else CHUNKED)
+    return torch.empty(1, 1, 0, size, device=device)
+
+
+def is_answer(mask: Any) -> bool:
+    """Whether a layer got the mask of a packed call."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[:3] == (1, 1, 0)
+
+
+def is_of_packed_call(masks: Any) -> bool:
+    """Whether an attention mask is a request, or the answers to one that a model made for its decoder."""
+    found = masks.values() if isinstance(masks, dict) else [masks]
+    return all(is_request(mask) or is_answer(mask) for mask in found)
+
+
+def read(mask: Any) -> Visible | None:
+    """The keys that a layer sees by its mask; None for a mask that does not say."""
+    if not is_answer(mask) or mask.shape[3] < FULL:
+        return None
+    size = mask.shape[3]
+    if size == FULL:
+        return Visible()
+    return Visible(window=size - FULL) if size < CHUNKED else Visible(chunk=size - CHUNKED)
