@@ -13,7 +13,6 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.ptx import round_pair, times_here, unpacked
 
-
 LARGEST_EXPONENT = 2.0**126  # of a row with P infinite: finite, as the -inf of a hidden pair is added to it
 
 
