@@ -129,7 +129,7 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
         "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
     ]
     monkeypatch.setattr(attention.commands, "app", lambda *_, **__: None)
-    monkeypatch.setattr(attention, "without_lengths", lambda report: report)
+    monkeypatch.setattr(attention, "kept", lambda report: report)
     shown = tables.trees(tmp_path)
     attention.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
     assert capsys.readouterr().out.rstrip().endswith(shown), "one command shows them"

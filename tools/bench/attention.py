@@ -80,7 +80,7 @@ def main(
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         try:
             commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
-            path.write_text(filed.text(without_lengths(filed.read(path))))
+            path.write_text(filed.text(kept(filed.read(path))))
             if name == "trees-h200":
                 print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording
@@ -90,15 +90,23 @@ def main(
         sys.exit("\n".join(failed))
 
 
-def without_lengths(report: dict[str, Any]) -> dict[str, Any]:
-    """A report whose named workloads go without the lengths that their names stand for."""
+def kept(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what follows from the rest: the lengths that a workload's name stands for, power, clock and
+    temperature of single rounds, whose medians are kept, and rates of single calls."""
     results = []
     for result in report["results"]:
         given = result["workload"]
         named = json.loads(json.dumps(asdict(parse(given["name"]))))
-        kept = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
-        results.append(result | {"workload": kept})
+        workload = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
+        sides = {name: _side(side) for name, side in result.get("sides", {}).items()}
+        results.append(result | {"workload": workload} | ({"sides": sides} if sides else {}))
     return report | {"results": results}
+
+
+def _side(side: dict[str, Any]) -> dict[str, Any]:
+    rounds = [{name: r[name] for name in ("ms", "joules") if name in r} for r in side.get("rounds", [])]
+    shorter = {name: value for name, value in side.items() if name != "cold_tflops"}
+    return shorter | ({"rounds": rounds} if rounds else {})
 
 
 def _limited(text: str) -> tuple[str, float]:
