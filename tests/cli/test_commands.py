@@ -1,23 +1,18 @@
 """The command line: what it prints, where, and that every failure is one sentence and a non-zero exit."""
 
-import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import dualkv.demo.run
-from dualkv.bench import command
-from dualkv.bench.workloads import NAMED
-from dualkv.cli import commands, doctor
+from dualkv.cli import doctor
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
@@ -148,28 +143,8 @@ def test_failures_inside(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseE
     assert err.count("\n") == 1
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["dualkv", "demo", "--steps", "0", "--debug"])
-    with pytest.raises(ValueError, match="steps is 0"):
-        commands.main()
-
-
-def test_no_command_shows_the_help_and_nothing_else(run: Run) -> None:
-    code, out, err = run()
-    assert code == 2
-    assert "demo" in out
-    assert err == ""
-
-
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"dualkv {dualkv.__version__}\n", "")
-
-
-def test_every_setting_is_an_option(run: Run) -> None:
-    code, out, _ = run("demo", "--help")
-    assert code == 0
-    for field in fields(DemoSettings):
-        assert f"--{field.name.replace('_', '-')}" in out
 
 
 def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,60 +169,11 @@ def test_doctor_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert "pip install 'dualkv[transformers]'" in out
 
 
-@pytest.mark.parametrize(
-    ("cuda", "gpus", "says"),
-    [
-        (None, [], "no NVIDIA GPU with a working driver"),
-        (None, ["NVIDIA H200"], "is built without CUDA: pip install --force-reinstall torch"),
-        ("13.0", ["NVIDIA H200"], "update the driver to one for CUDA 13.0"),
-    ],
-)
-def test_doctor_on_machines_without_a_usable_gpu(
-    monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpus: list[str], says: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert says in doctor._advice("580.1" if gpus else None, gpus, [])[0]
-
-
-@pytest.mark.parametrize(
-    ("no_kernel", "no_composition", "half"),
-    [
-        (None, None, doctor.KERNEL),
-        ("compute capability 8.0", None, doctor.COMPOSITION),
-        ("compute capability 7.5", "compute capability 7.5", doctor.REFERENCE),
-    ],
-)
-def test_doctor_says_what_runs_on_a_gpu(no_kernel: str | None, no_composition: str | None, half: str) -> None:
-    rows = doctor._on_gpu("cuda:0", "NVIDIA X", no_kernel, no_composition)
-    assert [row.what for row in rows] == [half, doctor.REFERENCE]
-    assert all(row.where.startswith("cuda:0") for row in rows)
-    assert (no_kernel or "Hopper") in rows[0].why
-
-
-def test_doctor_reads_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '580.65, NVIDIA H200, 9.0, 143771 MiB'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert doctor._driver() == ("580.65", ["NVIDIA H200, compute capability 9.0, 143771 MiB"])
-    tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
-    assert doctor._driver() == (None, [])
-
-
 def test_python_dash_m() -> None:
     done = subprocess.run([sys.executable, "-m", "dualkv", "demo", "--steps", "0"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "dualkv: steps is 0, expected 1 or more\n"
     assert done.stdout == ""
-
-
-def test_names_of_workloads_can_be_copied_from_a_narrow_terminal() -> None:
-    console = Console(width=80, file=io.StringIO())
-    console.print(command.listing(list(NAMED.values())))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    for name in NAMED:
-        assert any(f" {name} " in line for line in lines), name
 
 
 def test_defaults_of_the_demo_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,13 +37,6 @@ def test_models_by_name():
         assert requested([name]), name
 
 
-def test_models_of_the_issue_are_known():
-    qwen3 = ["0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b"]
-    qwen2 = ["0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"]
-    for name in [*(f"qwen3-{n}" for n in qwen3), *(f"qwen2.5-{n}" for n in qwen2), "llama-3-8b", "mistral-7b"]:
-        assert heads_of(name).head_dim in (64, 128)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -92,13 +85,6 @@ def test_configs_that_say_no_shape(tmp_path, config, says):
         heads_of(str(path))
 
 
-def test_configs_of_vision_models_have_a_text_part(tmp_path):
-    path = tmp_path / "c.json"
-    text = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "use_sliding_window": False}
-    path.write_text(json.dumps({"text_config": text | {"sliding_window": 4096}, "vision_config": {}}))
-    assert heads_of(str(path)) == Heads(8, 2, 64)
-
-
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -110,13 +96,6 @@ def test_configs_of_vision_models_have_a_text_part(tmp_path):
 def test_models_that_there_are_no_kernels_for(model, says):
     with pytest.raises(ValueError, match=says):
         heads_of(model)
-
-
-def test_a_file_that_is_no_configuration(tmp_path):
-    path = tmp_path / "c.json"
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"c\.json is no JSON: "):
-        heads_of(str(path))
 
 
 def test_tensor_parallel_ranks_share_the_heads():
@@ -252,22 +231,3 @@ def test_a_wheel_of_what_was_asked(run, compiles, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "j").read_text())["wheel"] == [str(wheel), wheel.stat().st_size]
     (entry,) = {name.split("/")[1] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
     assert entry.startswith(forward_spec("bf16", 64, 1).symbol)
-
-
-def test_all_is_the_table(run, monkeypatch, tmp_path):
-    asked = []
-
-    def none(specs, *_):
-        asked.extend(specs)
-        raise KernelError("seen")
-
-    monkeypatch.setattr(precompile, "precompile", none)
-    assert run("--all", "--out", str(tmp_path))[0] == 1
-    assert asked == table()
-    for words, says in (
-        (["--all", "--out", "k", "--head-dims", "64", "--gqa", "1"], "--all is every kernel, expected no --models"),
-        (["--check", "k", "--wheel", "d"], "--wheel packs what --out compiles, expected no --check beside it"),
-    ):
-        code, _, err = run(*words)
-        assert code == 1
-        assert says in err

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -192,22 +191,6 @@ def test_many_askers_one_compile(compiles):
     assert compiles() == [SPEC]
 
 
-def test_several_kernels_are_compiled_side_by_side(compiles, monkeypatch):
-    monkeypatch.setenv("STAND_IN_SECONDS", "0.4")
-    monkeypatch.setattr(store, "_loaded", {})
-    monkeypatch.setattr(store, "open_entry", lambda path, spec: spec.symbol)
-    store.entry(SPEC)
-    store.counts.clear()
-    specs = [SPEC, *backward_specs("bf16", 128).present, SPEC]
-    begin = time.monotonic()
-    assert store.load_all(specs) == [spec.symbol for spec in specs]
-    assert time.monotonic() - begin < 1.2
-    assert store.counts == {"cache": 1, "compiled": 4}
-    assert len(compiles()) == 5
-    assert store.load_all(specs) == [spec.symbol for spec in specs]
-    assert len(compiles()) == 5
-
-
 def _no_compiler(monkeypatch):
     monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl 4.5.2, expected 4.8")
 
@@ -361,12 +344,3 @@ def test_a_folder_that_is_filled_can_be_loaded_from_whatever_the_umask(compiles,
         os.umask(before)
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "made"))
     assert store.where(SPEC) == "kernel_dir"
-
-
-def test_default_cache(monkeypatch):
-    monkeypatch.delenv("DUALKV_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(store.cache_dir()) == "/somewhere/dualkv"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert str(store.cache_dir()) == "/home/someone/.cache/dualkv"

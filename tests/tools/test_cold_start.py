@@ -43,11 +43,3 @@ def test_what_is_done_is_filed_though_the_rest_fails(processes, tmp_path):
     assert "| artefacts | 2.5 | 0.50 | 0.50 | 0.50 |" in text
     assert "| compiling | 25.0 | 5.00 | 5.00 | 5.00 |" in text
     assert "| pytorch | 2.5 |  | 0.50 | 0.50 |" in text
-
-
-def test_ways_that_did_not_run_have_no_row(processes, tmp_path):
-    cold_start.main(tmp_path / "cold.json", repeat=2, compiling=0)
-    assert processes == [*cold_start.WAYS[:3]] * 2
-    text = cold_start.markdown(filed.read(tmp_path / "cold.json"))
-    assert "compiling" not in text
-    assert "| cache | 2.5 to 2.5 |" in text

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, backward_tile
 from dualkv.ops.plan.backward import backward_work
 from tools import filed
 from tools.bench import record
@@ -40,10 +40,6 @@ def test_every_family_is_there(head_dim, tool):
     assert {spec.operation for case in some for spec in case.specs()} == {
         "fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
     }  # fmt: skip
-
-
-def test_every_native_head_dim_is_there_and_a_padded_one():
-    assert set(HEAD_DIMS) < set(cases.HEAD_DIMS)
 
 
 def test_edges_are_those_of_the_tiles():
@@ -75,14 +71,6 @@ def test_races_of_an_h200():
     assert count == 1536
     assert {reading.short(symbol) for symbol, _ in report.places} == {"bwd_narrow.NarrowBackward"}
     assert [offset for _, offset in report.places] == [0xD10, 0x17E0, 0x22D0, 0x2320]
-
-
-def test_reads_of_an_h200():
-    found = reading.parse((DATA / "initcheck.log").read_text())
-    ((report, count),) = found.reports.items()
-    assert (report.what, count) == ("Uninitialized __global__ memory read of size 16 bytes", 2)
-    assert report.places[0][1] == 0x440
-    assert reading.short(report.places[0][0]) == "bwd_preprocess.BackwardPreprocess"
 
 
 def test_reports_belong_to_their_case():
@@ -175,37 +163,6 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     assert tools["racecheck"]["reports"] == []
 
 
-def test_a_kind_of_report_is_one_whatever_the_head_dim(monkeypatch):
-    monkeypatch.setattr(sanitize, "instruction", lambda case, place: f"@!P0 LDS.{case.head_dim % 3} R2, [R{place[1]}]")
-
-    def run(head_dim, *counts):
-        names = [case.name for case in cases.cases(head_dim, "racecheck")]
-        reports = [(Report(name, "Race", (("k", at),)), n) for at, (name, n) in enumerate(zip(names, counts))]  # noqa: B905
-        return {"tool": "racecheck", "cases_of": str(head_dim), "seconds": 1.0, "cases": names, "unfinished": "",
-                "reports": reports}  # fmt: skip
-
-    plan = [("racecheck", what) for what in ("controls", "64", "256", "128")]
-    tool = sanitize.summary([run(64, 5, 2), run(256, 3), run(128, 1)], plan)["racecheck"]
-    assert [(r["instructions"], r["count"], list(r["cases"].values())) for r in tool["reports"]] == [
-        (["LDS.1"], 10, [5, 2, 3]),
-        (["LDS.2"], 1, [1]),
-    ]
-    assert tool["unfinished"] == ["controls: not run"]
-
-
-def test_reports_are_judged_again(monkeypatch, tmp_path):
-    run(monkeypatch, tmp_path, {*PLANTED, ("memcheck", NAMES[3])})
-    app = typer.Typer()
-    app.command()(sanitize.main)
-    again = ["--again", "--json", str(tmp_path / "out.json")]
-    assert CliRunner().invoke(app, again).exit_code == 1
-    monkeypatch.setattr(sanitize.known, "why", lambda tool, report, shown: "it is known")
-    done = CliRunner().invoke(app, again)
-    assert done.exit_code == 0, done.output
-    (report,) = filed.read(tmp_path / "out.json")["tools"]["memcheck"]["reports"]
-    assert report["false_positive"] == "it is known"
-
-
 def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
     """The tool runs the checked program as a child, which holds the pipe."""
     program = tmp_path / "compute-sanitizer"
@@ -217,42 +174,11 @@ def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
     assert (found["cases"], found["unfinished"]) == ([], "stopped after 1 s")
 
 
-def test_what_time_leaves_out_is_said(monkeypatch, tmp_path):
-    check, clock = sanitize.check, [0.0]
-
-    def two_seconds(*arguments):
-        clock[0] += 2.0
-        return check(*arguments[:3], 60.0)
-
-    monkeypatch.setattr(sanitize, "check", two_seconds)
-    monkeypatch.setattr(sanitize, "monotonic", lambda: clock[0])
-    done, tools = run(monkeypatch, tmp_path, PLANTED, more=["-j", "1", "--seconds", "5"])
-    assert done.exit_code == 1
-    assert [tools[tool]["unfinished"] for tool in sanitize.TOOLS] == [
-        *[["64: not run"]] * 3,
-        ["64: not run", "controls: not run"],
-    ]
-
-
 def test_a_process_that_dies_fails(monkeypatch, tmp_path):
     done, tools = run(monkeypatch, tmp_path, PLANTED, dies=("racecheck", NAMES[2]))
     assert done.exit_code == 1
     assert tools["racecheck"]["cases"] == 2
     assert "64: exit code 7" in tools["racecheck"]["unfinished"][0]
-
-
-def test_no_sanitizer(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sanitize, "ELSEWHERE", "/nowhere")
-    with pytest.raises(sanitize.SanitizeError, match="compute-sanitizer is not on PATH"):
-        sanitize.find_sanitizer()
-
-
-def test_no_gpu(monkeypatch):
-    monkeypatch.setattr(sanitize.shutil, "which", lambda name: "/bin/true")
-    monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(sanitize.SanitizeError, match="need an NVIDIA GPU"):
-        sanitize.find_sanitizer()
 
 
 MET = {

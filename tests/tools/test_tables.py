@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,8 @@ from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import NAMED, parse
 from tools import filed, tables
-from tools.bench import attention, host_time
+from tools.bench import attention
 from tools.bench.record import runs_of
-from tools.ncu.job import Job
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -69,43 +67,6 @@ def test_benchmarks_are_those_of_the_commands(name):
         )
 
 
-def test_runs_are_recorded_within_their_limits(monkeypatch, tmp_path):
-    clock, begun = [100.0], []
-    lengths = parse("8192:32x512")
-    given = {
-        "name": "8192:32x512",
-        "response_lens": [list(r) for r in lengths.response_lens],
-        "parent": [1],
-        "tokens": 3,
-    }
-
-    def bench(words, **_):
-        options = dict(zip(words[-4::2], words[-3::2], strict=True))
-        begun.append((options["--json"], options.get("--time-limit")))
-        clock[0] += 30
-        if "trees" in options["--json"]:
-            raise RuntimeError("no more")
-        Path(options["--json"]).write_text(json.dumps({"results": [{"workload": given}]}))
-
-    monkeypatch.setattr(attention.commands, "app", bench)
-    monkeypatch.setattr(attention.time, "monotonic", lambda: clock[0])
-    names = ["both-h200:20", "peers-h200", "trees-h200:25", "forward-h200"]
-    with pytest.raises(SystemExit, match="trees-h200: RuntimeError: no more"):
-        attention.main([names[2], *names[:2], names[3]], tmp_path, 80.0)
-    assert begun == [
-        (str(tmp_path / f"{name}.json"), limit)
-        for name, limit in (("trees-h200", "25.0"), ("both-h200", "20.0"), ("peers-h200", "20.0"))
-    ], "the last one has no time left"
-    kept = {"name": "8192:32x512", "parent": [1], "tokens": 3}
-    assert filed.read(tmp_path / "both-h200.json") == {"results": [{"workload": kept}]}, "but for what the name says"
-    begun.clear()
-    attention.main(["both-h200"], tmp_path)
-    assert [limit for _, limit in begun] == [None]
-    for wrong in ("both", "both-h200:x"):
-        with pytest.raises(attention.typer.BadParameter, match=r"none of|NAME:SECONDS"):
-            attention.main([wrong], tmp_path)
-
-
 def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, monkeypatch, capsys):
     def made(results):
         about = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
@@ -139,43 +100,6 @@ def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, mo
     for tree, lengths in tables.TWO_LEVELS.items():  # the same rollouts
         two, deep = parse(lengths).layout(), NAMED[tree].layout()
         assert (two.depth, two.nominal_tokens) == (2, deep.nominal_tokens)
-
-
-def test_profiles_are_shown_while_their_kernels_exist(tmp_path, monkeypatch):
-    profile, *_ = filed.read(tables.RESULTS / "profile-h200.json")["profiles"]
-    specs = {name: spec.to_dict() for name, spec in Job.from_dict(profile).specs().items()}
-    (operation, spec), *_ = specs.items()
-    older = {**specs, operation: spec | {"tile": spec["tile"] | {"tile_n": 999}}}
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for made_of, shown in ((specs, True), (older, False)):
-        record = {"profiles": [profile | {"specs": made_of, "commit": "a" * 40}]}
-        (tmp_path / "profile-h200.json").write_text(json.dumps(record))
-        text = tables.profiles()
-        assert "aaaaaaa" in text
-        assert ("| registers a thread |" in text) is shown
-
-
-def test_a_table_says_what_there_was_no_time_for():
-    made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": [1, 2]}
-    assert tables._recorded(made).endswith("2 rounds.")
-    assert tables._recorded(made | {"asked": 2}).endswith("2 rounds.")
-    assert tables._recorded(made | {"asked": 9}).endswith("2 rounds. The time of that run ended after 2 of 9.")
-
-
-def test_host_times_are_shown_with_the_load_they_were_measured_under():
-    figures = {"median_us": 54.4, "p10_us": 50.0, "p90_us": 61.0}
-    made = {"date": "2026-01-02", "commit": "a" * 40, "cpus": 16, "load_average": 0.52}
-    made["calls"] = {layout: dict.fromkeys(host_time.NAMES, figures) for layout in host_time.LAYOUTS}
-    text = host_time.markdown(made)
-    assert "| `torch.ops.dualkv.fwd` | 54 (50 to 61) | 54 (50 to 61) |" in text
-    assert text.endswith("commit aaaaaaa, load average 0.5 on 16 CPUs.")
-
-
-def test_what_is_not_recorded_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.filled("a\n<!-- table peers -->\nold\n<!-- end -->\nb") == (
-        "a\n<!-- table peers -->\nNot recorded yet.\n<!-- end -->\nb"
-    )
 
 
 def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):

@@ -39,8 +39,3 @@ def test_speed_up_is_over_the_fastest_of_the_same_work():
         ["", "packed, whole groups", "2.00", "2,000", "100%", "25%", "9", "2.50x"],
         ["qwen3-8b, whole, 4 GPUs; GRPO, 16 responses", "veRL, 8 responses", "1.00", "4,000", "200%", "200%", "9", ""],
     ]
-
-
-def test_scaling_is_of_equal_work_on_each_gpu():
-    rows = [row(2.5, 4, **PACKED), row(2.0, 1, **PACKED), row(9.0, 1), row(9.0, 2), row(1.0, 2, **PACKED, layers=8)]
-    assert cells(verl_rows.scaling(rows)) == [["1", "2.000", "500", "100%"], ["4", "2.500", "1,600", "80%"]]

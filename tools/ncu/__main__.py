@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -82,22 +81,10 @@ def report(
         for profile in found:
             _print(show.report(profile.to_dict()), markdown)
         if json_to is not None:
-            json_to.write_text(filed.text(_figures(profiles, found)))
+            figures = {**found[0].environment, "profiles": [profile.to_dict() for profile in found]}
+            json_to.write_text(filed.text(figures))
     except (ValueError, OSError) as e:
         _fail(e)
-
-
-def _figures(folders: list[Path], found: list[metrics.Profile]) -> dict[str, Any]:
-    """Everything that reports and `hot` show of some profiles, behind machine and versions of the first."""
-    profiles = []
-    for folder, profile in zip(folders, found, strict=True):
-        filed = profile.to_dict()
-        for kernel, entry in zip(profile.kernels, filed["kernels"], strict=True):
-            if kernel.need.flops:
-                places, entry["no_lines"] = lines.hot_of(folder, kernel.operation, kernel.symbol, PLACES, True)
-                entry["hot"] = [asdict(place) for place in places]
-        profiles.append(filed)
-    return {**found[0].environment, "profiles": profiles}
 
 
 @app.command()
