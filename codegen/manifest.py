@@ -121,7 +121,7 @@ def text(manifest: dict[str, Any]) -> str:
 def read(path: Path) -> dict[str, Any]:
     """The manifest in a file: under `kernels` each kernel's description by its name."""
     made: dict[str, Any] = json.loads(path.read_text())
-    kernels = {}
+    kernels: dict[str, Any] = {}
     for kept, alike in made["kernels"]:
         for name, heads_of in alike.items():
             for dtype, heads in heads_of.items():

@@ -9,7 +9,7 @@ import pytest
 
 from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
-from dualkv.bench.workloads import NAMED, parse
+from dualkv.bench.workloads import parse
 from tools import filed, tables
 from tools.bench import attention
 from tools.bench.record import runs_of
@@ -65,41 +65,6 @@ def test_benchmarks_are_those_of_the_commands(name):
             result["flops"],
             *map(result["workload"].get, ("heads", "head_dim")),
         )
-
-
-def test_trees_are_compared_with_flex_attention_and_with_two_levels(tmp_path, monkeypatch, capsys):
-    def made(results):
-        about = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
-        return about | {"results": [{"workload": {"name": n}, "direction": d, "sides": s} for n, d, s in results]}
-
-    def side(ms, tflops):
-        return {"sustained_ms": ms, "sustained_tflops": tflops}
-
-    ours = side(5.0, 700.0)
-    others = [
-        (name, "fwd", {"dualkv": side(1.0, rate)}) for name, rate in (("4096:16x4096", 728.0), (tables.MAIN, 750.0))
-    ]
-    trees = [
-        ("binary-p4096-r1024", "fwd", {"dualkv": ours, "fa4-replicated": side(20.0, 175.0), "flex": side(9.0, 389.0)}),
-        ("agent-t10-r512", "bwd", {"dualkv": ours, "flex": {"error": "x"}}),
-    ]
-    for name, results in (("trees-h200-two-levels", others), ("trees-h200", trees)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(made(results)))
-    assert tables.trees(tmp_path).splitlines()[2:4] == [
-        "| binary-p4096-r1024, forward | 5.00 (700) | 9.00 (389): 1.80 | 20.00 (175): 4.00 | 728: 0.96 | 750: 0.93 |",
-        "| agent-t10-r512, backward | 5.00 (700) |  |  |  |  |",
-    ]
-    monkeypatch.setattr(attention.commands, "app", lambda *_, **__: None)
-    monkeypatch.setattr(attention, "kept", lambda report: report)
-    shown = tables.trees(tmp_path)
-    attention.main(["trees-h200-two-levels", "trees-h200"], tmp_path)
-    assert capsys.readouterr().out.rstrip().endswith(shown), "one command shows them"
-    (tmp_path / "trees-h200-two-levels.json").unlink()
-    assert tables.trees(tmp_path).splitlines()[2].endswith(": 4.00 |  |  |"), "of what is recorded"
-    assert set(tables.TWO_LEVELS) == {name for name, workload in NAMED.items() if workload.parent}
-    for tree, lengths in tables.TWO_LEVELS.items():  # the same rollouts
-        two, deep = parse(lengths).layout(), NAMED[tree].layout()
-        assert (two.depth, two.nominal_tokens) == (2, deep.nominal_tokens)
 
 
 def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
