@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dualkv.demo.run
-from dualkv.cli import doctor
+from dualkv.cli import commands, doctor
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
@@ -143,6 +143,12 @@ def test_failures_inside(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseE
     assert err.count("\n") == 1
 
 
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["dualkv", "demo", "--steps", "0", "--debug"])
+    with pytest.raises(ValueError, match="steps is 0"):
+        commands.main()
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"dualkv {dualkv.__version__}\n", "")
 
@@ -167,6 +173,32 @@ def test_doctor_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert code == 1
     assert "rich is missing and dualkv needs it: pip install 'rich>=14'" in out
     assert "pip install 'dualkv[transformers]'" in out
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpus", "says"),
+    [
+        (None, [], "no NVIDIA GPU with a working driver"),
+        (None, ["NVIDIA H200"], "is built without CUDA: pip install --force-reinstall torch"),
+        ("13.0", ["NVIDIA H200"], "update the driver to one for CUDA 13.0"),
+    ],
+)
+def test_doctor_on_machines_without_a_usable_gpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpus: list[str], says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert says in doctor._advice("580.1" if gpus else None, gpus, [])[0]
+
+
+def test_doctor_reads_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '580.65, NVIDIA H200, 9.0, 143771 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor._driver() == ("580.65", ["NVIDIA H200, compute capability 9.0, 143771 MiB"])
+    tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
+    assert doctor._driver() == (None, [])
 
 
 def test_python_dash_m() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -47,6 +48,14 @@ def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
     assert len(wrong) == 1
     for part in (str(tmp_path / "k"), entry.name, "make the kernels again"):
         assert part in wrong[0]
+
+
+def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    (wrong,) = doctor._kernels()[2]
+    assert "no C compiler is on PATH" in wrong
+    monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "absent"))
+    assert "expected an existing folder" in doctor._kernels()[2][0]
 
 
 def test_what_it_tells_to_install_is_what_the_package_asks_for():

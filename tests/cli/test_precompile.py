@@ -85,6 +85,13 @@ def test_configs_that_say_no_shape(tmp_path, config, says):
         heads_of(str(path))
 
 
+def test_configs_of_vision_models_have_a_text_part(tmp_path):
+    path = tmp_path / "c.json"
+    text = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "use_sliding_window": False}
+    path.write_text(json.dumps({"text_config": text | {"sliding_window": 4096}, "vision_config": {}}))
+    assert heads_of(str(path)) == Heads(8, 2, 64)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -231,3 +238,22 @@ def test_a_wheel_of_what_was_asked(run, compiles, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "j").read_text())["wheel"] == [str(wheel), wheel.stat().st_size]
     (entry,) = {name.split("/")[1] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
     assert entry.startswith(forward_spec("bf16", 64, 1).symbol)
+
+
+def test_all_is_the_table(run, monkeypatch, tmp_path):
+    asked = []
+
+    def none(specs, *_):
+        asked.extend(specs)
+        raise KernelError("seen")
+
+    monkeypatch.setattr(precompile, "precompile", none)
+    assert run("--all", "--out", str(tmp_path))[0] == 1
+    assert asked == table()
+    for words, says in (
+        (["--all", "--out", "k", "--head-dims", "64", "--gqa", "1"], "--all is every kernel, expected no --models"),
+        (["--check", "k", "--wheel", "d"], "--wheel packs what --out compiles, expected no --check beside it"),
+    ):
+        code, _, err = run(*words)
+        assert code == 1
+        assert says in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import KernelError, precompiled, store, toolchain
+from codegen import KernelError, cubin, precompiled, store, toolchain
 from codegen.select import Shape, select, words
 from codegen.spec import GRADIENTS, KernelSpec, backward_specs, forward_spec, table
 from codegen.tiles import HEAD_DIMS
@@ -142,6 +143,34 @@ def test_a_manifest_that_lies(folder, lie, says):
     assert any(says in problem for problem in found.problems), found.problems
 
 
+def test_the_gpu_has_the_last_word(made, monkeypatch):
+    """What the driver says of a loaded cubin (here a stand-in for it) is compared too."""
+    said = max(manifest(made)["kernels"].items())[1]
+    monkeypatch.setattr(cubin, "unreadable", lambda: None)
+
+    def on_device(code, threads, shared_memory, **lies):
+        own = cubin.resources(code)
+        ctas = cubin.ctas_per_sm(own.registers, threads, shared_memory)
+        facts = {"registers": own.registers, "stack": own.stack, "ctas_per_sm": ctas}
+        return facts | {"static_shared_memory": own.static_shared_memory} | lies
+
+    monkeypatch.setattr(cubin, "on_device", on_device)
+    found = precompiled.check(made, SPECS)
+    assert (found.problems, found.read_back, found.not_read_back) == ([], 2, None)
+    for name in ("registers", "stack", "static_shared_memory", "ctas_per_sm"):
+        monkeypatch.setattr(cubin, "on_device", lambda *given, name=name: on_device(*given, **{name: 99}))
+        problems = precompiled.check(made).problems
+        assert any(f"says {name}={said[name]}, the GPU 99" in problem for problem in problems)
+
+    def refuses(*given):
+        raise KernelError("cuModuleLoadData failed with CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    monkeypatch.setattr(cubin, "on_device", refuses)
+    assert any(
+        "is not accepted by the GPU: cuModuleLoadData" in problem for problem in precompiled.check(made).problems
+    )
+
+
 def test_kernels_load_by_their_own_records_whatever_the_manifest_says(folder, monkeypatch):
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(folder))
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(folder / "none"))
@@ -170,6 +199,25 @@ def test_the_manifest_says_which_compiler_made_a_kernel(folder):
     assert len(kernels) == 2
     assert kernels[name]["compiler"] == compiler
     assert precompiled.check(folder, SPECS).problems == []
+
+
+def test_code_is_written_out(made, tmp_path):
+    entry, reasons = store.find_in(made, SPECS[0])
+    assert reasons == []
+    paths = list(precompiled.emit(entry, SPECS[0], ("cubin", "ptx", "sass"), tmp_path / "code"))
+    assert [p.name for p in paths] == [f"{SPECS[0].symbol}.{kind}" for kind in ("cubin", "ptx", "sass")]
+    assert paths[0].read_bytes().startswith(b"\x7fELF")
+    assert ".target sm_90a" in paths[1].read_text()
+    assert "EXIT" in paths[2].read_text()
+
+
+def test_another_users_process_may_read_what_was_made(made):
+    """Folders for an image are not private as caches are."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in made.iterdir():
+        if path.is_dir():
+            assert path.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 # ---------------------------------------------------------------- the wheel
@@ -219,6 +267,21 @@ def test_the_words_of_every_kernel_select_it():
     assert set(table()) <= set(specs)
     for spec in specs:
         assert words(spec), spec
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"dtypes": ["fp32"]}, "dtypes is fp32, expected some of bf16,fp16"),
+        ({"directions": []}, "directions is empty, expected some of forward,backward"),
+        ({"gradients": ["qkv", "vk"]}, "gradients is qkv,vk, expected some of qkv,qk"),
+        ({"shapes": [Shape(128, 0)]}, "the GQA ratio is 0, expected 1 or more"),
+        ({"shapes": [Shape(264, 1)]}, "head_dim is 264, expected a multiple of 8"),
+    ],
+)
+def test_what_has_no_kernels_is_said(asked, says):
+    with pytest.raises(ValueError, match=says):
+        select(**{"shapes": [Shape(64, 1)]} | asked)
 
 
 def test_fill_stops_at_a_failure_and_begins_no_more(monkeypatch, compiles, tmp_path):

@@ -109,6 +109,17 @@ def test_a_failed_download_is_one_sentence_and_leaves_nothing(private, monkeypat
     assert toolchain.install() == toolchain.found()
 
 
+def test_what_does_not_serve_is_replaced(private, monkeypatch, tmp_path):
+    """As the toolchain of a machine whose driver was older, on a shared home."""
+    root = toolchain.private_folder()
+    (root / "nvidia_cutlass_dsl").mkdir(parents=True)
+    root.parent.chmod(0o700)
+    toolchain._examined.cache_clear()
+    assert f"the private toolchain {root} has nvidia-cutlass-dsl absent, expected 4.8" in toolchain.lacking()
+    assert toolchain.install().root == root
+    assert toolchain.lacking() is None
+
+
 def test_a_cache_that_others_write_to_is_no_place_for_it(private, tmp_path):
     toolchain.install()
     (tmp_path / "cache").chmod(0o777)

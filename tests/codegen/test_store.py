@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,22 @@ def test_many_askers_one_compile(compiles):
     assert len(set(paths)) == 1
     assert len(paths) == 8
     assert compiles() == [SPEC]
+
+
+def test_several_kernels_are_compiled_side_by_side(compiles, monkeypatch):
+    monkeypatch.setenv("STAND_IN_SECONDS", "0.4")
+    monkeypatch.setattr(store, "_loaded", {})
+    monkeypatch.setattr(store, "open_entry", lambda path, spec: spec.symbol)
+    store.entry(SPEC)
+    store.counts.clear()
+    specs = [SPEC, *backward_specs("bf16", 128).present, SPEC]
+    begin = time.monotonic()
+    assert store.load_all(specs) == [spec.symbol for spec in specs]
+    assert time.monotonic() - begin < 1.2
+    assert store.counts == {"cache": 1, "compiled": 4}
+    assert len(compiles()) == 5
+    assert store.load_all(specs) == [spec.symbol for spec in specs]
+    assert len(compiles()) == 5
 
 
 def _no_compiler(monkeypatch):

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def output(process: subprocess.Popen) -> str:
 def left_over() -> list[str]:
     """Folders in the cache that are no entries."""
     return [p.name for p in store.cache_dir().iterdir() if p.is_dir() and p.name.startswith(".")]
+
+
+def wait_for(happened, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------- processes
@@ -135,6 +143,20 @@ def test_killed_at_any_moment(compiles, damaged):
     assert healed > 8
 
 
+def test_killed_while_others_wait(compiles):
+    """The lock goes with the process; one of those that wait compiles, and what the dead one began is removed."""
+    first = start("store.entry(SPEC)", STAND_IN_SECONDS="60")
+    wait_for(lambda: store.cache_dir().is_dir() and left_over())
+    others = [start("print(store.entry(SPEC))", STAND_IN_SECONDS="0.2") for _ in range(2)]
+    time.sleep(0.3)
+    assert all(other.poll() is None for other in others)
+    first.kill()
+    first.communicate()
+    assert len({output(other) for other in others}) == 1
+    assert compiles() == [SPEC]
+    assert left_over() == []
+
+
 def test_fork_while_another_thread_compiles(compiles):
     """The child finds the lock of the parent's thread free, and compiles for itself."""
     said = output(
@@ -190,6 +212,28 @@ time.sleep(60)
     finally:
         os.kill(child, signal.SIGKILL)
         first.communicate()
+
+
+def test_fork_after_import_and_after_use(compiles, monkeypatch):
+    """Children use what the parent has, and add to the same cache."""
+    said = output(
+        start(
+            """
+store.open_entry = lambda path, spec: path.name
+mine = store.load(SPEC)
+child = os.fork()
+if child == 0:
+    assert store.load(SPEC) is mine
+    store.load(forward_spec("fp16", 128, 4))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+store.load(forward_spec("fp16", 128, 4))
+print(len(stand_in.compiles()), dict(store.counts))
+""",
+            STAND_IN_SECONDS="0",
+        )
+    )
+    assert said.strip() == "2 {'compiled': 1, 'cache': 1}"
 
 
 # ---------------------------------------------------------------- damage
@@ -273,6 +317,14 @@ def test_a_cache_that_cannot_be_made(compiles, monkeypatch, tmp_path, caplog):
         store.add(SPEC, Path("/proc/dualkv"))
 
 
+def test_nowhere_to_write(compiles, monkeypatch, tmp_path):
+    monkeypatch.setenv("DUALKV_CACHE_DIR", "/proc/dualkv")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    store._temporary_folder.cache_clear()
+    with pytest.raises(KernelError, match=r"/proc/dualkv cannot be written .*, nor can /proc .*: set DUALKV_CACHE_DIR"):
+        store.entry(SPEC)
+
+
 def test_a_temporary_folder_goes_with_its_process(compiles, monkeypatch):
     """And not with a child of it."""
     monkeypatch.setenv("DUALKV_CACHE_DIR", "/proc/dualkv")
@@ -286,6 +338,45 @@ print(path, path.is_dir())
     path, there = output(start(program)).split()
     assert there == "True"
     assert not Path(path).parent.exists()
+
+
+MOUNTED = """
+import errno
+def full(spec, folder):
+    (folder / "kernel.so").write_bytes(bytes(1 << 20))
+    return {}
+from codegen import compile
+if sys.argv[1] == "full":
+    compile.compile_kernel = full
+else:
+    store.entry(SPEC)
+    found = store.entry(forward_spec("fp16", 128, 4))
+    stand_in.flipped(found / "kernel.so", 0)
+    os.system(f"mount -o remount,ro {store.cache_dir()}")
+    assert store.where(SPEC) == "cache"  # what is there is still used
+try:
+    store.add(forward_spec("fp16", 128, 4), store.cache_dir())
+except store.KernelError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize(("how", "says"), [("full", "No space left on device"), ("ro", "Read-only file system")])
+def test_real_file_systems(compiles, how, says):
+    mount = store.cache_dir()
+    mount.mkdir()
+    ready = f"mount -t tmpfs -o size=64k,mode=700 none {mount}"
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", "-rm", "sh", "-c", ready], capture_output=True).returncode
+    ):
+        pytest.skip("this machine does not let unprivileged processes mount file systems")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f'{ready} && exec "$@"', "sh", sys.executable, "-c", SETUP + MOUNTED, how],
+        cwd=ROOT, env=os.environ | {"STAND_IN_SECONDS": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"kernels cannot be written to {mount} ({says})\n"
 
 
 # ---------------------------------------------------------------- no HOME

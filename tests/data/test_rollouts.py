@@ -113,6 +113,11 @@ def test_bad_turns_name_file_and_line(tmp_path: Path, change: dict[str, Any], sa
     assert str(caught.value).startswith(f"{tmp_path / 'rollouts.jsonl'}:1: ")
 
 
+def test_text_outside_a_small_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompt\[0\] is token 104, outside the model's vocabulary of 100"):
+        read_rollouts(write(tmp_path, GOOD), ByteTokenizer(), 100)
+
+
 def test_empty_and_absent_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rollouts in it"):
         read_rollouts(write(tmp_path, b"", b" "), ByteTokenizer(), 320)
@@ -185,6 +190,15 @@ def test_sampling_stops_at_the_end_of_text() -> None:
     first = free[0].tolist().index(eos)
     assert stopped[0][0].tolist() == free[0].tolist()[: first + 1]
     assert seen == [8]
+
+
+def test_sampling_in_several_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
+    prompts = topic_prompts(ByteTokenizer(), 5, 3, seed=0)
+    whole = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
+    monkeypatch.setattr("dualkv.demo.sampling.CACHE_BYTES", 1)
+    apart = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
+    assert [[r.tolist() for r in g] for g in whole] == [[r.tolist() for r in g] for g in apart]
 
 
 @pytest.mark.parametrize(("rollouts", "turns", "distinct"), [(6, 3, [2, 4, 6]), (5, 2, [2, 5]), (1, 3, [1, 1, 1])])

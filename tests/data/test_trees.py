@@ -313,3 +313,8 @@ def test_a_packed_batch_with_masks_of_its_responses(labels):
 def test_bad_input(arguments, error, message):
     with pytest.raises(error, match=message):
         pack_sequences(*arguments)
+
+
+def test_min_shared_is_checked():
+    with pytest.raises(ValueError, match="min_shared is 0, expected 1 or more"):
+        pack_sequences([[1, 2]], min_shared=0)

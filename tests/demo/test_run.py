@@ -170,11 +170,27 @@ def test_half_precision_is_judged_by_a_wider_dtype() -> None:
     assert unchecked.to_truth == {}
 
 
+def test_rollouts_from_a_file_are_checked_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
+    result = run_demo(DemoSettings(rollouts=path, dtype="bfloat16", steps=1, device="cpu"))
+    assert set(result.to_truth) == {"replicated", "packed"}
+    assert all(d.gradients > 1e-4 for d in result.to_truth.values())  # bf16 is not fp32: something was compared
+
+
 def test_gradient_checkpointing_agrees() -> None:
     plain = run_demo(DemoSettings(dtype="float64", **SMALL | {"steps": 1}))
     again = run_demo(DemoSettings(dtype="float64", gradient_checkpointing=True, **SMALL | {"steps": 1}))
     assert again.exact is True
     assert again.ways["packed"].losses == plain.ways["packed"].losses
+
+
+def test_result_is_json() -> None:
+    result = run_demo(DemoSettings(**SMALL | {"steps": 1}))
+    data = json.loads(json.dumps(result.as_dict()))
+    assert data["settings"]["prompt_len"] == 40
+    assert data["ways"]["packed"]["total_seconds"] == pytest.approx(sum(data["ways"]["packed"]["seconds"].values()))
+    assert data["updates"]["packed"][0]["gradients"] == result.updates["packed"][0].gradients
+    assert data["exact"] is True
 
 
 # ---------------------------------------------------------------------- that a mistake shows
@@ -217,6 +233,15 @@ def test_weights_are_judged_as_a_step_of_adamw_allows(tmp_path: Path) -> None:
     assert first.before_step <= TOLERANCE["float32"] < (first.weights or 0.0)
     assert result.exact is True, result.verdict
     assert "float64" not in result.verdict
+
+
+def test_drift_beyond_the_allowance_is_settled_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ratio that one way clips and the other does not, by a rounding, as DAPO's on FOUR: whole gradients differ."""
+    monkeypatch.setattr("dualkv.demo.run.DRIFT", 0.01)
+    monkeypatch.setitem(TOLERANCE, "float64", 1e-8)
+    result = run_demo(short_answers(tmp_path))
+    assert result.exact is True
+    assert "float32; which float64 decides: largest difference" in result.verdict
 
 
 def test_a_real_difference_of_short_answers_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +339,13 @@ def test_micro_batches_of_both_ways_cover_every_token_once() -> None:
     assert replicated_tokens_of_one_group(rollouts) == 4 * 51
 
 
+def test_nothing_to_learn_from() -> None:
+    rollouts = Rollouts([torch.tensor([1])], [[torch.zeros(0, dtype=torch.int64)]], [[1.0]])
+    trainer = PolicyTrainer(load_model("tiny", torch.float32, CPU, 0), "packed", ALGORITHMS["grpo"], 9, 1e-3)
+    with pytest.raises(ValueError, match="no response tokens"):
+        trainer.prepare(rollouts)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_deterministic_updates_are_bitwise_equal(way: str) -> None:
     runs = []
@@ -324,6 +356,35 @@ def test_deterministic_updates_are_bitwise_equal(way: str) -> None:
         runs.append(trainer.step())
     assert not torch.are_deterministic_algorithms_enabled()
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_warming_up_leaves_nothing_behind() -> None:
+    model = load_model("tiny", torch.float32, CPU, seed=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = PolicyTrainer(model, "packed", ALGORITHMS["grpo"], 300, 1e-3)
+    trainer._warm_up(ragged_rollouts())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert trainer.seconds == {}
+
+
+# ---------------------------------------------------------------------- settings, models, measurements
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"algorithm": "ppo"}, "algorithm is 'ppo', expected one of grpo, dapo"),
+        ({"dtype": "int8"}, "dtype is 'int8', expected one of float64, float32"),
+        ({"steps": 0}, "steps is 0, expected 1 or more"),
+        ({"responses": -1}, "responses is -1, expected 1 or more"),
+        ({"turns": 0}, "turns is 0, expected 1 or more"),
+        ({"budget": 0}, "budget is 0, expected 1 or more"),
+        ({"kl_coef": float("nan")}, "kl_coef is nan, expected 0 or more"),
+        ({"device": "gpu"}, "device is 'gpu', expected cpu or cuda"),
+    ],
+)
+def test_settings_refuse(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DemoSettings(**settings)
 
 
 # ---------------------------------------------------------------------- settings, models, measurements
@@ -337,6 +398,12 @@ def test_a_head_with_bias_is_refused(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path / "phi")
     with pytest.raises(ValueError, match="no plain linear head"):
         load_model(str(tmp_path / "phi"), torch.float32, CPU, 0)
+
+
+def test_a_local_model_and_its_vocabulary(tmp_path: Path) -> None:
+    load_model("tiny", torch.float32, CPU, 5).save_pretrained(tmp_path / "model")
+    result = run_demo(DemoSettings(model=str(tmp_path / "model"), **SMALL | {"steps": 1}))
+    assert result.exact is True
 
 
 def test_peak_memory_of_the_process() -> None:

@@ -133,6 +133,12 @@ def test_a_copy_that_does_not_run_leaves_the_model_unproved(monkeypatch: pytest.
     enable(make_model(), check=False)
 
 
+def test_hidden_states_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.models.qwen3.modeling_qwen3.Qwen3MLP, "forward", lambda self, x: x * float("inf"))
+    with pytest.raises(ValueError, match=r"could not be checked: .* the replicated hidden states are not finite"):
+        enable(make_model())
+
+
 def test_a_packed_result_that_is_not_finite_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tf.models.qwen3.modeling_qwen3.Qwen3MLP.forward
     monkeypatch.setattr(
