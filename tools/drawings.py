@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
@@ -242,12 +241,12 @@ def roofline() -> str:
     def y(tflops: float) -> float:
         return top + tall * math.log10(most / tflops)
 
-    every = filed.read(RESULTS / "profile-h200.json")["profiles"]
-    profiles = {d: next(p for p in every if p["direction"] == d) for d in ("fwd", "bwd")}
-    kernels = {direction: _with_products(profile) for direction, profile in profiles.items()}
-    about, peaks = profiles["fwd"], kernels["fwd"]["peaks"]
+    recorded = filed.read(RESULTS / "profile-h200.json")
+    profiles = {profile["direction"]: profile for profile in recorded["profiles"]}
+    kernels = {direction: profile["kernels"][0] for direction, profile in profiles.items()}
+    peaks = kernels["fwd"]["peaks"]
     commits = ", ".join(dict.fromkeys(f"{p['commit'][:7]}" for p in profiles.values()))
-    title = f"Roofline, {about['gpu']['name']}: kernels of commit {commits}, {about['workload']['name']}"
+    title = f"Roofline, {recorded['gpu']['name']}: kernels of commit {commits}, {profiles['fwd']['workload']}"
     parts = [_text(24, 30, title, "title")]
     for rate in (100, 300, 1000):
         parts.append(f'<path class="grid" d="M{left:g} {y(rate):.1f}H{x(highest):g}"/>')
@@ -262,7 +261,7 @@ def roofline() -> str:
         begin = max(lowest, least / bandwidth)
         roof = [(x(begin), y(begin * bandwidth)), (x(tensor / bandwidth), y(tensor)), (x(highest), y(tensor))]
         parts.append(_path(roof, kind))
-    clock = about["kernels"][0]["figures"]["SM clock, GHz"]
+    clock = kernels["fwd"]["sm_clock_hz"] / 1e9
     legend = [
         ("line", f"DRAM {peaks['dram'] / 1e12:.1f} TB/s; tensor cores {tensor:.0f} TFLOP/s at {clock:.2f} GHz"),
         ("line dash", f"L2 {peaks['l2'] / 1e12:.1f} TB/s"),
@@ -273,7 +272,7 @@ def roofline() -> str:
         row += 17
     for direction, color in (("fwd", "prompt"), ("bwd", "own")):
         kernel = kernels[direction]
-        rate = kernel["figures"]["TFLOP/s, useful work"]
+        rate = kernel["flops"] / kernel["seconds"] / 1e12
         for moved, kind in ((kernel["dram_bytes"], color), (kernel["l2_bytes"], f"ring {color}")):
             at = kernel["flops"] / moved
             parts.append(f'<circle class="{kind}" cx="{x(at):.1f}" cy="{y(rate):.1f}" r="5"/>')
@@ -284,11 +283,6 @@ def roofline() -> str:
     parts.append(_text(left, y(least) + 36, "useful FLOP a byte (filled: DRAM, ring: L2)", "small"))
     parts.append(_text(24, top - 6, "useful TFLOP/s", "small"))
     return _picture(round(x(highest) + 40), round(y(least) + 50), "Roofline of the profiled kernels", parts)
-
-
-def _with_products(profile: dict[str, Any]) -> dict[str, Any]:
-    """The kernel of a profile that multiplies matrices."""
-    return next(kernel for kernel in profile["kernels"] if kernel["flops"])
 
 
 PICTURES = {

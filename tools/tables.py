@@ -24,7 +24,6 @@ from tools import filed
 from tools.bench import cold_start, host_time, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
-from tools.ncu.job import Job
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
@@ -361,17 +360,6 @@ def kernels() -> str:
     return markdown_table(head, rows)
 
 
-def profiles() -> str:
-    """What kernels did with their time, of the profiles on file whose kernels have the tiles of today's table."""
-    every = _load("profile-h200")["profiles"]
-    current = [p for p in every if p["specs"] == {n: s.to_dict() for n, s in Job.from_dict(p).specs().items()}]
-    if not current:
-        commits = " and ".join(dict.fromkeys(p["commit"][:7] for p in every))
-        return f"The profiles on file are of commits {commits}, whose kernels no longer exist, and are not shown."
-    tables = ((p, ncu.markdown(ncu.report(p))) for p in current)
-    return "\n\n".join(f"{p['date'][:10]}, commit {p['commit'][:7]}: {table}" for p, table in tables)
-
-
 def sanitizers() -> str:
     """What was checked, on what, and what was found."""
     filed = _load("sanitizer-h200")
@@ -384,14 +372,11 @@ def sanitizers() -> str:
 def trust() -> str:
     """What was tried to break it, how many failed, on what: of random calls a row for each commit and device."""
     rows = []
-    fuzzed: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in sorted((run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))), key=_date):
-        fuzzed.setdefault((run["commit"], run["device"]), []).append(run)
-    for runs in fuzzed.values():
-        what = f"random calls, seed{'s' * (len(runs) > 1)} {', '.join(run['seed'] for run in runs)}"
-        cases, failed = sum(run["tried"]["cases"] for run in runs), sum(run["failed"] for run in runs)
-        worst = max(run["worst_part_of_bound"] for run in runs)
-        rows.append(_tried(runs[-1], what, f"{cases:,}", failed, f"largest error {worst:.2f} of its bound"))
+    fuzzed = [run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))]
+    for run in sorted(fuzzed, key=lambda run: str(run["date"])):
+        what = f"random calls, seed{'s' * (',' in run['seed'])} {run['seed']}"
+        said = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
+        rows.append(_tried(run, what, f"{run['tried']['cases']:,}", run["failed"], said))
     for path in sorted(RESULTS.glob("suite-*.json")):
         run = _load(path.stem)
         outcomes: Counter[str] = sum(map(Counter, run["modules"].values()), Counter())
@@ -411,10 +396,6 @@ def trust() -> str:
         memory = f"at the end {last['allocated']:.1f} MiB on the device, {last['resident']:,.0f} MiB on the host"
         rows.append(_tried(run, what, f"{steps:,} steps", len(run["problems"]), "; ".join([*run["problems"], memory])))
     return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
-
-
-def _date(run: dict[str, Any]) -> str:
-    return str(run["date"])
 
 
 def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
@@ -443,7 +424,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "kernels": kernels,
-    "profiles": profiles,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,

@@ -7,17 +7,17 @@ import re
 import shutil
 import stat
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from codegen import store
-from codegen.spec import backward_specs, forward_spec
+from codegen.spec import backward_specs
 from dualkv import Layout
 from dualkv.bench.workloads import Workload, parse
 from tools import filed
-from tools.ncu import collect, lines, metrics
+from tools.ncu import collect, metrics
 from tools.ncu.__main__ import app
 from tools.ncu.job import Job, read_layout, read_workload
 from tools.ncu.model import need
@@ -65,12 +65,7 @@ def test_predictions_hold_on_the_h200():
     assert 0.5 < sum(share for _, share in stalls) < 1
 
 
-def test_numbers_of_ncu():
-    text = '"ID","Kernel Name","a.sum","b","c"\n"","","byte","",""\n"0","k(int)","1,234,567","","0.5"\n'
-    assert metrics.read_csv("==PROF== Connected\n" + text) == [("k(int)", {"ID": 0.0, "a.sum": 1234567.0, "c": 0.5})]
-
-
-@pytest.mark.parametrize("missing", ["about.json", "metrics.csv", "lines.json"])
+@pytest.mark.parametrize("missing", ["about.json", "metrics.csv"])
 def test_folders_that_are_no_profile(tmp_path, missing):
     folder = tmp_path / "profile"
     shutil.copytree(FORWARD, folder)
@@ -86,20 +81,8 @@ def test_folders_that_are_no_profile(tmp_path, missing):
 
 
 # ---------------------------------------------------------------- the model
-def test_needed_bytes_of_a_small_forward():
-    """Every number by hand: T = 6, pairs = 1+2+3 + 4+5 + 4 = 19."""
-    job = Job(SMALL, "fwd")
-    spec = forward_spec("bf16", 128, 4)
-    rows = spec.tile.tokens(4) * 4
-    q, kv, lse = 6 * 8 * 128 * 2, 6 * 2 * 128 * 2, 6 * 8 * 4
-    needed = need(job, spec)
-    assert needed.flops == 4 * 128 * 8 * 19
-    assert needed.dram_bytes == 2 * q + 2 * kv + lse
-    assert needed.l2_read_bytes == q + 19 * 8 * (2 * 128 * 2) // rows
-    assert needed.l2_add_bytes is None
-
-
 def test_needed_bytes_of_a_small_backward():
+    """Every number by hand: T = 6, pairs = 1+2+3 + 4+5 + 4 = 19."""
     job = Job(SMALL, "bwd")
     pre, main, partials, post = backward_specs("bf16", 128)
     q, kv, row, sums = 6 * 8 * 128 * 2, 6 * 2 * 128 * 2, 6 * 8 * 4, 6 * 8 * 128 * 4
@@ -114,9 +97,6 @@ def test_needed_bytes_of_a_small_backward():
     assert need(job, partials) == need(job, partials).__class__()
 
 
-# ---------------------------------------------------------------- what is shown
-
-
 def test_report_as_json_and_markdown(tmp_path):
     json_to = tmp_path / "figures.json"
     done = cli("report", FORWARD, "--json", json_to, "--markdown")
@@ -128,51 +108,6 @@ def test_report_as_json_and_markdown(tmp_path):
     assert kernel["operation"] == "fwd"
     table = [line for line in done.output.splitlines() if line.startswith("|")]
     assert re.match(r"\| duration, ms \| \d+\.\d{3} \|", table[2])
-
-
-def test_compare(tmp_path):
-    faster = tmp_path / "faster"
-    shutil.copytree(FORWARD, faster)
-    text = (faster / "metrics.csv").read_text()
-    duration = metrics.read(FORWARD).kernels[0].metrics["gpu__time_duration.sum"]
-    (faster / "metrics.csv").write_text(text.replace(f"{duration:,.0f}", f"{duration / 2:,.0f}"))
-    done = cli("compare", FORWARD, faster)
-    assert done.exit_code == 0, done.output
-    assert re.search(r"duration, ms .* 0\.500", done.output)
-    assert re.search(r"TFLOP/s, useful work .* 2\.000", done.output)
-
-
-# ---------------------------------------------------------------- where warps wait
-
-
-def test_hot_adds_up_the_samples_of_a_line():
-    (rows,) = lines.read_samples((FORWARD / "source.csv").read_text()).values()
-    base = int(rows[0]["Address"], 16)
-    everywhere = {int(row["Address"], 16) - base: ("one.py", 1) for row in rows}
-    (one,) = lines.hot(rows, everywhere, 9)
-    total = sum(int(row["# Samples"].replace(",", "")) for row in rows)
-    assert (one.where, one.samples, one.share) == ("one.py:1", total, 1.0)
-    alone = lines.hot(rows, {}, len(rows))
-    assert sum(place.samples for place in alone) == total
-    assert alone == sorted(alone, key=lambda place: -place.samples)
-
-
-def test_lines_of_a_kernel_are_those_of_its_twin(kernel_store):
-    """Compiled with line information, instructions are the same: each one gets a line of this project."""
-    spec = backward_specs("bf16", 64).postprocess
-    found = lines.kernel_lines(spec, store.entry(spec))
-    assert "why_not" not in found
-    files = {file for file, _ in found["lines"].values()}
-    assert "cute_kernels/bwd_postprocess.py" in files
-    assert max(found["lines"]) == 16 * (len(found["lines"]) - 1), "every instruction, 16 bytes each"
-
-
-@pytest.fixture(scope="module")
-def kernel_store(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DUALKV_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.delenv("DUALKV_KERNEL_DIR", raising=False)
-        yield
 
 
 # ---------------------------------------------------------------- what is profiled
@@ -226,8 +161,6 @@ if "--version" in sys.argv:
     print("NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion 2025.3.1.0 (build 1)")
 elif "raw" in sys.argv:
     print((data / "metrics.csv").read_text())
-elif "source" in sys.argv:
-    print((data / "source.csv").read_text())
 else:
     pathlib.Path(sys.argv[sys.argv.index("--export") + 1]).write_text("a report")
 """
@@ -239,9 +172,10 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(collect, "check_gpu", lambda: None)
     monkeypatch.setattr(collect.store, "entry", lambda spec: tmp_path)
     monkeypatch.setattr(collect, "Meter", lambda: None)
-    known = json.loads((FORWARD / "lines.json").read_text())
-    monkeypatch.setattr(collect.lines, "kernel_lines", lambda spec, folder: known[spec.operation])
     about = json.loads((FORWARD / "about.json").read_text())
+    (tmp_path / "kernel.cubin").touch()
+    described = types.SimpleNamespace(function=about["symbols"]["fwd"])
+    monkeypatch.setattr(collect.cubin, "resources", lambda code: described)
     monkeypatch.setattr(collect, "environment", lambda meter: {"gpu": about["gpu"], "commit": "abc"})
 
 
@@ -260,7 +194,7 @@ def test_run_leaves_a_profile(monkeypatch, tmp_path, gpu):
     assert done.exit_code == 0, done.output
     assert "TFLOP/s, useful work" in done.output
     left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left == {"about.json", "report.ncu-rep", "metrics.csv", "source.csv", "lines.json"}
+    assert left == {"about.json", "report.ncu-rep", "metrics.csv"}
     profile = metrics.read(tmp_path / "out")
     assert (profile.about["ncu"], profile.about["commit"]) == ("2025.3.1.0 (build 1)", "abc")
     ran = log.read_text().splitlines()[0]

@@ -42,26 +42,26 @@ _LAUNCH = {
     for name in ("registers_per_thread", "shared_mem_per_block", "grid_size", "block_size", "cluster_size", "sm_count")
 }
 _STALLS = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALLS = {  # what a warp waits for, by ncu's name
-    "barrier": "results of the tensor cores (wgmma wait_group), barriers of CTA or cluster, idle warps at its end",
-    "long_scoreboard": "global or local memory, mbarriers",
-    "short_scoreboard": "shared memory, exp2",
-    "wait": "a fixed latency",
-    "gmma": "operands of the tensor cores (wgmma fence)",
-    "mio_throttle": "the queue of shared memory instructions is full",
-    "lg_throttle": "the queue of global memory instructions is full",
-    "math_pipe_throttle": "an arithmetic pipe is busy",
-    "dispatch_stall": "dispatch, register ports",
-    "not_selected": "ready, another warp issued",
-    "membar": "a memory fence",
-    "no_instruction": "instruction fetch",
-    "branch_resolving": "a branch",
-    "drain": "stores at the end",
-    "imc_miss": "constants",
-    "sleeping": "nanosleep",
-    "tex_throttle": "the queue of texture instructions is full",
-    "misc": "other",
-}
+STALLS = (  # what a warp waits for, by ncu's name
+    "barrier",
+    "long_scoreboard",
+    "short_scoreboard",
+    "wait",
+    "gmma",
+    "mio_throttle",
+    "lg_throttle",
+    "math_pipe_throttle",
+    "dispatch_stall",
+    "not_selected",
+    "membar",
+    "no_instruction",
+    "branch_resolving",
+    "drain",
+    "imc_miss",
+    "sleeping",
+    "tex_throttle",
+    "misc",
+)
 
 
 class ReadError(ValueError):
@@ -139,7 +139,6 @@ class Figure:
     name: str
     form: str
     of: Callable[[Kernel], float | None]
-    better: int = 0  # -1: less is better, 1: more is
 
 
 def _metric(name: str) -> Callable[[Kernel], float | None]:
@@ -147,28 +146,28 @@ def _metric(name: str) -> Callable[[Kernel], float | None]:
 
 
 FIGURES = (
-    Figure("duration, ms", ".3f", lambda k: k.seconds * 1e3, -1),
+    Figure("duration, ms", ".3f", lambda k: k.seconds * 1e3),
     Figure("SM clock, GHz", ".2f", lambda k: _times(k.get(_CLOCK), 1e-9)),
-    Figure("TFLOP/s, useful work", ".0f", lambda k: k.need.flops / k.seconds / 1e12 if k.need.flops else None, 1),
-    Figure("executed / useful FLOP", ".3f", lambda k: _over(k.ops, k.need.flops), -1),
-    Figure("tensor pipe busy, %", ".1f", _metric(_TENSOR), 1),
+    Figure("TFLOP/s, useful work", ".0f", lambda k: k.need.flops / k.seconds / 1e12 if k.need.flops else None),
+    Figure("executed / useful FLOP", ".3f", lambda k: _over(k.ops, k.need.flops)),
+    Figure("tensor pipe busy, %", ".1f", _metric(_TENSOR)),
     Figure("issue slots used, %", ".1f", _metric(_ISSUE)),
     Figure("exp2 pipe busy, %", ".1f", _metric(_EXP)),
     Figure("shared memory pipe busy, %", ".1f", _metric(_SHARED)),
-    Figure("bank conflicts a wavefront", ".4f", lambda k: _over(k.get(_CONFLICTS), k.get(_WAVES)), -1),
+    Figure("bank conflicts a wavefront", ".4f", lambda k: _over(k.get(_CONFLICTS), k.get(_WAVES))),
     Figure("L2 busy, %", ".1f", _metric(_L2_BUSY)),
-    Figure("L2 hit rate, %", ".1f", _metric(_L2_HIT), 1),
-    Figure("L2 reads, GB", ".3f", lambda k: _times(k.get(_L2_READ), SECTOR / 1e9), -1),
+    Figure("L2 hit rate, %", ".1f", _metric(_L2_HIT)),
+    Figure("L2 reads, GB", ".3f", lambda k: _times(k.get(_L2_READ), SECTOR / 1e9)),
     Figure("L2 reads predicted, GB", ".3f", lambda k: _times(k.need.l2_read_bytes, 1e-9)),
     Figure("arriving at SMs (multicast twice), GB", ".3f", lambda k: _times(k.get(_SM_READ), 1e-9)),
-    Figure("L2 additions, GB", ".3f", lambda k: _times(k.get(_L2_ADD), SECTOR / 1e9), -1),
+    Figure("L2 additions, GB", ".3f", lambda k: _times(k.get(_L2_ADD), SECTOR / 1e9)),
     Figure("L2 additions predicted, GB", ".3f", lambda k: _times(k.need.l2_add_bytes, 1e-9)),
     Figure("DRAM, TB/s", ".2f", lambda k: _times(_over(k.dram_bytes, k.seconds), 1e-12)),
-    Figure("DRAM reads, GB", ".3f", lambda k: _times(k.get(_DRAM_READ), 1e-9), -1),
-    Figure("DRAM writes, GB", ".3f", lambda k: _times(k.get(_DRAM_WRITE), 1e-9), -1),
+    Figure("DRAM reads, GB", ".3f", lambda k: _times(k.get(_DRAM_READ), 1e-9)),
+    Figure("DRAM writes, GB", ".3f", lambda k: _times(k.get(_DRAM_WRITE), 1e-9)),
     Figure("DRAM with each tensor once, GB", ".3f", lambda k: _times(k.need.dram_bytes, 1e-9)),
     Figure("registers a thread", ".0f", _metric(_LAUNCH["registers_per_thread"])),
-    Figure("local memory requests", ".0f", lambda k: k.sum(*_LOCAL), -1),
+    Figure("local memory requests", ".0f", lambda k: k.sum(*_LOCAL)),
     Figure("shared memory a CTA, KB", ".1f", lambda k: _times(k.get(_LAUNCH["shared_mem_per_block"]), 1e-3)),
     Figure("threads a CTA", ".0f", _metric(_LAUNCH["block_size"])),
     Figure("CTAs", ".0f", _metric(_LAUNCH["grid_size"])),
@@ -191,24 +190,27 @@ class Profile:
     @property
     def environment(self) -> dict[str, Any]:
         """Machine, versions, commit and date."""
-        return {name: value for name, value in self.about.items() if name not in {*self.job.to_dict(), "specs"}}
+        return {
+            name: value for name, value in self.about.items() if name not in {*self.job.to_dict(), "specs", "symbols"}
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that a report shows, for a JSON file."""
+        """What the roofline shows, for a JSON file."""
         kernels = [
             {
                 "operation": kernel.operation,
-                "symbol": kernel.symbol,
-                "figures": {figure.name: figure.of(kernel) for figure in FIGURES},
-                "stalls": dict(kernel.stalls()),
+                "seconds": kernel.seconds,
+                "sm_clock_hz": kernel.get(_CLOCK),
                 "peaks": kernel.peaks,
                 "flops": kernel.need.flops,
                 "l2_bytes": kernel.l2_bytes,
                 "dram_bytes": kernel.dram_bytes,
             }
             for kernel in self.kernels
+            if kernel.need.flops
         ]
-        return {**self.about, "name": self.name, "kernels": kernels}
+        about = {name: self.about.get(name) for name in ("direction", "date", "commit")}
+        return {**about, "workload": self.job.workload.name, "kernels": kernels}
 
 
 def read(folder: Path) -> Profile:
@@ -216,12 +218,12 @@ def read(folder: Path) -> Profile:
     Raises:
         ReadError: a folder that `run` did not leave, or left incomplete.
     """
-    about, metrics, lines = (_text(folder, name) for name in ("about.json", "metrics.csv", "lines.json"))
+    about, metrics = (_text(folder, name) for name in ("about.json", "metrics.csv"))
     try:
         given = json.loads(about)
         job = Job.from_dict(given)
         specs = {name: KernelSpec.from_json(json.dumps(spec)) for name, spec in given["specs"].items()}
-        operations = {entry["symbol"]: name for name, entry in json.loads(lines).items()}
+        operations = {symbol: name for name, symbol in given["symbols"].items()}
         kernels = []
         for symbol, values in read_csv(metrics):
             operation = operations.get(symbol)

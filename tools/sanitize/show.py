@@ -32,6 +32,6 @@ def findings(tools: dict[str, Any]) -> list[str]:
             what = f"{report['count']:,} x {report['what'].removesuffix('.')}"
             where = f" in {report['kernel']} ({', '.join(report['instructions'])})" if report["kernel"] else ""
             verdict = report["false_positive"] or "AN ERROR"
-            lines.append(f"{name}: {what}{where}, {len(report['cases'])} cases: {verdict}")
+            lines.append(f"{name}: {what}{where}, {report['cases']} cases: {verdict}")
         lines += [f"{name}: not finished: {why}" for why in tool["unfinished"]]
     return lines
