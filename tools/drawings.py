@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
@@ -21,31 +23,52 @@ from tools.tables import RESULTS, UPDATES
 DOCS = Path(__file__).parent.parent / "docs"
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
-.small { font-size: 11px; } .on { fill: #ffffff; }
-.title { font-weight: 600; } .number { font-weight: 600; fill: #1f2328; }
-.ground { fill: #ffffff; stroke: #d0d7de; } .hidden { fill: #eaeef2; }
-.line { fill: none; stroke: #1f2328; stroke-width: 1.5; } .cut { fill: none; stroke: #ffffff; }
-.dash { stroke-dasharray: 5 4; } .grid { fill: none; stroke: #d0d7de; }
-.wide { fill: none; stroke: #f0883e; stroke-width: 4; } .thin { fill: none; stroke: #1f6feb; stroke-width: 1.3; }
-.ring { stroke-width: 2; fill: none !important; } .ring.prompt { stroke: #4493f8; } .ring.own { stroke: #f0883e; }
-.prompt { fill: #4493f8; } .own { fill: #f0883e; } .other { fill: #d4a72c; } .third { fill: #57ab5a; }
+.small { font-size: 11px; }
+.on { fill: #ffffff; }
+.title { font-weight: 600; }
+.number { font-weight: 600; fill: #1f2328; }
+.ground { fill: #ffffff; stroke: #d0d7de; }
+.hidden { fill: #eaeef2; }
+.line { fill: none; stroke: #1f2328; stroke-width: 1.5; }
+.cut { fill: none; stroke: #ffffff; }
+.dash { stroke-dasharray: 5 4; }
+.grid { fill: none; stroke: #d0d7de; }
+.wide { fill: none; stroke: #f0883e; stroke-width: 4; }
+.thin { fill: none; stroke: #1f6feb; stroke-width: 1.3; }
+.ring { stroke-width: 2; fill: none !important; }
+.ring.prompt { stroke: #4493f8; }
+.ring.own { stroke: #f0883e; }
+.prompt { fill: #4493f8; }
+.own { fill: #f0883e; }
+.other { fill: #d4a72c; }
+.third { fill: #57ab5a; }
 @media (prefers-color-scheme: dark) {
-text { fill: #e6edf3; } .ground { fill: #0d1117; stroke: #3d444d; } .hidden { fill: #262c36; }
-.line { stroke: #e6edf3; } .cut { stroke: #0d1117; } .grid { stroke: #3d444d; } .thin { stroke: #79c0ff; }
+text { fill: #e6edf3; }
+.ground { fill: #0d1117; stroke: #3d444d; }
+.hidden { fill: #262c36; }
+.line { stroke: #e6edf3; }
+.cut { stroke: #0d1117; }
+.grid { stroke: #3d444d; }
+.thin { stroke: #79c0ff; }
 }
 </style>"""
+MEAN_OF = 3  # updates, of a point of a training's curve
 RESPONSES = ("own", "other", "third")  # classes of the responses' colours
 
 
 def _picture(width: int, height: int, title: str, parts: list[str]) -> str:
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<title>{title}</title>", STYLE, ground]
+    used = {kind for kinds in re.findall(r'class="([^"]*)"', "".join([ground, *parts])) for kind in kinds.split()}
+    kinds = {line: re.match(r"\.(\w+)", line) for line in STYLE.splitlines()}
+    style = "\n".join(line for line, kind in kinds.items() if kind is None or kind[1] in used)
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<title>{title}</title>", style, ground]
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{text}</text>'
+    more = f' class="{kind}"' * bool(kind) + f' text-anchor="{anchor}"' * (anchor != "start")
+    return f'<text x="{x:g}" y="{y:g}"{more}>{text}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -202,7 +225,7 @@ def _path(points: Sequence[tuple[float, float]], kind: str) -> str:
 def verl_training() -> str:
     """Mean rewards of the recorded GRPO trainings by veRL, both engines over one another, on CPU and GPU."""
     left, top, width, height, apart = 56.0, 88.0, 300.0, 150.0, 60.0
-    parts = [_text(24, 32, "Mean reward of each update: GRPO by veRL from random weights", "title")]
+    parts = [_text(24, 32, f"Mean reward of {MEAN_OF} updates each: GRPO by veRL from random weights", "title")]
     parts += [
         _path([(24, 52), (48, 52)], "wide"),
         _text(54, 56, "veRL's engine, prompts replicated", "small"),
@@ -212,7 +235,8 @@ def verl_training() -> str:
     for i, name in enumerate(("cpu", "h200")):
         run = filed.read(RESULTS / f"verl-training-{name}.json")
         settings, gpu = run["settings"], run["gpu"]["name"]
-        x0, updates = left + i * (width + apart), settings["updates"]
+        x0, updates, task = left + i * (width + apart), settings["updates"], run["task"]
+        tokens = task["groups"] * task["responses"] * task["response_len"]
         where = f"{'CPU' if gpu == 'none' else gpu}, {settings['dtype']}, head dim {settings.get('head_dim', 16)}"
         parts.append(_text(x0, top - 8, f"{where}; commit {run['commit'][:7]}", "small"))
         for reward in (0, 0.5, 1):
@@ -223,8 +247,9 @@ def verl_training() -> str:
             x = x0 + width * update / updates
             parts.append(_text(x, top + height + 16, str(update), "small", "middle"))
         for engine, kind in (("verl", "wide"), ("dualkv", "thin")):
-            rewards = run["rewards"][engine]
-            points = [(x0 + width * u / updates, top + height * (1 - r)) for u, r in enumerate(rewards)]
+            rewarded = run["rewarded"][engine]
+            means = [mean(rewarded[u : u + MEAN_OF]) / tokens for u in range(0, len(rewarded), MEAN_OF)]
+            points = [(x0 + width * (i + 0.5) / len(means), top + height * (1 - r)) for i, r in enumerate(means)]
             parts.append(_path(points, kind))
     parts.append(_text(left, top + height + 36, "updates", "small"))
     return _picture(round(left + 2 * width + apart + 24), round(top + height + 50), "Rewards of a veRL training", parts)

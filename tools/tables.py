@@ -453,6 +453,6 @@ def filled(text: str) -> str:
 
 if __name__ == "__main__":
     for path in RESULTS.glob("*.json"):
-        path.write_text(filed.text(filed.read(path)))
+        path.write_text(filed.laid_out(path))
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))

@@ -35,7 +35,7 @@ def test_figures_say_where_they_come_from(path):
     for run in runs_of(record):
         assert {"date", "commit", "changed_files", "gpu", "versions"} <= set(run)
         assert len(run["commit"]) == 40
-    assert path.read_text() == filed.text(record), "run `python -m tools.tables`"
+    assert path.read_text() == filed.laid_out(path), "run `python -m tools.tables`"
 
 
 def options_of(text):

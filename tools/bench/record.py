@@ -17,11 +17,11 @@ import typer
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from tools import filed
+from tools.filed import RUNS
 
 _OPTION = typer.Option("--json", help="Record the run in this file.")
 JsonPath = Annotated[Path, _OPTION]
 OptionalJsonPath = Annotated[Path | None, _OPTION]
-RUNS = "runs"
 FOUND = "date", "seed", "seconds", "failed", "worst_part_of_bound", "tried"
 
 

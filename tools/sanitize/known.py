@@ -16,7 +16,7 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
 
     Args:
         tool: that reported it.
-        report: its `what`, `kernel` and `instructions`; `unpaced`: cases with sums in a fixed order, or without dQ, have it.
+        report: its `what`, `kernel`, `instructions`, and `unpaced`: cases in a fixed order or without dQ have it.
         shown: reports of the tool about each of the controls.
     """
     instructions = report["instructions"]
