@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
@@ -33,8 +32,6 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .cut { fill: none; stroke: #ffffff; }
 .dash { stroke-dasharray: 5 4; }
 .grid { fill: none; stroke: #d0d7de; }
-.wide { fill: none; stroke: #f0883e; stroke-width: 4; }
-.thin { fill: none; stroke: #1f6feb; stroke-width: 1.3; }
 .ring { stroke-width: 2; fill: none !important; }
 .ring.prompt { stroke: #4493f8; }
 .ring.own { stroke: #f0883e; }
@@ -49,10 +46,8 @@ text { fill: #e6edf3; }
 .line { stroke: #e6edf3; }
 .cut { stroke: #0d1117; }
 .grid { stroke: #3d444d; }
-.thin { stroke: #79c0ff; }
 }
 </style>"""
-MEAN_OF = 3  # updates, of a point of a training's curve
 RESPONSES = ("own", "other", "third")  # classes of the responses' colours
 
 
@@ -222,39 +217,6 @@ def _path(points: Sequence[tuple[float, float]], kind: str) -> str:
     return f'<path class="{kind}" d="M{rounded[0][0]:g} {rounded[0][1]:g}l{" ".join(steps)}"/>'
 
 
-def verl_training() -> str:
-    """Mean rewards of the recorded GRPO trainings by veRL, both engines over one another, on CPU and GPU."""
-    left, top, width, height, apart = 56.0, 88.0, 300.0, 150.0, 60.0
-    parts = [_text(24, 32, f"Mean reward of {MEAN_OF} updates each: GRPO by veRL from random weights", "title")]
-    parts += [
-        _path([(24, 52), (48, 52)], "wide"),
-        _text(54, 56, "veRL's engine, prompts replicated", "small"),
-        _path([(260, 52), (284, 52)], "thin"),
-        _text(290, 56, "DualKV's engine, prompts packed", "small"),
-    ]
-    for i, name in enumerate(("cpu", "h200")):
-        run = filed.read(RESULTS / f"verl-training-{name}.json")
-        settings, gpu = run["settings"], run["gpu"]["name"]
-        x0, updates, task = left + i * (width + apart), settings["updates"], run["task"]
-        tokens = task["groups"] * task["responses"] * task["response_len"]
-        where = f"{'CPU' if gpu == 'none' else gpu}, {settings['dtype']}, head dim {settings.get('head_dim', 16)}"
-        parts.append(_text(x0, top - 8, f"{where}; commit {run['commit'][:7]}", "small"))
-        for reward in (0, 0.5, 1):
-            y = top + height * (1 - reward)
-            parts += [f'<path class="grid" d="M{x0:g} {y:g}h{width:g}"/>']
-            parts.append(_text(x0 - 6, y + 4, f"{reward:g}", "small", "end"))
-        for update in range(0, updates + 1, 50):
-            x = x0 + width * update / updates
-            parts.append(_text(x, top + height + 16, str(update), "small", "middle"))
-        for engine, kind in (("verl", "wide"), ("dualkv", "thin")):
-            rewarded = run["rewarded"][engine]
-            means = [mean(rewarded[u : u + MEAN_OF]) / tokens for u in range(0, len(rewarded), MEAN_OF)]
-            points = [(x0 + width * (i + 0.5) / len(means), top + height * (1 - r)) for i, r in enumerate(means)]
-            parts.append(_path(points, kind))
-    parts.append(_text(left, top + height + 36, "updates", "small"))
-    return _picture(round(left + 2 * width + apart + 24), round(top + height + 50), "Rewards of a veRL training", parts)
-
-
 def roofline() -> str:
     """The profiled kernels under the roofs of tensor cores, DRAM and L2."""
     left, top, decade, tall = 62.0, 52.0, 130.0, 150.0  # pixels of a factor of ten
@@ -314,7 +276,6 @@ PICTURES = {
     "packed-groups.svg": packed_groups,
     "two-regions.svg": two_regions,
     "savings.svg": savings,
-    "verl-training.svg": verl_training,
     "roofline-h200.svg": roofline,
 }
 

@@ -176,8 +176,8 @@ def _measured(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [r for r in results if all("sustained_ms" in r["sides"].get(name, {}) for name in (OURS, PEER))]
 
 
-def _against_peer(name: str) -> str:
-    """Ours and the peer, a row for each workload."""
+def _against_peer(name: str, first: str = "workload") -> str:
+    """Ours and the peer, a row for each workload; `first` heads the column of their names."""
     run = _load(name)
     results = _measured(run["results"])
     deterministic = any(FIXED in result["sides"] for result in results)
@@ -185,13 +185,13 @@ def _against_peer(name: str) -> str:
     for result in results:
         sides = result["sides"]
         ours, peer = sides[OURS], sides[PEER]
-        row = [result["workload"]["name"], _speed(ours), _speed(peer)]
+        row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
         row += [f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
         if deterministic:
             fixed = sides[FIXED].get("sustained_ms")
             row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
         rows.append(row)
-    head = ["workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
+    head = [first, "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
     return markdown_table([*head, "deterministic: time ratio"] if deterministic else head, rows) + _recorded(run)
 
 
@@ -222,18 +222,6 @@ def aimed() -> str:
         ["deterministic over any order, at most", "", "", "1.10", text if slowest <= 1.10 else f"**{text}**"],
     ]
     return markdown_table(["", "forward: target", "reached", "backward: target", "reached"], rows)
-
-
-def head_dims(direction: str) -> str:
-    """A direction at every head dim and GQA ratio."""
-    run = _load(f"{direction}-h200-head-dims")
-    rows = []
-    for result in _measured(run["results"]):
-        ours, peer = result["sides"][OURS], result["sides"][PEER]
-        row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
-        rows.append([*row, f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"])
-    head = ("head dim, GQA", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call")
-    return markdown_table(head, rows) + _recorded(run)
 
 
 def tuned(direction: str) -> str:
@@ -416,8 +404,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "aimed": aimed,
     "forward": lambda: _against_peer("forward-h200"),
     "backward": lambda: _against_peer("backward-h200"),
-    "forward-head-dims": lambda: head_dims("forward"),
-    "backward-head-dims": lambda: head_dims("backward"),
+    "forward-head-dims": lambda: _against_peer("forward-h200-head-dims", "head dim, GQA"),
+    "backward-head-dims": lambda: _against_peer("backward-h200-head-dims", "head dim, GQA"),
     "random": drawn,
     "tensor-parallel": tensor_parallel,
     "trees": trees,

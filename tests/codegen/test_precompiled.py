@@ -201,16 +201,6 @@ def test_the_manifest_says_which_compiler_made_a_kernel(folder):
     assert precompiled.check(folder, SPECS).problems == []
 
 
-def test_code_is_written_out(made, tmp_path):
-    entry, reasons = store.find_in(made, SPECS[0])
-    assert reasons == []
-    paths = list(precompiled.emit(entry, SPECS[0], ("cubin", "ptx", "sass"), tmp_path / "code"))
-    assert [p.name for p in paths] == [f"{SPECS[0].symbol}.{kind}" for kind in ("cubin", "ptx", "sass")]
-    assert paths[0].read_bytes().startswith(b"\x7fELF")
-    assert ".target sm_90a" in paths[1].read_text()
-    assert "EXIT" in paths[2].read_text()
-
-
 def test_another_users_process_may_read_what_was_made(made):
     """Folders for an image are not private as caches are."""
     mask = os.umask(0)
@@ -267,21 +257,6 @@ def test_the_words_of_every_kernel_select_it():
     assert set(table()) <= set(specs)
     for spec in specs:
         assert words(spec), spec
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"dtypes": ["fp32"]}, "dtypes is fp32, expected some of bf16,fp16"),
-        ({"directions": []}, "directions is empty, expected some of forward,backward"),
-        ({"gradients": ["qkv", "vk"]}, "gradients is qkv,vk, expected some of qkv,qk"),
-        ({"shapes": [Shape(128, 0)]}, "the GQA ratio is 0, expected 1 or more"),
-        ({"shapes": [Shape(264, 1)]}, "head_dim is 264, expected a multiple of 8"),
-    ],
-)
-def test_what_has_no_kernels_is_said(asked, says):
-    with pytest.raises(ValueError, match=says):
-        select(**{"shapes": [Shape(64, 1)]} | asked)
 
 
 def test_fill_stops_at_a_failure_and_begins_no_more(monkeypatch, compiles, tmp_path):

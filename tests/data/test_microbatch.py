@@ -140,11 +140,7 @@ def test_ranks_are_balanced_by_packed_tokens():
 
 def test_a_group_above_the_budget_repeats_its_prompt():
     plan = plan_micro_batches([10, 4], [[8, 8, 8, 8], [1]], budget=26)
-    assert plan == [
-        MicroBatch(((0, (0, 1)),), 26),
-        MicroBatch(((0, (2, 3)),), 26),
-        MicroBatch(((1, (0,)),), 5),
-    ]
+    assert plan == [MicroBatch(((0, (0, 1)),), 26), MicroBatch(((0, (2, 3)),), 26), MicroBatch(((1, (0,)),), 5)]
     # One copied token a response, one shared token less.
     assert [m.tokens for m in plan_micro_batches([10], [[8, 8]], budget=27, labels="roll")] == [27]
     with_room_for_one = plan_micro_batches([10], [[8, 8]], budget=26, labels="roll")

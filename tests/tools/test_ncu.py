@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import stat
 import sys
 import types
@@ -13,18 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from codegen.spec import backward_specs
-from dualkv import Layout
-from dualkv.bench.workloads import Workload, parse
 from tools import filed
 from tools.ncu import collect, metrics
 from tools.ncu.__main__ import app
-from tools.ncu.job import Job, read_layout, read_workload
-from tools.ncu.model import need
 
 ROOT = Path(__file__).parents[2]
 FORWARD = ROOT / "tests" / "files" / "ncu"
-SMALL = Workload("small", (3,), ((2, 1),), heads=8, kv_heads=2)
 
 
 def cli(*arguments: object):
@@ -65,38 +58,7 @@ def test_predictions_hold_on_the_h200():
     assert 0.5 < sum(share for _, share in stalls) < 1
 
 
-@pytest.mark.parametrize("missing", ["about.json", "metrics.csv"])
-def test_folders_that_are_no_profile(tmp_path, missing):
-    folder = tmp_path / "profile"
-    shutil.copytree(FORWARD, folder)
-    (folder / missing).unlink()
-    done = cli("report", folder)
-    assert done.exit_code == 1
-    assert f"is no profile: {missing} cannot be read" in done.output
-    (folder / missing).write_text("{")
-    done = cli("report", folder)
-    assert done.exit_code == 1
-    assert done.output.startswith("ncu: ")
-    assert len(done.output.strip().splitlines()) == 1
-
-
 # ---------------------------------------------------------------- the model
-def test_needed_bytes_of_a_small_backward():
-    """Every number by hand: T = 6, pairs = 1+2+3 + 4+5 + 4 = 19."""
-    job = Job(SMALL, "bwd")
-    pre, main, partials, post = backward_specs("bf16", 128)
-    q, kv, row, sums = 6 * 8 * 128 * 2, 6 * 2 * 128 * 2, 6 * 8 * 4, 6 * 8 * 128 * 4
-    assert need(job, main).flops == 2.5 * 4 * 128 * 8 * 19
-    assert need(job, main).dram_bytes == 2 * q + 4 * kv + 2 * row + 2 * sums
-    assert need(job, main).l2_add_bytes == 19 * 8 * 128 * 4 // main.tile.tile_n
-    wide = backward_specs("bf16", 256).main
-    adds = need(Job(SMALL.with_shape(head_dim=256), "bwd"), wide).l2_add_bytes
-    assert adds == 19 * 8 * 256 * 4 // (wide.tile.tile_n * wide.tile.cluster)
-    assert need(job, pre).dram_bytes == 2 * q + 3 * row + sums
-    assert need(job, post).dram_bytes == sums + q
-    assert need(job, partials) == need(job, partials).__class__()
-
-
 def test_report_as_json_and_markdown(tmp_path):
     json_to = tmp_path / "figures.json"
     done = cli("report", FORWARD, "--json", json_to, "--markdown")
@@ -111,46 +73,6 @@ def test_report_as_json_and_markdown(tmp_path):
 
 
 # ---------------------------------------------------------------- what is profiled
-def test_jobs_survive_json():
-    job = Job(parse("40:3,5;7:").with_shape(head_dim=64), "bwd", True, {"stages": 3})
-    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
-    assert list(Job(SMALL, "fwd").specs()) == ["fwd"]
-    assert list(Job(SMALL, "bwd").specs()) == ["bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess"]
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--workload", "8192"], "workload '8192' is neither a name"),
-        ([], "give --workload or --layout, one of them"),
-        (["--workload", "8:8", "--layout", "x.json"], "give --workload or --layout, one of them"),
-        (["--workload", "8:8", "--direction", "up"], "direction is 'up', expected fwd or bwd"),
-        (["--workload", "8:8", "--tile", "tile_n"], "--tile is 'tile_n', expected NAME=NUMBER"),
-        (["--workload", "8:8", "--tile", "tile_q=3"], "tile has no field 'tile_q'"),
-        (["--layout", "missing.json"], "No such file"),
-    ],
-)
-def test_bad_jobs(tmp_path, given, says):
-    done = cli("run", tmp_path / "out", *given)
-    assert done.exit_code == 1
-    assert says in done.output
-    assert not (tmp_path / "out").exists()
-
-
-def test_saved_layouts(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"offsets": [0, 5, 8, 9, 11], "parent": [-1, 0, 0, -1]}))
-    workload = read_layout(path)
-    assert (workload.name, workload.prompt_lens, workload.response_lens) == ("mine", (5, 2), ((3, 1), ()))
-    assert read_workload(None, path) == workload
-    for bad in ("[1]", "{}", "no json", '{"offsets": 3, "parent": []}'):
-        path.write_text(bad)
-        with pytest.raises(ValueError, match=r"offsets|is no saved layout"):
-            read_layout(path)
-    path.write_text(json.dumps({"offsets": [0, 5, 8, 9], "parent": [-1, 0, 1]}))
-    assert read_layout(path).layout() == Layout.from_segments([0, 5, 8, 9], [-1, 0, 1])
-
-
 # ---------------------------------------------------------------- running ncu
 PLAYBACK = """#!{python}
 import pathlib, sys

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import stat
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, backward_tile
-from dualkv.ops.plan.backward import backward_work
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES
 from tools import filed
 from tools.bench import record
 from tools.sanitize import __main__ as sanitize
 from tools.sanitize import cases, controls, known, reading
-from tools.sanitize.reading import Report
 
 DATA = Path(__file__).parents[1] / "files" / "sanitize"
 NUM_SMS = 132
 
 
 # ---------------------------------------------------------------- cases
-@pytest.mark.parametrize("tool", sanitize.TOOLS)
-@pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
-def test_every_family_is_there(head_dim, tool):
-    some = list(cases.cases(head_dim, tool))
-    assert len({case.name for case in some}) == len(some)
-    both = {layout for layout in cases.LAYOUTS if {(layout, fixed) for fixed in (False, True)} <= {
-        (case.layout, case.deterministic) for case in some if case.dtype == "bf16"
-    }}  # fmt: skip
-    short = tool == "racecheck" and head_dim > 128
-    prompts = {"short edges", "short prompt"} if short else {"edges", "long prompt"}
-    assert both == {"one token", "few tokens", "tree", *prompts}
-    assert {case.dtype for case in some} == {"bf16", "fp16"}
-    assert {case.gradients for case in some} == {"qkv", "q", "kv"}
-    assert {spec.operation for case in some for spec in case.specs()} == {
-        "fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
-    }  # fmt: skip
-
-
 def test_edges_are_those_of_the_tiles():
     """A length of every tile size in use, of one less and of one more, as a prompt and as a response."""
     layout = cases.LAYOUTS["edges"]
@@ -50,16 +29,6 @@ def test_edges_are_those_of_the_tiles():
     wanted = {size + d for size in sizes for d in (-1, 0, 1)} | {0, 1}
     assert wanted <= set(layout.prompt_lens)
     assert wanted <= {length for group in layout.response_lens for length in group}
-
-
-@pytest.mark.parametrize(
-    ("layout", "head_dim"),
-    [*(("long prompt", d) for d in cases.HEAD_DIMS), ("short prompt", 192), ("short prompt", 256)],
-)
-def test_key_blocks_are_split_on_an_h200(layout, head_dim):
-    case = cases.Case(layout, head_dim)
-    work = backward_work(cases.LAYOUTS[case.layout]._segments, backward_tile(head_dim), *case.heads, NUM_SMS)
-    assert work.num_partials > 0
 
 
 # ---------------------------------------------------------------- reading
@@ -71,35 +40,6 @@ def test_races_of_an_h200():
     assert count == 1536
     assert {reading.short(symbol) for symbol, _ in report.places} == {"bwd_narrow.NarrowBackward"}
     assert [offset for _, offset in report.places] == [0xD10, 0x17E0, 0x22D0, 0x2320]
-
-
-def test_reports_belong_to_their_case():
-    text = f"""========= COMPUTE-SANITIZER
-{reading.MARK}one
-{reading.END}
-{reading.MARK}two
-========= Invalid __global__ write of size 4 bytes
-=========     at kernel+0x20
-=========     by thread (3,0,0) in block (0,0,0)
-=========
-said by the program
-========= Invalid __global__ write of size 4 bytes
-=========     at kernel+0x20
-=========     by thread (4,0,0) in block (0,0,0)
-========= Program hit cudaErrorLaunchFailure (error 719) on CUDA API call to cudaDeviceSynchronize.
-{reading.MARK}three
-{reading.FAILED}OutOfMemoryError: not today
-========= ERROR SUMMARY: 15 errors
-========= ERROR SUMMARY: 12 errors were not printed. Use --print-limit option to adjust the number of printed errors
-"""
-    found = reading.parse(text)
-    assert (found.begun, found.ended, found.not_printed) == (["one", "two", "three"], ["one"], 12)
-    assert found.failures == ["three: OutOfMemoryError: not today"]
-    hit = "Program hit cudaErrorLaunchFailure (error 719) on CUDA API call to cudaDeviceSynchronize."
-    assert found.reports == {
-        Report("two", "Invalid __global__ write of size 4 bytes", (("kernel", 0x20),)): 2,
-        Report("two", hit, ()): 1,
-    }
 
 
 # ---------------------------------------------------------------- verdicts
@@ -163,17 +103,6 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     assert tools["racecheck"]["reports"] == []
 
 
-def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
-    """The tool runs the checked program as a child, which holds the pipe."""
-    program = tmp_path / "compute-sanitizer"
-    program.write_text("#!/bin/sh\necho '@@ case: one'\nsleep 60 &\nwait\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    begin = time.monotonic()
-    found = sanitize.check(str(program), "memcheck", "64", limit=1)
-    assert time.monotonic() - begin < 20
-    assert (found["cases"], found["unfinished"]) == ([], "stopped after 1 s")
-
-
 def test_a_process_that_dies_fails(monkeypatch, tmp_path):
     done, tools = run(monkeypatch, tmp_path, PLANTED, dies=("racecheck", NAMES[2]))
     assert done.exit_code == 1
@@ -196,33 +125,23 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
 @pytest.mark.parametrize(
     ("tool", "report", "shown", "says"),
     [
-        ("racecheck", RACE, {"bulk_ring": 3}, "does not follow a bulk copy's completion"),
-        ("racecheck", RACE, {"bulk_ring": 0, "bulk_ring_no_syncwarp": 2}, "only the arriving lane's loads"),
+        ("racecheck", RACE, {"bulk_ring": 3}, "bulk copy"),
+        ("racecheck", RACE, {"bulk_ring": 0, "bulk_ring_no_syncwarp": 2}, "bulk copy, other lanes"),
         ("racecheck", RACE, {"bulk_ring": 0, "bulk_ring_no_syncwarp": 0}, None),
         ("racecheck", RACE | {"instructions": ["STS.128", "LDS.128"]}, {"bulk_ring": 3}, None),
-        ("racecheck", RACE | {"instructions": ["UBLKCP.S.G", "STS"]}, {"bulk_ring": 3}, None),
-        ("racecheck", HANDED, {"exchange": 3}, "does not follow mbarriers between warps"),
-        ("racecheck", HANDED, {"exchange": 0, "bulk_ring": 3}, None),
+        ("racecheck", HANDED, {"exchange": 3}, "handed over"),
         ("racecheck", HANDED | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
-        ("racecheck", HANDED | {"kernel": "fwd_paths.PathForwardKernel"}, {"exchange": 3}, "groups their tile"),
-        ("racecheck", HANDED | {"kernel": "fwd.ForwardKernel"}, {"exchange": 0}, None),
-        ("racecheck", HANDED | {"kernel": "fwd.ForwardKernel", "instructions": ["STS", "ST"]}, {"exchange": 3}, None),
-        ("racecheck", POLLED, {"polled": 1}, "one lane writes and another polls"),
-        ("racecheck", POLLED, {"polled": 0, "exchange": 3}, None),
+        ("racecheck", HANDED | {"kernel": "fwd_paths.PathForwardKernel"}, {"exchange": 3}, "handed over"),
+        ("racecheck", POLLED, {"polled": 1}, "polled"),
         ("racecheck", POLLED | {"instructions": ["STS", "LDS.128"]}, {"polled": 1}, None),
-        ("racecheck", POLLED | {"kernel": "fwd.ForwardKernel"}, {"polled": 1}, None),
         ("racecheck", POLLED | {"unpaced": True}, {"polled": 1}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),
-        ("synccheck", MET, {"meeting": 32}, "control meeting, in which two warps"),
+        ("synccheck", MET, {"meeting": 32}, "meeting"),
         ("synccheck", MET, {"meeting": 0}, None),
-        ("synccheck", MET | {"kernel": "bwd_narrow.NarrowBackward"}, {"meeting": 32}, None),
         ("synccheck", MET | {"what": "Barrier error detected. Invalid arguments."}, {"meeting": 32}, None),
-        ("synccheck", FULL, {"meeting": 32}, "256 reports of a launch"),
-        ("synccheck", FULL, {"meeting": 0}, None),
-        ("memcheck", MET, {"meeting": 32}, None),
-        ("initcheck", RACE | {"what": "Uninitialized __global__ memory read"}, {"bulk_store": 1}, None),
+        ("synccheck", FULL, {"meeting": 32}, "meeting, overflow"),
     ],
 )  # fmt: skip
 def test_a_false_positive_needs_its_control(tool, report, shown, says):
-    why = known.why(tool, report, shown)
-    assert why is None if says is None else says in why
+    assert known.why(tool, report, shown) == says
+    assert says is None or says in known.REASONS

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from codegen import KernelError
 from codegen.spec import backward_specs
@@ -57,23 +55,3 @@ def test_what_does_not_compile_or_spills_is_left_out(tables, tmp_path, monkeypat
         "products run one by one (C7512)",
         "8 bytes spilled",
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["-d", "both"], "-d is 'both'"),
-        (["--head-dim", "80"], "--head-dim is 80"),
-        (["--head-dim", "96", "--tile", "rows=3"], "tile has no field 'rows'"),
-        (["--head-dim", "96", "--tile", "partial_floats=3"], "tile has no field 'partial_floats'"),
-        (["--gqa", "3"], "--gqa is 3"),
-        (["-w", "nothing"], "nothing"),
-        (["--head-dim", "96", "--tile", "tile_m=x"], "expected NAME=NUMBER"),
-    ],
-)
-def test_bad_options_are_one_sentence(arguments, words):
-    app = typer.Typer()
-    app.command()(tune.main)
-    done = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, [*arguments, "--compile"])
-    assert done.exit_code == 2
-    assert words in done.output.replace("\n", " ").replace("  ", " ")

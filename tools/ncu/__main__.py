@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 
 from codegen import KernelError
+from dualkv.bench.workloads import parse
 from tools import filed
 from tools.bench.record import OptionalJsonPath
 from tools.ncu import collect, metrics, show
-from tools.ncu.job import Job, read_tile, read_workload
+from tools.ncu.job import Job, read_tile
 
 app = typer.Typer(help="Kernels under Nsight Compute.", no_args_is_help=True, add_completion=False)
 
@@ -31,10 +32,7 @@ def _console() -> Console:
 @app.command()
 def run(
     out: Annotated[Path, typer.Argument(help="Folder of the profile; it is made.")],
-    workload: Annotated[str | None, typer.Option("--workload", "-w", help="A name, or '8192:32x512;700:130'.")] = None,
-    layout: Annotated[
-        Path | None, typer.Option(help='A saved layout: JSON {"offsets": [...], "parent": [...]}.')
-    ] = None,
+    workload: Annotated[str, typer.Option("--workload", "-w", help="A name, or '8192:32x512;700:130'.")],
     direction: Annotated[str, typer.Option("--direction", "-d", help="fwd or bwd.")] = "fwd",
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the workload's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, likewise.")] = None,
@@ -46,7 +44,7 @@ def run(
     """Profile one direction of a workload on this GPU."""
     try:
         shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-        groups = read_workload(workload, layout).with_shape(**shape)
+        groups = parse(workload).with_shape(**shape)
         job = Job(groups, direction, deterministic, read_tile(tile or []))
         console = _console()
         with console.status(f"profiling {groups.name} {direction}: each kernel runs some 20 times"):

@@ -53,10 +53,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
     for model, forward in FORWARDS.items():
         model.forward = forward  # veRL puts fused heads into the class
     dtype = s.get("param_dtype", "fp32")
-    batching = {
-        "max_token_len_per_gpu": s.get("budget", 0),
-        "micro_batch_size_per_gpu": s.get("rollouts", 4),
-    }
+    batching = {"max_token_len_per_gpu": s.get("budget", 0), "micro_batch_size_per_gpu": s.get("rollouts", 4)}
     engine = FSDPEngineConfig(
         strategy=s.get("strategy", "fsdp2"),
         model_dtype="fp32",
