@@ -92,48 +92,41 @@ def updates() -> str:
 
 def replicated() -> str:
     """What packing saves, with the attention that the replicated prompts ran with: the README's table."""
-    above, whole = "above the weights", "in all"
-    measured = []
+
+    def measured(
+        what: str, peer: str, sizes: dict[str, Any], ways: list[Any], seconds: str, whole: bool = True, least: str = ""
+    ) -> list[str]:
+        a, b = (way["seconds"]["median"] if seconds == "seconds" else way[seconds] for way in ways)
+        gib = [way["peak_bytes"] / 2**30 if "peak_bytes" in way else way["peak_gib"] for way in ways]
+        c, d = (max(each) if isinstance(each, list) else each for each in gib)
+        memory = f"{c:.1f} / {d:.1f} GiB " + ("in all" if whole else f"above the weights ({c / d:.1f}x)")
+        lens = f"{sizes['prompt_len']}, {sizes['responses']} x {least}{sizes['response_len']}"
+        return [what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory]
+
+    rows = []
     for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
         run = _load(name)
         ways = [run["ways"][way] for way in ("replicated", "packed")]
-        seconds, gib = [way["total_seconds"] for way in ways], [way["peak_bytes"] / 2**30 for way in ways]
-        measured.append((f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], "", seconds, gib, above))
-
+        rows.append(
+            measured(f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], ways, "total_seconds", whole=False)
+        )
     run = _load("trl-h200-fa4")
     ways = [run["ways"][way] for way in ("padded", "packed")]
-    seconds, gib = [way["seconds"]["median"] for way in ways], [way["peak_gib"] for way in ways]
     what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
-    measured.append((what, "FlashAttention-4", run["settings"], "256 to ", seconds, gib, above))
-
+    rows.append(measured(what, "FlashAttention-4", run["settings"], ways, "seconds", whole=False, least="256 to "))
     run = _load("step-h200-fa4")
     ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
-    seconds, gib = [way["median"] for way in ways], [way["peak_gib"] for way in ways]
     what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
-    measured.append((what, "FlashAttention-4", run["sizes"], "", seconds, gib, whole))
-
+    rows.append(measured(what, "FlashAttention-4", run["sizes"], ways, "median"))
+    whole_grpo = [r for r in _verl("4gpu") if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")]
     ways = [
-        min(
-            (row for row in _verl("4gpu") if _is_whole_grpo(row["settings"], engine)),
-            key=lambda row: row["seconds"]["median"],
-        )
+        min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
         for engine in ("verl", "dualkv")
     ]
-    seconds, gib = [way["seconds"]["median"] for way in ways], [max(way["peak_gib"]) for way in ways]
     what = "veRL update, Qwen3-8B, 4 H200s"
-    measured.append((what, "cuDNN's attention", ways[0]["settings"], "", seconds, gib, whole))
-
-    rows = []
-    for what, peer, s, least, (a, b), (c, d), kind in measured:
-        memory = f"{c:.1f} / {d:.1f} GiB {kind}" + (f" ({c / d:.1f}x)" if kind == above else "")
-        lens = f"{s['prompt_len']}, {s['responses']} x {least}{s['response_len']}"
-        rows.append([what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory])
+    rows.append(measured(what, "cuDNN's attention", ways[0]["settings"], ways, "seconds"))
     head = ["measured", "P, N x R", "replicated prompts run with", "time, replicated / packed", "peak memory"]
     return markdown_table(head, rows)
-
-
-def _is_whole_grpo(settings: dict[str, Any], engine: str) -> bool:
-    return settings["layers"] is None and (settings["algorithm"], settings["engine"]) == ("grpo", engine)
 
 
 def speeds() -> str:
