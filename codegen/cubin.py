@@ -148,12 +148,7 @@ def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -
                 for name in ("NUM_REGS", "LOCAL_SIZE_BYTES", "SHARED_SIZE_BYTES")
             )
             ctas = _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_memory)
-            return {
-                "registers": registers,
-                "stack": stack,
-                "static_shared_memory": static,
-                "ctas_per_sm": ctas,
-            }
+            return {"registers": registers, "stack": stack, "static_shared_memory": static, "ctas_per_sm": ctas}
         finally:
             _call("cuModuleUnload", module)
     finally:

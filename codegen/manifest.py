@@ -33,6 +33,9 @@ EXPECTED = {  # kinds of instructions that an operation's kernel must have
     **dict.fromkeys(FORWARDS, ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")),
     "bwd": ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
+USUALLY_ZERO: dict[str, Any] = {"stack": 0, "spill_stores": 0, "spill_loads": 0, "wgmma_warnings": []}
+OPERANDS = {"bf16": r".BF16", "fp16": ""}  # how a wgmma's name ends
+_NAME = re.compile(r"(\w+) (\w+) (head_dim=\d+ packed_heads=)(\d+)(.*)")
 RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory", "wgmma_warnings")
 
 
@@ -109,13 +112,15 @@ def versions(entry: Path) -> dict[str, str]:
 
 
 def text(manifest: dict[str, Any]) -> str:
-    """JSON. Kernels that are alike are described once, and each has a line, so that a diff shows which changed."""
-    alike: dict[str, list[str]] = {}
+    """JSON: a line for kernels that are alike but for the dtype of their operands, which DTYPE stands for."""
+    alike: dict[str, dict[str, dict[str, list[int]]]] = {}
     for name, described in manifest["kernels"].items():
-        alike.setdefault(json.dumps(described, sort_keys=True), []).append(name)
-    kernels = [
-        f"  [{described}, [\n   " + ",\n   ".join(map(json.dumps, names)) + "]]" for described, names in alike.items()
-    ]
+        operation, dtype, before, heads, behind = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+        code = {_general(n, dtype): count for n, count in described["instructions"].items()}
+        kept = {key: value for key, value in described.items() if value or key not in USUALLY_ZERO}
+        ours = alike.setdefault(json.dumps(kept | {"instructions": code}, sort_keys=True), {})
+        ours.setdefault(f"{operation} DTYPE {before}N{behind}", {}).setdefault(dtype, []).append(int(heads))
+    kernels = [f"  [{described}, {json.dumps(names)}]" for described, names in alike.items()]
     head = [f' "{name}": {json.dumps(manifest[name], sort_keys=True)},' for name in ("versions", "sources")]
     return "\n".join(["{", *head, ' "kernels": [', ",\n".join(kernels), " ]", "}", ""])
 
@@ -123,7 +128,19 @@ def text(manifest: dict[str, Any]) -> str:
 def read(path: Path) -> dict[str, Any]:
     """The manifest in a file: under `kernels` each kernel's description by its name."""
     made: dict[str, Any] = json.loads(path.read_text())
-    return made | {"kernels": {name: described for described, names in made["kernels"] for name in names}}
+    kernels: dict[str, Any] = {}
+    for kept, alike in made["kernels"]:
+        for name, heads_of in alike.items():
+            for dtype, heads in heads_of.items():
+                code = {n.replace("DTYPE", OPERANDS[dtype]): count for n, count in kept["instructions"].items()}
+                described = USUALLY_ZERO | kept | {"instructions": code}
+                kernels |= {name.replace("DTYPE", dtype).replace("=N", f"={n}"): described for n in heads}
+    return made | {"kernels": kernels}
+
+
+def _general(instruction: str, dtype: str) -> str:
+    """A wgmma's name with DTYPE where it names operands of the kernel's dtype."""
+    return re.sub(rf"^(HGMMA\.\w+\.F32){OPERANDS[dtype]}$", r"\1DTYPE", instruction)
 
 
 def main() -> None:

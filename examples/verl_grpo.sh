@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with veRL on one node of 8 GPUs; actor updates, old and reference log-probs run on packed groups.
 #
-#     pip install 'dualkv[verl]' vllm
+#     pip install 'dualkv[verl]' 'verl[vllm]==0.9.1'
 #     bash examples/verl_grpo.sh Qwen/Qwen3-8B train.parquet validation.parquet [more=settings ...]
 #
 # The lines under "packed groups" are what differs from a run without them.

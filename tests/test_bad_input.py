@@ -98,12 +98,6 @@ def test_text_and_one_list_too_few(function, arguments, names):
     check_names(caught.value, *names)
 
 
-def test_a_long_text_is_not_repeated_whole():
-    with pytest.raises(TypeError) as caught:
-        pack(["long " * 99], [[1]])
-    assert len(str(caught.value)) < 150
-
-
 def test_group_ids_that_are_no_list():
     with pytest.raises(ValueError, match="group_ids"):
         pack([[1], [1]], [[2], [3]], group_ids=5)

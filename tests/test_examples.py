@@ -81,13 +81,3 @@ def test_ranks_together_compute_what_one_computes(example, monkeypatch):
         assert packed == packed_of_one
         assert replicated == same
     assert float(two[1][0]) < -0.01
-
-
-def test_examples_explain_themselves():
-    """Each starts with what it is and how it is run, and takes --help."""
-    for path in EXAMPLES.glob("*.py"):
-        text = path.read_text()
-        assert f"examples/{path.name}" in text[: text.index('"""', 3)]
-        assert "--tiny" in text
-    for path in EXAMPLES.glob("*.sh"):
-        assert f"bash examples/{path.name}" in path.read_text()

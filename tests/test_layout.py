@@ -104,15 +104,6 @@ def test_empty_layouts():
     assert layout.region_bounds.shape == (0, 3)
 
 
-def test_to_shares_the_host_state_and_tensors_are_made_once():
-    layout = Layout.from_lengths([3], [[2]])
-    assert layout.to("cpu") is layout
-    meta = layout.to("meta")
-    assert meta.offsets is layout.offsets
-    assert meta.position_ids.device.type == "meta"
-    assert layout.position_ids is layout.position_ids
-
-
 def test_copies_and_pickles_are_layouts_of_their_own():
     layout = Layout.from_lengths([3], [[2, 1]])
     assert layout.visible_end is not None  # something made that must not travel
@@ -171,14 +162,6 @@ def test_bad_input_gets_one_sentence(make, error, words):
     with pytest.raises(error, match=words) as caught:
         make()
     assert "\n" not in str(caught.value)
-
-
-def test_thousands_of_segments_are_quick():
-    layout = Layout.from_lengths([2048] * 2000, [[16] * 16] * 2000)
-    assert layout.num_segments == 2000 * 17
-    chain = Layout.from_segments(range(65), range(-1, 63))
-    assert chain.depth == 64
-    assert chain.position_ids.tolist() == list(range(64))
 
 
 def test_host_time_does_not_grow_with_the_square_of_depth():

@@ -22,11 +22,11 @@ MODULES = (
     "dualkv.sequence_parallel",
     "dualkv.ops",
 )
-SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 HEAD = """# API
 
-Made from the docstrings by `python -m tools.api`. Shapes: T packed tokens, H query heads, Hk KV heads, D head dim, G
-groups, S segments, N rollouts, M response tokens, C hidden size, V vocabulary. [veRL](verl.md) is used by its
+Every public name with its signature. The docstrings have arguments, shapes, dtypes and errors: `help(dualkv.pack)`.
+Their letters: T packed tokens, H query heads, Hk KV heads, D head dim, G groups, S segments, N rollouts, M response
+tokens, C hidden size, V vocabulary. `python -m tools.api` makes this page. [veRL](verl.md) is used by its
 configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are internal
 and may change with any version.
 """
@@ -55,15 +55,6 @@ class Public:
         return bool(self.decorators & {"property", "cached_property"})
 
     @property
-    def parameters(self) -> list[ast.arg]:
-        """What a caller passes."""
-        if isinstance(self.node, ast.ClassDef) or self.is_value:
-            return []
-        a = self.node.args
-        every = [*a.posonlyargs, *a.args, *a.kwonlyargs]
-        return every[1:] if self._is_method else every
-
-    @property
     def _is_method(self) -> bool:
         return self.node.col_offset > 0 and "staticmethod" not in self.decorators
 
@@ -82,7 +73,7 @@ class Public:
         if self._is_method:
             del given[0]
         line = f"{self.name}({', '.join(given)}){returns}"
-        if len(line) <= 100:
+        if len(line) <= 100 or self.node.col_offset:
             return line
         return f"{self.name}(\n{''.join(f'    {one},{chr(10)}' for one in given)}){returns}"
 
@@ -142,67 +133,24 @@ def public(module: str) -> list[Public]:
     return [member for name in names if name in found for member in _members(Public(f"{module}.{name}", found[name]))]
 
 
-def _plain(text: str) -> str:
-    """Roles of reStructuredText as code, and a paragraph on one line."""
-    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
-    return "\n\n".join(
-        part if part.startswith("    ") or part.lstrip().startswith(("- ", "    ")) else " ".join(part.split())
-        for part in text.strip("\n").split("\n\n")
-    )
-
-
-def sections(docstring: str) -> dict[str, str]:
-    """A docstring's text by its headings; under "" what stands before them."""
-    parts = re.split(rf"^({'|'.join(SECTIONS)}):\n", docstring + "\n", flags=re.MULTILINE)
-    found = {"": parts[0].strip("\n")}
-    for name, text in zip(parts[1::2], parts[2::2], strict=True):
-        lines = text.split("\n")
-        until = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
-        found[name] = "\n".join(line.removeprefix("    ") for line in lines[:until]).strip("\n")
-        rest = "\n".join(lines[until:]).strip("\n")
-        found[""] += f"\n\n{rest}" if rest else ""
-    return found
-
-
-def entries(section: str) -> dict[str, str]:
-    """`name: text` entries of a section, each with its further lines."""
-    found: dict[str, str] = {}
-    name = ""
-    for line in section.split("\n"):
-        match = re.match(r"(\*{0,2}\w[\w., ]*): (.*)", line)
-        if match and not line.startswith(" "):
-            name, text = match.groups()
-            found[name] = text
-        elif name:
-            found[name] += " " + line.strip()
-    return found
-
-
-def _described(item: Public) -> str:
-    found = sections(item.docstring)
-    parts = [f"```python\n{item.signature()}\n```", _plain(found.pop(""))]
-    for name, text in found.items():
-        listed = entries(text) if name in ("Args", "Attributes", "Raises") else {}
-        lines = "\n".join(f"- `{key}`: {_plain(value)}" for key, value in listed.items())
-        parts.append(f"*{name}*\n\n{lines}" if listed else f"*{name}*: {_plain(text)}")
-    return "\n\n".join(part for part in parts if part)
+def summary(docstring: str) -> str:
+    """Its first paragraph on one line, roles of reStructuredText as code."""
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(docstring.partition("\n\n")[0].split()))
 
 
 def page() -> str:
     """docs/api.md as it is to be."""
     parts = [HEAD.strip()]
     for module in MODULES:
-        about = ast.get_docstring(_tree(module)) or ""
-        parts += [f"## {module}", _plain(about)]
+        parts += [f"## {module}", summary(ast.get_docstring(_tree(module)) or "")]
         for item in public(module):
-            if item.is_value:  # a line each, under their class
-                line = f"- `{item.name}` ({item.returns}): {' '.join(item.docstring.split())}"
-                parts[-1] += f"\n{line}" if parts[-1].startswith("- `") else ""
-                parts += [] if parts[-1].endswith(line) else ["*Properties*", line]
-            else:
-                level = "####" if item.node.col_offset else "###"
-                parts += [f"{level} {item.name.removeprefix(module + '.')}", _described(item)]
-    return "\n\n".join(parts) + "\n"
+            text = summary(item.docstring)
+            if not item.node.col_offset:
+                parts += [f"### {item.name.removeprefix(module + '.')}", f"```python\n{item.signature()}\n```", text]
+                continue
+            line = f"- `{item.name}: {item.returns}`" if item.is_value else f"- `{item.signature()}`"
+            parts += [f"{line}  \n  {text}"]
+    return re.sub(r"(\n  .*)\n\n(?=- )", r"\1\n", "\n\n".join(parts)) + "\n"
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
@@ -22,17 +22,30 @@ from tools.tables import RESULTS, UPDATES
 DOCS = Path(__file__).parent.parent / "docs"
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
-.small { font-size: 11px; } .on { fill: #ffffff; }
-.title { font-weight: 600; } .number { font-weight: 600; fill: #1f2328; }
-.ground { fill: #ffffff; stroke: #d0d7de; } .hidden { fill: #eaeef2; }
-.line { fill: none; stroke: #1f2328; stroke-width: 1.5; } .cut { fill: none; stroke: #ffffff; }
-.dash { stroke-dasharray: 5 4; } .grid { fill: none; stroke: #d0d7de; }
-.wide { fill: none; stroke: #f0883e; stroke-width: 4; } .thin { fill: none; stroke: #1f6feb; stroke-width: 1.3; }
-.ring { stroke-width: 2; fill: none !important; } .ring.prompt { stroke: #4493f8; } .ring.own { stroke: #f0883e; }
-.prompt { fill: #4493f8; } .own { fill: #f0883e; } .other { fill: #d4a72c; } .third { fill: #57ab5a; }
+.small { font-size: 11px; }
+.on { fill: #ffffff; }
+.title { font-weight: 600; }
+.number { font-weight: 600; fill: #1f2328; }
+.ground { fill: #ffffff; stroke: #d0d7de; }
+.hidden { fill: #eaeef2; }
+.line { fill: none; stroke: #1f2328; stroke-width: 1.5; }
+.cut { fill: none; stroke: #ffffff; }
+.dash { stroke-dasharray: 5 4; }
+.grid { fill: none; stroke: #d0d7de; }
+.ring { stroke-width: 2; fill: none !important; }
+.ring.prompt { stroke: #4493f8; }
+.ring.own { stroke: #f0883e; }
+.prompt { fill: #4493f8; }
+.own { fill: #f0883e; }
+.other { fill: #d4a72c; }
+.third { fill: #57ab5a; }
 @media (prefers-color-scheme: dark) {
-text { fill: #e6edf3; } .ground { fill: #0d1117; stroke: #3d444d; } .hidden { fill: #262c36; }
-.line { stroke: #e6edf3; } .cut { stroke: #0d1117; } .grid { stroke: #3d444d; } .thin { stroke: #79c0ff; }
+text { fill: #e6edf3; }
+.ground { fill: #0d1117; stroke: #3d444d; }
+.hidden { fill: #262c36; }
+.line { stroke: #e6edf3; }
+.cut { stroke: #0d1117; }
+.grid { stroke: #3d444d; }
 }
 </style>"""
 RESPONSES = ("own", "other", "third")  # classes of the responses' colours
@@ -41,12 +54,16 @@ RESPONSES = ("own", "other", "third")  # classes of the responses' colours
 def _picture(width: int, height: int, title: str, parts: list[str]) -> str:
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<title>{title}</title>", STYLE, ground]
+    used = {kind for kinds in re.findall(r'class="([^"]*)"', "".join([ground, *parts])) for kind in kinds.split()}
+    kinds = {line: re.match(r"\.(\w+)", line) for line in STYLE.splitlines()}
+    style = "\n".join(line for line, kind in kinds.items() if kind is None or kind[1] in used)
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<title>{title}</title>", style, ground]
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{text}</text>'
+    more = f' class="{kind}"' * bool(kind) + f' text-anchor="{anchor}"' * (anchor != "start")
+    return f'<text x="{x:g}" y="{y:g}"{more}>{text}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -200,37 +217,6 @@ def _path(points: Sequence[tuple[float, float]], kind: str) -> str:
     return f'<path class="{kind}" d="M{rounded[0][0]:g} {rounded[0][1]:g}l{" ".join(steps)}"/>'
 
 
-def verl_training() -> str:
-    """Mean rewards of the recorded GRPO trainings by veRL, both engines over one another, on CPU and GPU."""
-    left, top, width, height, apart = 56.0, 88.0, 300.0, 150.0, 60.0
-    parts = [_text(24, 32, "Mean reward of each update: GRPO by veRL from random weights", "title")]
-    parts += [
-        _path([(24, 52), (48, 52)], "wide"),
-        _text(54, 56, "veRL's engine, prompts replicated", "small"),
-        _path([(260, 52), (284, 52)], "thin"),
-        _text(290, 56, "DualKV's engine, prompts packed", "small"),
-    ]
-    for i, name in enumerate(("cpu", "h200")):
-        run = filed.read(RESULTS / f"verl-training-{name}.json")
-        settings, gpu = run["settings"], run["gpu"]["name"]
-        x0, updates = left + i * (width + apart), settings["updates"]
-        where = f"{'CPU' if gpu == 'none' else gpu}, {settings['dtype']}, head dim {settings.get('head_dim', 16)}"
-        parts.append(_text(x0, top - 8, f"{where}; commit {run['commit'][:7]}", "small"))
-        for reward in (0, 0.5, 1):
-            y = top + height * (1 - reward)
-            parts += [f'<path class="grid" d="M{x0:g} {y:g}h{width:g}"/>']
-            parts.append(_text(x0 - 6, y + 4, f"{reward:g}", "small", "end"))
-        for update in range(0, updates + 1, 50):
-            x = x0 + width * update / updates
-            parts.append(_text(x, top + height + 16, str(update), "small", "middle"))
-        for engine, kind in (("verl", "wide"), ("dualkv", "thin")):
-            rewards = run["rewards"][engine]
-            points = [(x0 + width * u / updates, top + height * (1 - r)) for u, r in enumerate(rewards)]
-            parts.append(_path(points, kind))
-    parts.append(_text(left, top + height + 36, "updates", "small"))
-    return _picture(round(left + 2 * width + apart + 24), round(top + height + 50), "Rewards of a veRL training", parts)
-
-
 def roofline() -> str:
     """The profiled kernels under the roofs of tensor cores, DRAM and L2."""
     left, top, decade, tall = 62.0, 52.0, 130.0, 150.0  # pixels of a factor of ten
@@ -242,12 +228,12 @@ def roofline() -> str:
     def y(tflops: float) -> float:
         return top + tall * math.log10(most / tflops)
 
-    every = filed.read(RESULTS / "profile-h200.json")["profiles"]
-    profiles = {d: next(p for p in every if p["direction"] == d) for d in ("fwd", "bwd")}
-    kernels = {direction: _with_products(profile) for direction, profile in profiles.items()}
-    about, peaks = profiles["fwd"], kernels["fwd"]["peaks"]
+    recorded = filed.read(RESULTS / "profile-h200.json")
+    profiles = {profile["direction"]: profile for profile in recorded["profiles"]}
+    kernels = {direction: profile["kernels"][0] for direction, profile in profiles.items()}
+    peaks = kernels["fwd"]["peaks"]
     commits = ", ".join(dict.fromkeys(f"{p['commit'][:7]}" for p in profiles.values()))
-    title = f"Roofline, {about['gpu']['name']}: kernels of commit {commits}, {about['workload']['name']}"
+    title = f"Roofline, {recorded['gpu']['name']}: kernels of commit {commits}, {profiles['fwd']['workload']}"
     parts = [_text(24, 30, title, "title")]
     for rate in (100, 300, 1000):
         parts.append(f'<path class="grid" d="M{left:g} {y(rate):.1f}H{x(highest):g}"/>')
@@ -262,7 +248,7 @@ def roofline() -> str:
         begin = max(lowest, least / bandwidth)
         roof = [(x(begin), y(begin * bandwidth)), (x(tensor / bandwidth), y(tensor)), (x(highest), y(tensor))]
         parts.append(_path(roof, kind))
-    clock = about["kernels"][0]["figures"]["SM clock, GHz"]
+    clock = kernels["fwd"]["sm_clock_hz"] / 1e9
     legend = [
         ("line", f"DRAM {peaks['dram'] / 1e12:.1f} TB/s; tensor cores {tensor:.0f} TFLOP/s at {clock:.2f} GHz"),
         ("line dash", f"L2 {peaks['l2'] / 1e12:.1f} TB/s"),
@@ -273,7 +259,7 @@ def roofline() -> str:
         row += 17
     for direction, color in (("fwd", "prompt"), ("bwd", "own")):
         kernel = kernels[direction]
-        rate = kernel["figures"]["TFLOP/s, useful work"]
+        rate = kernel["flops"] / kernel["seconds"] / 1e12
         for moved, kind in ((kernel["dram_bytes"], color), (kernel["l2_bytes"], f"ring {color}")):
             at = kernel["flops"] / moved
             parts.append(f'<circle class="{kind}" cx="{x(at):.1f}" cy="{y(rate):.1f}" r="5"/>')
@@ -286,16 +272,10 @@ def roofline() -> str:
     return _picture(round(x(highest) + 40), round(y(least) + 50), "Roofline of the profiled kernels", parts)
 
 
-def _with_products(profile: dict[str, Any]) -> dict[str, Any]:
-    """The kernel of a profile that multiplies matrices."""
-    return next(kernel for kernel in profile["kernels"] if kernel["flops"])
-
-
 PICTURES = {
     "packed-groups.svg": packed_groups,
     "two-regions.svg": two_regions,
     "savings.svg": savings,
-    "verl-training.svg": verl_training,
     "roofline-h200.svg": roofline,
 }
 

@@ -5,7 +5,8 @@ is shorter. FIELDS has the shape of one entry: null for a value that is stored a
 further fields in its order, a list of one such shape for entries that follow one another; "-" is a field that an entry
 lacks.
 :func:`read` gives the entries back. A change of a figure is still a change of one line.
-`python -m tools.tables` lays all records out so.
+`python -m tools.tables` lays all records out so. Machines and versions that many records share have a file of their own
+in `environments/` beside them, which the records name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 WIDTH = 1000  # characters of a part that stays on one line: what a side of a benchmark made, say
 DIGITS = 9  # of numbers: more than any clock here is good for, so that tables round to what they did
 COLUMNS, ROWS, ABSENT = "columns", "rows", "-"
+RUNS, ENVIRONMENT = "runs", "environment"
 
 
 def text(record: Any) -> str:
@@ -31,7 +33,39 @@ def text(record: Any) -> str:
 
 def read(path: Path) -> Any:
     """The record in a file, entries as they were."""
-    return parse(path.read_text())
+    known = _environments(path)
+
+    def spelled(run: Any) -> Any:
+        found: dict[str, Any] = {}
+        for name, value in run.items():
+            found |= known[value] if name == ENVIRONMENT else {name: value}
+        return found
+
+    return _of_runs(parse(path.read_text()), spelled)
+
+
+def laid_out(path: Path) -> str:
+    """The text of a record anew, its machine and versions by their name if they have one."""
+    known = _environments(path)
+
+    def named(run: Any) -> Any:
+        for name, environment in known.items():
+            if environment.items() <= run.items():
+                first, *rest = environment
+                shorter = {field: value for field, value in run.items() if field not in rest}
+                return {ENVIRONMENT if f == first else f: name if f == first else v for f, v in shorter.items()}
+        return run
+
+    return text(_of_runs(read(path), named))
+
+
+def _environments(path: Path) -> dict[str, Any]:
+    return {each.stem: json.loads(each.read_text()) for each in sorted((path.parent / "environments").glob("*.json"))}
+
+
+def _of_runs(record: Any, change: Callable[[Any], Any]) -> Any:
+    """A record of one run, or of a list of runs, with each run changed."""
+    return {RUNS: [change(run) for run in record[RUNS]]} if record.keys() == {RUNS} else change(record)
 
 
 def parse(text: str) -> Any:

@@ -24,7 +24,6 @@ from tools import filed
 from tools.bench import cold_start, host_time, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
-from tools.ncu.job import Job
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
@@ -93,48 +92,41 @@ def updates() -> str:
 
 def replicated() -> str:
     """What packing saves, with the attention that the replicated prompts ran with: the README's table."""
-    above, whole = "above the weights", "in all"
-    measured = []
+
+    def measured(
+        what: str, peer: str, sizes: dict[str, Any], ways: list[Any], seconds: str, whole: bool = True, least: str = ""
+    ) -> list[str]:
+        a, b = (way["seconds"]["median"] if seconds == "seconds" else way[seconds] for way in ways)
+        gib = [way["peak_bytes"] / 2**30 if "peak_bytes" in way else way["peak_gib"] for way in ways]
+        c, d = (max(each) if isinstance(each, list) else each for each in gib)
+        memory = f"{c:.1f} / {d:.1f} GiB " + ("in all" if whole else f"above the weights ({c / d:.1f}x)")
+        lens = f"{sizes['prompt_len']}, {sizes['responses']} x {least}{sizes['response_len']}"
+        return [what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory]
+
+    rows = []
     for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
         run = _load(name)
         ways = [run["ways"][way] for way in ("replicated", "packed")]
-        seconds, gib = [way["total_seconds"] for way in ways], [way["peak_bytes"] / 2**30 for way in ways]
-        measured.append((f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], "", seconds, gib, above))
-
+        rows.append(
+            measured(f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], ways, "total_seconds", whole=False)
+        )
     run = _load("trl-h200-fa4")
     ways = [run["ways"][way] for way in ("padded", "packed")]
-    seconds, gib = [way["seconds"]["median"] for way in ways], [way["peak_gib"] for way in ways]
     what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
-    measured.append((what, "FlashAttention-4", run["settings"], "256 to ", seconds, gib, above))
-
+    rows.append(measured(what, "FlashAttention-4", run["settings"], ways, "seconds", whole=False, least="256 to "))
     run = _load("step-h200-fa4")
     ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
-    seconds, gib = [way["median"] for way in ways], [way["peak_gib"] for way in ways]
     what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
-    measured.append((what, "FlashAttention-4", run["sizes"], "", seconds, gib, whole))
-
+    rows.append(measured(what, "FlashAttention-4", run["sizes"], ways, "median"))
+    whole_grpo = [r for r in _verl("4gpu") if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")]
     ways = [
-        min(
-            (row for row in _verl("4gpu") if _is_whole_grpo(row["settings"], engine)),
-            key=lambda row: row["seconds"]["median"],
-        )
+        min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
         for engine in ("verl", "dualkv")
     ]
-    seconds, gib = [way["seconds"]["median"] for way in ways], [max(way["peak_gib"]) for way in ways]
     what = "veRL update, Qwen3-8B, 4 H200s"
-    measured.append((what, "cuDNN's attention", ways[0]["settings"], "", seconds, gib, whole))
-
-    rows = []
-    for what, peer, s, least, (a, b), (c, d), kind in measured:
-        memory = f"{c:.1f} / {d:.1f} GiB {kind}" + (f" ({c / d:.1f}x)" if kind == above else "")
-        lens = f"{s['prompt_len']}, {s['responses']} x {least}{s['response_len']}"
-        rows.append([what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory])
+    rows.append(measured(what, "cuDNN's attention", ways[0]["settings"], ways, "seconds"))
     head = ["measured", "P, N x R", "replicated prompts run with", "time, replicated / packed", "peak memory"]
     return markdown_table(head, rows)
-
-
-def _is_whole_grpo(settings: dict[str, Any], engine: str) -> bool:
-    return settings["layers"] is None and (settings["algorithm"], settings["engine"]) == ("grpo", engine)
 
 
 def speeds() -> str:
@@ -178,8 +170,8 @@ def _measured(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [r for r in results if all("sustained_ms" in r["sides"].get(name, {}) for name in (OURS, PEER))]
 
 
-def _against_peer(name: str) -> str:
-    """Ours and the peer, a row for each workload."""
+def _against_peer(name: str, first: str = "workload") -> str:
+    """Ours and the peer, a row for each workload; `first` heads the column of their names."""
     run = _load(name)
     results = _measured(run["results"])
     deterministic = any(FIXED in result["sides"] for result in results)
@@ -187,13 +179,13 @@ def _against_peer(name: str) -> str:
     for result in results:
         sides = result["sides"]
         ours, peer = sides[OURS], sides[PEER]
-        row = [result["workload"]["name"], _speed(ours), _speed(peer)]
+        row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
         row += [f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
         if deterministic:
             fixed = sides[FIXED].get("sustained_ms")
             row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
         rows.append(row)
-    head = ["workload", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
+    head = [first, "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
     return markdown_table([*head, "deterministic: time ratio"] if deterministic else head, rows) + _recorded(run)
 
 
@@ -224,18 +216,6 @@ def aimed() -> str:
         ["deterministic over any order, at most", "", "", "1.10", text if slowest <= 1.10 else f"**{text}**"],
     ]
     return markdown_table(["", "forward: target", "reached", "backward: target", "reached"], rows)
-
-
-def head_dims(direction: str) -> str:
-    """A direction at every head dim and GQA ratio."""
-    run = _load(f"{direction}-h200-head-dims")
-    rows = []
-    for result in _measured(run["results"]):
-        ours, peer = result["sides"][OURS], result["sides"][PEER]
-        row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
-        rows.append([*row, f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"])
-    head = ("head dim, GQA", "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call")
-    return markdown_table(head, rows) + _recorded(run)
 
 
 def tuned(direction: str) -> str:
@@ -362,17 +342,6 @@ def kernels() -> str:
     return markdown_table(head, rows)
 
 
-def profiles() -> str:
-    """What kernels did with their time, of the profiles on file whose kernels have the tiles of today's table."""
-    every = _load("profile-h200")["profiles"]
-    current = [p for p in every if p["specs"] == {n: s.to_dict() for n, s in Job.from_dict(p).specs().items()}]
-    if not current:
-        commits = " and ".join(dict.fromkeys(p["commit"][:7] for p in every))
-        return f"The profiles on file are of commits {commits}, whose kernels no longer exist, and are not shown."
-    tables = ((p, ncu.markdown(ncu.report(p))) for p in current)
-    return "\n\n".join(f"{p['date'][:10]}, commit {p['commit'][:7]}: {table}" for p, table in tables)
-
-
 def sanitizers() -> str:
     """What was checked, on what, and what was found."""
     filed = _load("sanitizer-h200")
@@ -385,14 +354,11 @@ def sanitizers() -> str:
 def trust() -> str:
     """What was tried to break it, how many failed, on what: of random calls a row for each commit and device."""
     rows = []
-    fuzzed: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in sorted((run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))), key=_date):
-        fuzzed.setdefault((run["commit"], run["device"]), []).append(run)
-    for runs in fuzzed.values():
-        what = f"random calls, seed{'s' * (len(runs) > 1)} {', '.join(run['seed'] for run in runs)}"
-        cases, failed = sum(run["tried"]["cases"] for run in runs), sum(run["failed"] for run in runs)
-        worst = max(run["worst_part_of_bound"] for run in runs)
-        rows.append(_tried(runs[-1], what, f"{cases:,}", failed, f"largest error {worst:.2f} of its bound"))
+    fuzzed = [run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))]
+    for run in sorted(fuzzed, key=lambda run: str(run["date"])):
+        what = f"random calls, seed{'s' * (',' in run['seed'])} {run['seed']}"
+        said = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
+        rows.append(_tried(run, what, f"{run['tried']['cases']:,}", run["failed"], said))
     for path in sorted(RESULTS.glob("suite-*.json")):
         run = _load(path.stem)
         outcomes: Counter[str] = sum(map(Counter, run["modules"].values()), Counter())
@@ -414,10 +380,6 @@ def trust() -> str:
     return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
 
 
-def _date(run: dict[str, Any]) -> str:
-    return str(run["date"])
-
-
 def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
     gpu = run["gpu"]["name"]
     on = "CPU" if gpu == "none" else gpu
@@ -436,15 +398,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "aimed": aimed,
     "forward": lambda: _against_peer("forward-h200"),
     "backward": lambda: _against_peer("backward-h200"),
-    "forward-head-dims": lambda: head_dims("forward"),
-    "backward-head-dims": lambda: head_dims("backward"),
+    "forward-head-dims": lambda: _against_peer("forward-h200-head-dims", "head dim, GQA"),
+    "backward-head-dims": lambda: _against_peer("backward-h200-head-dims", "head dim, GQA"),
     "random": drawn,
     "tensor-parallel": tensor_parallel,
     "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "kernels": kernels,
-    "profiles": profiles,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,
@@ -474,6 +435,6 @@ def filled(text: str) -> str:
 
 if __name__ == "__main__":
     for path in RESULTS.glob("*.json"):
-        path.write_text(filed.text(filed.read(path)))
+        path.write_text(filed.laid_out(path))
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))

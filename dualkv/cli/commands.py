@@ -312,8 +312,7 @@ def precompile(
     dtypes: Annotated[str, typer.Option(help="Of bf16 and fp16, by commas.")] = "bf16",
     directions: Annotated[str, typer.Option(help="Of forward and backward, by commas.")] = "forward,backward",
     gradients: Annotated[
-        str,
-        typer.Option(help="What backwards are asked for, by commas: of qkv, qk, qv, kv, q, k, v, or all of these."),
+        str, typer.Option(help="What backwards are asked for, by commas: of qkv, qk, qv, kv, q, k, v, or all of these.")
     ] = "qkv",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The kernels of deterministic backwards too.")

@@ -9,12 +9,7 @@ import torch
 
 from dualkv.grpo import ALGORITHMS, Algorithm
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 # What `dualkv demo` takes on a GPU for options that are not given: enough to compute, in a dtype that kernels take. The

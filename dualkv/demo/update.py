@@ -78,12 +78,7 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
     """Every response behind its own copy of the prompt: right-padded batches of sequences of similar length.
 
     Right padding needs no attention mask: under causal attention no token sees the padding behind it, and no row of the
-    padding is read. So attention runs its fastest causal path.
-
-    Args:
-        rollouts: the update's.
-        budget: rows of a micro-batch, padding included, are at most this.
-        device: where the inputs go.
+    padding is read. So attention runs its fastest causal path. Padding counts in the budget.
 
     Raises:
         ValueError: a budget below the longest sequence.
@@ -114,12 +109,7 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
 
 
 def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
-    """Packed groups: each prompt once, its responses behind it.
-
-    Args:
-        rollouts: the update's.
-        budget: rows of a micro-batch are at most this; a group beyond it is split and repeats its prompt.
-        device: where the inputs go.
+    """Packed groups: each prompt once, its responses behind it; a group beyond the budget is split.
 
     Raises:
         ValueError: a budget below one prompt with one of its responses.
@@ -142,12 +132,7 @@ def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> lis
 
 
 def tree_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
-    """Packed trees: everything that rollouts begin with alike once, over all groups.
-
-    Args:
-        rollouts: the update's.
-        budget: rows of a micro-batch are at most this; what two of them have in common is in both.
-        device: where the inputs go.
+    """Packed trees: everything that rollouts begin with alike once in a micro-batch, over all groups.
 
     Raises:
         ValueError: a budget below one prompt with one of its responses.
@@ -168,6 +153,7 @@ def _packed(batch: PackedBatch | PackedSequences, places: torch.Tensor) -> Model
     return ModelBatch(inputs, batch, places)
 
 
+# Each takes an update's rollouts, a budget (the most rows of a micro-batch) and the device of the inputs.
 WAYS = {"replicated": replicated_batches, "packed": packed_batches, "tree": tree_batches}
 
 

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from dualkv.bench import command, inputs, run, show, sides, timing
+from dualkv.bench import inputs, run, sides, timing
 from dualkv.bench.workloads import DIRECTIONS, NAMED, parse
 from tests.bench.fake import ROLLOUTS, Fp32Inputs
 
@@ -160,16 +160,6 @@ def test_a_side_that_computes_something_else_is_not_timed(no_gpu, monkeypatch):
     assert "computes something else" in result["sides"]["flex"]["error"]
 
 
-def test_sustained_is_the_median_of_rounds():
-    rounds = [{"ms": ms, "calls": 9, "joules": j} for ms, j in ((3.0, 1.0), (1.0, 7.0), (2.0, 4.0))]
-    figures = run.summary(4.0, 33.0, rounds, 8_000_000_000)
-    assert figures["sustained_ms"] == 2.0
-    assert figures["sustained_tflops"] == pytest.approx(4.0)
-    assert figures["cold_tflops"] == pytest.approx(2.0)
-    assert figures["joules"] == 4.0
-    assert figures["host_us"] == 33.0
-
-
 def test_energy_is_counted_between_movements_of_its_counter():
     """A counter that moves every 0.1 s, read every 0.01 s in a turn of 0.35 s: 4 movements, or 3 by a bad start."""
     for start in (0.0, 0.03, 0.08):
@@ -183,34 +173,6 @@ def test_energy_is_counted_between_movements_of_its_counter():
     assert timing.energy([], 0.007) == {}
 
 
-def test_slow_calls_are_still_sampled(no_gpu):
-    calls = []
-    assert timing.sustained(lambda: calls.append(1), 5000.0, 0.0, FakeMeter())["calls"] == timing.MIN_CALLS
-    timing.host_us(lambda: calls.append(1), 5000.0)
-    assert len(calls) == timing.MIN_CALLS + 3
-
-
-def test_long_calls_are_timed_a_few_times(no_gpu, monkeypatch):
-    for took, count in ((1.0, timing.COLD_CALLS), (80.0, 4), (500.0, timing.FEW_CALLS)):
-        calls = []
-        monkeypatch.setattr(Event, "elapsed_time", lambda *_, took=took: took)
-        assert timing.cold_ms(lambda: calls.append(1)) == took  # noqa: B023
-        assert len(calls) == count
-
-
-def test_what_is_ready_when_time_is_up_has_its_turns(no_gpu, monkeypatch):
-    clock = iter([None, timing.TimeUp("the time limit")])
-
-    def check(self):
-        if (late := next(clock)) is not None:
-            raise late
-
-    monkeypatch.setattr(timing.Clock, "check", check)
-    _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.0)}, limit=5.0)
-    assert result["sides"]["dualkv"]["sustained_ms"] == 2.0
-    assert result["sides"]["flex"] == {"error": "the time limit"}
-
-
 def test_what_the_time_limit_leaves_out_is_said(fake_gpu, dualkv_bench, monkeypatch, tmp_path):
     monkeypatch.setattr(timing.Clock, "up", property(lambda self: self.limit is not None))
     monkeypatch.setattr(timing.Clock, "check", lambda self: None)
@@ -220,19 +182,6 @@ def test_what_the_time_limit_leaves_out_is_said(fake_gpu, dualkv_bench, monkeypa
     assert "the time limit of 7 s left out 3 of 4 results" in err
     report = json.loads((tmp_path / "b.json").read_text())
     assert (report["asked"], len(report["results"])) == (4, 1), "one is always begun"
-
-
-def test_the_time_limit_is_reported_not_silent(no_gpu, monkeypatch):
-    _, result = measured(monkeypatch, {"dualkv": constant(1.0), "flex": constant(1.0)}, limit=-1.0)
-    assert all("time limit" in side["error"] for side in result["sides"].values())
-
-
-def test_without_nvml_the_figures_go_without_energy(no_gpu, monkeypatch):
-    meter = timing.Meter()  # this machine has no GPU, or the test's fake sides use none
-    meter.absent = "NVMLError: no driver"
-    _, result = measured(monkeypatch, {"dualkv": constant(1.0)}, meter=meter)
-    assert "joules" not in result["sides"]["dualkv"]
-    assert result["sides"]["dualkv"]["sustained_ms"] == 2.0
 
 
 def test_environment_names_what_was_used(tmp_path, monkeypatch):
@@ -290,11 +239,6 @@ def test_command_line_without_a_gpu(dualkv_bench, monkeypatch, tmp_path):
         assert err.startswith("dualkv: ")
         assert says in err
         assert err.count("\n") == 1
-
-
-def test_directions_come_in_order():
-    assert command.directions("both, fwd") == ["fwd", "both"]
-    assert command.sides(["flex", "dualkv", "flex"]) == ["flex", "dualkv"]
 
 
 @pytest.fixture
@@ -357,31 +301,8 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
     assert paths[2].read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_on_standard_output(fake_gpu, dualkv_bench):
-    code, out, err = dualkv_bench("-w", "9:", "--seconds", 0.1, "-s", "dualkv", "-d", "both", "--json", "-")
-    assert code == 0
-    assert [r["direction"] for r in json.loads(out)["results"]] == ["both"]
-    assert "forward and backward" in err
-
-
 def test_outputs_that_cannot_be_written_fail_before_the_work(fake_gpu, dualkv_bench, tmp_path):
     for option, name in (("--json", "no/a.json"), ("--markdown", "no/a.md"), ("--plot", "no/a.png"), ("--plot", "a.x")):
         code, out, err = dualkv_bench("-w", "9:", option, tmp_path / name)
         assert (code, out) == (1, "")
         assert name in err
-
-
-def test_the_plot_leaves_out_what_was_not_measured(tmp_path):
-    results = [
-        {
-            "direction": d,
-            "workload": {"name": w},
-            "sides": {"dualkv": {"sustained_tflops": 600.0}, "flex": {"error": "x"}},
-        }
-        for d in ("fwd", "both")
-        for w in ("a", "b", "c", "d")
-    ]
-    show.plot({"gpu": {"name": "H200"}, "results": results}, tmp_path / "a.svg")
-    text = (tmp_path / "a.svg").read_text()
-    assert "<!-- dualkv -->" in text
-    assert "<!-- flex -->" not in text

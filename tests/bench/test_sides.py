@@ -13,20 +13,9 @@ from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import dualkv
-from dualkv.bench import fa4, inputs, run, sides
-from dualkv.bench.workloads import DIRECTIONS, Workload, parse
+from dualkv.bench import inputs, run, sides
+from dualkv.bench.workloads import DIRECTIONS, parse
 from tests.bench.fake import Fp32Inputs
-
-
-def test_sides_know_the_sequences_of_a_tree():
-    made = inputs.Inputs(Workload("t", (3,), ((2, 1, 4, 1),), 2, 1, 8, parent=(-1, 0, 1, 1, 0)), "cpu")
-    assert [rows.tolist() for rows in made.replicated()] == [
-        [0, 1, 2, 3, 4, 5],
-        [0, 1, 2, 3, 4, 6, 7, 8, 9],
-        [0, 1, 2, 10],
-    ]
-    with pytest.raises(ValueError, match="computes prompts and responses, t has 3 levels"):
-        made.groups  # noqa: B018
 
 
 def _hide(scores, causal, left):
@@ -202,17 +191,6 @@ def test_sides_without_windows_say_so(fake_peers, name):
     made = Fp32Inputs(replace(parse("9:3").with_shape(heads=2, kv_heads=2, head_dim=8), window=4))
     with pytest.raises(ValueError, match="computes full attention"):
         sides.SIDES[name](made, "fwd")
-
-
-def test_parts_of_the_three_calls(fake_peers):
-    made = Fp32Inputs(parse("40:7,1,33").with_shape(heads=4, kv_heads=2, head_dim=16))
-    with torch.no_grad():
-        found = {direction: fa4.three_calls(made, direction) for direction in DIRECTIONS}
-    assert {direction: (list(side.parts), side.extra) for direction, side in found.items()} == {
-        "fwd": (["prompt", "context", "own", "merge"], ("merge",)),
-        "bwd": (["prompt", "context", "own", "sum"], ("sum",)),
-        "both": (["merge", "sum"], ("merge", "sum")),
-    }
 
 
 def of(*results):

@@ -1,22 +1,17 @@
 """The command line: what it prints, where, and that every failure is one sentence and a non-zero exit."""
 
-import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import dualkv.demo.run
-from dualkv.bench import command
-from dualkv.bench.workloads import NAMED
 from dualkv.cli import commands, doctor
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
@@ -154,22 +149,8 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         commands.main()
 
 
-def test_no_command_shows_the_help_and_nothing_else(run: Run) -> None:
-    code, out, err = run()
-    assert code == 2
-    assert "demo" in out
-    assert err == ""
-
-
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"dualkv {dualkv.__version__}\n", "")
-
-
-def test_every_setting_is_an_option(run: Run) -> None:
-    code, out, _ = run("demo", "--help")
-    assert code == 0
-    for field in fields(DemoSettings):
-        assert f"--{field.name.replace('_', '-')}" in out
 
 
 def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +191,6 @@ def test_doctor_on_machines_without_a_usable_gpu(
     assert says in doctor._advice("580.1" if gpus else None, gpus, [])[0]
 
 
-@pytest.mark.parametrize(
-    ("no_kernel", "no_composition", "half"),
-    [
-        (None, None, doctor.KERNEL),
-        ("compute capability 8.0", None, doctor.COMPOSITION),
-        ("compute capability 7.5", "compute capability 7.5", doctor.REFERENCE),
-    ],
-)
-def test_doctor_says_what_runs_on_a_gpu(no_kernel: str | None, no_composition: str | None, half: str) -> None:
-    rows = doctor._on_gpu("cuda:0", "NVIDIA X", no_kernel, no_composition)
-    assert [row.what for row in rows] == [half, doctor.REFERENCE]
-    assert all(row.where.startswith("cuda:0") for row in rows)
-    assert (no_kernel or "Hopper") in rows[0].why
-
-
 def test_doctor_reads_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '580.65, NVIDIA H200, 9.0, 143771 MiB'\n")
@@ -240,14 +206,6 @@ def test_python_dash_m() -> None:
     assert done.returncode == 1
     assert done.stderr == "dualkv: steps is 0, expected 1 or more\n"
     assert done.stdout == ""
-
-
-def test_names_of_workloads_can_be_copied_from_a_narrow_terminal() -> None:
-    console = Console(width=80, file=io.StringIO())
-    console.print(command.listing(list(NAMED.values())))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    for name in NAMED:
-        assert any(f" {name} " in line for line in lines), name
 
 
 def test_defaults_of_the_demo_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

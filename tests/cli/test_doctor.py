@@ -26,10 +26,7 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
         pass
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(there))
     ready, lookup, wrong = doctor._kernels()
-    assert ready == [
-        doctor.Ready("bf16", 128, [4, 8], True, False),
-        doctor.Ready("fp16", 64, [1], False, False),
-    ]
+    assert ready == [doctor.Ready("bf16", 128, [4, 8], True, False), doctor.Ready("fp16", 64, [1], False, False)]
     assert (
         f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (5 kernels)" in lookup
     )

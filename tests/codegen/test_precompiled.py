@@ -68,12 +68,6 @@ def test_a_good_folder(made):
         assert found.read_back == 2
 
 
-def test_a_kernel_that_is_not_there_is_missed(made):
-    assert precompiled.check(made, [forward_spec("bf16", 64, 1)]).problems == [
-        f"no usable kernel {forward_spec('bf16', 64, 1)}"
-    ]
-
-
 def _lie(**fields):
     """The manifest says something else of the first kernel."""
 
@@ -207,16 +201,6 @@ def test_the_manifest_says_which_compiler_made_a_kernel(folder):
     assert precompiled.check(folder, SPECS).problems == []
 
 
-def test_code_is_written_out(made, tmp_path):
-    entry, reasons = store.find_in(made, SPECS[0])
-    assert reasons == []
-    paths = list(precompiled.emit(entry, SPECS[0], ("cubin", "ptx", "sass"), tmp_path / "code"))
-    assert [p.name for p in paths] == [f"{SPECS[0].symbol}.{kind}" for kind in ("cubin", "ptx", "sass")]
-    assert paths[0].read_bytes().startswith(b"\x7fELF")
-    assert ".target sm_90a" in paths[1].read_text()
-    assert "EXIT" in paths[2].read_text()
-
-
 def test_another_users_process_may_read_what_was_made(made):
     """Folders for an image are not private as caches are."""
     mask = os.umask(0)
@@ -265,16 +249,6 @@ def test_a_wheel_that_is_too_large_or_cannot_be_written_is_refused(made, tmp_pat
 
 
 # ---------------------------------------------------------------- which kernels
-def test_a_selection_holds_each_kernel_once():
-    specs = select([Shape(128, 4), Shape(128, 8), Shape(120, 4)], ["bf16"])
-    assert len(specs) == len(set(specs)) == 2 + 4
-    assert {spec.operation for spec in select([Shape(64, 1)], directions=["backward"])} == {
-        "bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess",
-    }  # fmt: skip
-    both = [spec for spec in select([Shape(64, 1)], deterministic=True) if spec.operation == "bwd"]
-    assert sorted(spec.tile.deterministic for spec in both) == [False, True]
-    forwards = select([Shape(64, 1), Shape(64, 4)], directions=["forward"], trees=True)
-    assert [spec.operation for spec in forwards] == ["fwd", "fwd_paths"] * 2
 
 
 def test_the_words_of_every_kernel_select_it():
@@ -283,21 +257,6 @@ def test_the_words_of_every_kernel_select_it():
     assert set(table()) <= set(specs)
     for spec in specs:
         assert words(spec), spec
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"dtypes": ["fp32"]}, "dtypes is fp32, expected some of bf16,fp16"),
-        ({"directions": []}, "directions is empty, expected some of forward,backward"),
-        ({"gradients": ["qkv", "vk"]}, "gradients is qkv,vk, expected some of qkv,qk"),
-        ({"shapes": [Shape(128, 0)]}, "the GQA ratio is 0, expected 1 or more"),
-        ({"shapes": [Shape(264, 1)]}, "head_dim is 264, expected a multiple of 8"),
-    ],
-)
-def test_what_has_no_kernels_is_said(asked, says):
-    with pytest.raises(ValueError, match=says):
-        select(**{"shapes": [Shape(64, 1)]} | asked)
 
 
 def test_fill_stops_at_a_failure_and_begins_no_more(monkeypatch, compiles, tmp_path):

@@ -138,14 +138,6 @@ def test_the_command(private, run, tmp_path):
     assert len(private()) == 1
 
 
-def test_an_environment_with_the_compiler_needs_none(run, monkeypatch, tmp_path):
-    monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
-    code, out, _ = run("toolchain", "install")
-    assert code == 0
-    assert "of this environment compiles kernels" in out
-    assert not (tmp_path / "cache").exists()
-
-
 def test_uv_installs_where_there_is_no_pip(monkeypatch):
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/bin/{name}")

@@ -361,12 +361,3 @@ def test_a_folder_that_is_filled_can_be_loaded_from_whatever_the_umask(compiles,
         os.umask(before)
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(tmp_path / "made"))
     assert store.where(SPEC) == "kernel_dir"
-
-
-def test_default_cache(monkeypatch):
-    monkeypatch.delenv("DUALKV_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(store.cache_dir()) == "/somewhere/dualkv"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert str(store.cache_dir()) == "/home/someone/.cache/dualkv"

@@ -51,16 +51,6 @@ def test_every_sequence_is_a_path(sequences, min_shared):
         assert (np.diff(sources) > 0).all()
 
 
-def test_what_is_shared_by_hand():
-    tree = prefix_tree([np.array(s) for s in ([7, 1, 2, 3], [9], [7, 1, 5], [7, 1, 2], [9])])
-    assert tree.parent.tolist() == [-1, 0, 1, 0, -1]
-    assert tree.length.tolist() == [2, 1, 1, 1, 1]
-    assert tree.last.tolist() == [2, 4, 3, 1, 4]
-    held = prefix_tree([np.array(s) for s in ([7, 1, 2, 3], [9], [7, 1, 5], [7, 1, 2], [9])], 2)
-    assert held.parent.tolist() == [-1, 0, 0, 0, -1, -1]  # 2 alone and 9 are too short to share
-    assert held.length.tolist() == [2, 2, 1, 1, 1, 1]
-
-
 @settings(max_examples=300, deadline=None)
 @given(SEQUENCES, st.integers(1, 4), st.data())
 def test_some_of_the_sequences_are_a_tree_too(sequences, min_shared, data):

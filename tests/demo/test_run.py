@@ -12,10 +12,10 @@ import torch
 import dualkv.demo.update
 from dualkv.data.packing import PackedBatch
 from dualkv.data.rollouts import Rollouts
-from dualkv.demo.measure import PeakMemory, Stopwatch
-from dualkv.demo.run import DRIFT, TOLERANCE, Differences, differences, judge, run_demo
+from dualkv.demo.measure import PeakMemory
+from dualkv.demo.run import DRIFT, TOLERANCE, Differences, judge, run_demo
 from dualkv.demo.settings import DemoSettings
-from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
+from dualkv.demo.update import WAYS, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.grpo import ALGORITHMS
 from dualkv.layout import Layout
 from dualkv.models import load_model
@@ -170,40 +170,11 @@ def test_half_precision_is_judged_by_a_wider_dtype() -> None:
     assert unchecked.to_truth == {}
 
 
-def test_the_check_computes_the_same_update(tmp_path: Path) -> None:
-    path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
-    result = run_demo(DemoSettings(rollouts=path, dtype="float64", check=True, steps=1, device="cpu"))
-    for away in result.to_truth.values():
-        assert max(away.logp, away.loss, away.gradients) < 1e-10
-
-
-def test_rollouts_from_a_file_are_checked_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
-    result = run_demo(DemoSettings(rollouts=path, dtype="bfloat16", steps=1, device="cpu"))
-    assert set(result.to_truth) == {"replicated", "packed"}
-    assert all(d.gradients > 1e-4 for d in result.to_truth.values())  # bf16 is not fp32: something was compared
-
-
 def test_gradient_checkpointing_agrees() -> None:
     plain = run_demo(DemoSettings(dtype="float64", **SMALL | {"steps": 1}))
     again = run_demo(DemoSettings(dtype="float64", gradient_checkpointing=True, **SMALL | {"steps": 1}))
     assert again.exact is True
     assert again.ways["packed"].losses == plain.ways["packed"].losses
-
-
-def test_reference_policy_only_with_a_kl_term() -> None:
-    result = run_demo(DemoSettings(algorithm="dapo", **SMALL | {"steps": 1}))
-    assert "reference log-probs" not in result.ways["packed"].seconds
-    assert "kl" not in result.ways["packed"].metrics[0]
-
-
-def test_result_is_json() -> None:
-    result = run_demo(DemoSettings(**SMALL | {"steps": 1}))
-    data = json.loads(json.dumps(result.as_dict()))
-    assert data["settings"]["prompt_len"] == 40
-    assert data["ways"]["packed"]["total_seconds"] == pytest.approx(sum(data["ways"]["packed"]["seconds"].values()))
-    assert data["updates"]["packed"][0]["gradients"] == result.updates["packed"][0].gradients
-    assert data["exact"] is True
 
 
 # ---------------------------------------------------------------------- that a mistake shows
@@ -315,20 +286,6 @@ def test_judge() -> None:
     assert judge("bfloat16", [apart(0.1)], {"packed": apart(0.021), "replicated": apart(0.01)})[0] is False
 
 
-def test_differences_by_hand() -> None:
-    def made(logp: float, loss: float, x: list[float], y: list[float]) -> Gradients:
-        return Gradients(torch.tensor([logp, 0.0]), loss, {}, {"x": torch.tensor(x), "y": torch.tensor(y)})
-
-    weights = {"x": torch.tensor([2.0])}
-    got = differences(made(1.0, 3.0, [3.0, 4.0], [0.0]), made(0.5, 1.0, [3.0, 0.0], [4.0]), (weights, weights))
-    assert got.logp == 0.5
-    assert got.logp_rms == pytest.approx(0.5 / 2**0.5)
-    assert got.loss == 2.0
-    assert got.gradients == pytest.approx(32**0.5 / 5)
-    assert got.gradients_worst_tensor == pytest.approx(4 / 3)
-    assert got.weights == got.weights_worst_tensor == 0.0
-
-
 # ---------------------------------------------------------------------- one update
 @pytest.mark.parametrize("way", WAYS)
 def test_log_probs_and_entropy_are_those_of_the_plain_model(way: str) -> None:
@@ -396,36 +353,6 @@ def test_warming_up_leaves_nothing_behind() -> None:
 
 
 # ---------------------------------------------------------------------- settings, models, measurements
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"algorithm": "ppo"}, "algorithm is 'ppo', expected one of grpo, dapo"),
-        ({"dtype": "int8"}, "dtype is 'int8', expected one of float64, float32"),
-        ({"steps": 0}, "steps is 0, expected 1 or more"),
-        ({"responses": -1}, "responses is -1, expected 1 or more"),
-        ({"turns": 0}, "turns is 0, expected 1 or more"),
-        ({"budget": 0}, "budget is 0, expected 1 or more"),
-        ({"kl_coef": float("nan")}, "kl_coef is nan, expected 0 or more"),
-        ({"device": "gpu"}, "device is 'gpu', expected cpu or cuda"),
-    ],
-)
-def test_settings_refuse(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        DemoSettings(**settings)
-
-
-def test_settings_take_the_algorithms_own_values_and_those_given() -> None:
-    assert DemoSettings(algorithm="dapo").objective == ALGORITHMS["dapo"]
-    objective = DemoSettings(algorithm="dapo", clip_low=0.0, kl_coef=0.5).objective
-    assert (objective.clip_low, objective.clip_high, objective.kl_coef, objective.mean) == (0.0, 0.28, 0.5, "token")
-
-
-def test_models_by_name() -> None:
-    with pytest.raises(ValueError, match=r"model 'gpt-9' is neither a local folder nor one of tiny, qwen3-0\.6b"):
-        load_model("gpt-9", torch.float32, CPU, 0)
-    a, b, c = (load_model("tiny", torch.float32, CPU, seed).get_output_embeddings().weight for seed in (0, 0, 1))
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
 
 
 def test_a_head_with_bias_is_refused(tmp_path: Path) -> None:
@@ -458,14 +385,3 @@ def test_peak_memory_of_the_process() -> None:
     with peak.measured():
         pass
     assert 60 < peak.bytes / 2**20 < 80
-
-
-def test_stopwatch_adds_up_by_phase() -> None:
-    watch = Stopwatch(CPU)
-    for _ in range(2):
-        with watch.phase("a"):
-            torch.ones(10).sum()
-    with watch.phase("b"):
-        pass
-    assert set(watch.seconds) == {"a", "b"}
-    assert watch.seconds["a"] > 0

@@ -112,12 +112,6 @@ def test_a_setting_of_trl_is_named_once(name: str) -> None:
     assert message.startswith(f"dualkv: {name} ")
 
 
-def test_several_settings_are_named_each() -> None:
-    with pytest.warns(UserWarning, match="micro-batch") as caught:
-        losses.warn_of_verl(actor("geo_mean", **SUM_NORM))
-    assert len(caught) == 2
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -17,8 +17,7 @@ from dualkv.cli import commands  # noqa: E402
 from dualkv.integrations import models, selfcheck  # noqa: E402
 from dualkv.integrations.layers import attention_modules, decoders  # noqa: E402
 from dualkv.integrations.shrink import shrink  # noqa: E402
-from dualkv.integrations.transformers import enable  # noqa: E402
-from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
+from tests.integrations.tiny import make_model  # noqa: E402
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
 # model runs), with where they are published. What is not given is the default of transformers' class.
@@ -158,18 +157,3 @@ def test_what_runs_with_conditions_is_noted(written: Any) -> None:
 def test_what_is_no_model(fields: Any, message: str, written: Any) -> None:
     with pytest.raises(ValueError, match=message):
         models.examine(written(fields))
-
-
-def test_text_that_is_no_json(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
-        models.examine(str(tmp_path))
-
-
-def test_a_verdict_is_what_enable_does(written: Any) -> None:
-    config = tf.Qwen3Config(
-        **MODELS["qwen3-vl-8b"]["config"] | {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64}
-    )
-    config.layer_types = config.layer_types[:2]
-    assert models.refusals(models.without_weights(config)) == []
-    enable(tf.Qwen3ForCausalLM(config).eval())(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)

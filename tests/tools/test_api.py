@@ -20,14 +20,3 @@ def test_everything_that_is_imported_is_described():
 
 def test_public_names_have_docstrings():
     assert [item.name for item in PUBLIC if not item.docstring] == []
-
-
-def test_a_docstring_in_its_parts():
-    arguments = "Args:\n    q: [T, D] what\n        is asked.\n    k, v: [T, D] what answers."
-    text = f"One.\n\n{arguments}\n\nRaises:\n    OSError: no.\n\nMore."
-    assert api.sections(text) == {
-        "": "One.\n\nMore.",
-        "Args": "q: [T, D] what\n    is asked.\nk, v: [T, D] what answers.",
-        "Raises": "OSError: no.",
-    }
-    assert api.entries(api.sections(text)["Args"]) == {"q": "[T, D] what is asked.", "k, v": "[T, D] what answers."}

@@ -31,16 +31,6 @@ def test_an_earlier_kernel_is_found_by_its_specification(entries):
     assert before.earlier(entries)(SPEC) == "old its_symbol"
 
 
-def test_a_kernel_that_is_not_there_is_named(entries):
-    with pytest.raises(ValueError, match="has no kernel fwd bf16 head_dim=64"):
-        before.earlier(entries)(forward_spec("bf16", 64, 4))
-
-
-def test_a_folder_without_kernels_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected a folder that `dualkv precompile --out` made"):
-        before.kernels_in(tmp_path)
-
-
 def test_calls_take_the_kernels_of_their_side(entries, monkeypatch):
     for lookup in (hopper._kernel, hopper._backward_kernels):
         monkeypatch.setattr(lookup, "cache_clear", lambda: None, raising=False)
@@ -72,7 +62,3 @@ def test_pairs_are_timed_in_both_orders(monkeypatch):
     calls = (lambda: called.append("before"), lambda: called.append("now"))
     assert before.ratios(calls, 2, 0.0) == [1.2, 1.2]
     assert called == ["before"] * 2 + ["now"] * 4 + ["before"] * 2
-
-
-def test_speed_is_the_median_pair():
-    assert before.speed([1.0, 1.1, 1.5]) == {"speed": 1.1, "lower_quartile": 1.05, "upper_quartile": 1.3}

@@ -45,6 +45,21 @@ def test_short_parts_stand_on_one_line_and_numbers_are_rounded():
     assert len(filed.text({"a": rewards}).splitlines()) == 3
 
 
+def test_an_environment_is_named_where_it_is_known(tmp_path):
+    environment = {"gpu": {"name": "H200"}, "versions": {"torch": "2.11.0"}}
+    (tmp_path / "environments").mkdir()
+    (tmp_path / "environments" / "h200.json").write_text(json.dumps(environment))
+    run, other = {"date": "today", **environment, "a": 1}, {"gpu": {"name": "H100"}, "versions": {}, "a": 2}
+    for record in (run, other, {"runs": [run, other]}):
+        path = tmp_path / "record.json"
+        path.write_text(filed.text(record))
+        path.write_text(filed.laid_out(path))
+        assert filed.read(path) == record
+        assert list(filed.read(path)) == list(record)
+        assert path.read_text() == filed.laid_out(path)
+        assert ("2.11.0" in path.read_text(), "H100" in path.read_text()) == (False, record != run)
+
+
 @pytest.mark.parametrize("record", [{"columns": 1, "rows": 2}, [{"a": "-", "bbbbbbbbbb": 1}] * 9])
 def test_what_means_something_else_in_the_layout_is_no_record(record):
     with pytest.raises(ValueError, match="which stand"):

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import stat
 import sys
+import types
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
-from codegen import store
-from codegen.spec import backward_specs, forward_spec
-from dualkv import Layout
-from dualkv.bench.workloads import Workload, parse
 from tools import filed
-from tools.ncu import collect, lines, metrics
+from tools.ncu import collect, metrics
 from tools.ncu.__main__ import app
-from tools.ncu.job import TABLES, Job, read_layout, read_tile, read_workload
-from tools.ncu.model import need
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "files" / "ncu"
-FORWARD, BACKWARD = DATA / "fwd", DATA / "bwd"
-SMALL = Workload("small", (3,), ((2, 1),), heads=8, kv_heads=2)
+FORWARD = ROOT / "tests" / "files" / "ncu"
 
 
 def cli(*arguments: object):
@@ -55,263 +46,33 @@ def test_the_forward_of_an_h200():
     assert shown["local memory requests"] == 0
 
 
-@pytest.mark.parametrize("folder", [FORWARD, BACKWARD], ids=lambda folder: folder.name)
-def test_the_peak_of_the_tensor_cores(folder):
-    """Executed operations over the peak that is drawn is how busy ncu found the pipe."""
-    kernel = next(k for k in metrics.read(folder).kernels if k.need.flops)
-    busy = kernel.ops / kernel.seconds / kernel.peaks["tensor"]
-    assert 100 * busy == pytest.approx(figures(kernel)["tensor pipe busy, %"], rel=0.02)
-
-
-@pytest.mark.parametrize("folder", [FORWARD, BACKWARD], ids=lambda folder: folder.name)
-def test_predictions_hold_on_the_h200(folder):
-    """The model's bytes between L2 and SMs are those that were counted; DRAM moves each tensor once at least."""
-    kernel = next(k for k in metrics.read(folder).kernels if k.need.flops)
+def test_predictions_hold_on_the_h200():
+    """The model's bytes between L2 and SMs are those that were counted, and the tensor cores' peak fits ncu's share."""
+    (kernel,) = metrics.read(FORWARD).kernels
     shown = figures(kernel)
     assert shown["L2 reads, GB"] == pytest.approx(shown["L2 reads predicted, GB"], rel=0.1)
-    if folder is BACKWARD:
-        assert shown["L2 additions, GB"] == pytest.approx(shown["L2 additions predicted, GB"], rel=0.1)
-        assert kernel.dram_bytes > 0.95 * kernel.need.dram_bytes
-
-
-def test_kernels_of_the_backward():
-    profile = metrics.read(BACKWARD)
-    assert [kernel.operation for kernel in profile.kernels] == ["bwd_preprocess", "bwd", "bwd_postprocess"]
-    around = [kernel for kernel in profile.kernels if kernel.operation != "bwd"]
-    assert all(figures(kernel)["TFLOP/s, useful work"] is None for kernel in around)
-    assert all(kernel.dram_bytes / kernel.seconds > 3e12 for kernel in around), "as fast as memory"
-
-
-def test_stalls_are_shares_of_a_warps_time():
-    for kernel in metrics.read(BACKWARD).kernels:
-        stalls = kernel.stalls()
-        assert stalls == sorted(stalls, key=lambda item: -item[1])
-        assert 0.5 < sum(share for _, share in stalls) < 1
-
-
-def test_numbers_of_ncu():
-    text = '"ID","Kernel Name","a.sum","b","c"\n"","","byte","",""\n"0","k(int)","1,234,567","","0.5"\n'
-    assert metrics.read_csv("==PROF== Connected\n" + text) == [("k(int)", {"ID": 0.0, "a.sum": 1234567.0, "c": 0.5})]
-
-
-@pytest.mark.parametrize("text", ["", "==ERROR== nothing was profiled\n", '"ID","Kernel Name"\n"",""\n'])
-def test_a_report_without_kernels(text):
-    with pytest.raises(metrics.ReadError, match="the report holds no kernels"):
-        metrics.read_csv(text)
-
-
-@pytest.mark.parametrize("missing", ["about.json", "metrics.csv", "lines.json"])
-def test_folders_that_are_no_profile(tmp_path, missing):
-    folder = tmp_path / "profile"
-    shutil.copytree(FORWARD, folder)
-    (folder / missing).unlink()
-    done = cli("report", folder)
-    assert done.exit_code == 1
-    assert f"is no profile: {missing} cannot be read" in done.output
-    (folder / missing).write_text("{")
-    done = cli("report", folder)
-    assert done.exit_code == 1
-    assert done.output.startswith("ncu: ")
-    assert len(done.output.strip().splitlines()) == 1
+    busy = kernel.ops / kernel.seconds / kernel.peaks["tensor"]
+    assert 100 * busy == pytest.approx(shown["tensor pipe busy, %"], rel=0.02)
+    stalls = kernel.stalls()
+    assert stalls == sorted(stalls, key=lambda item: -item[1])
+    assert 0.5 < sum(share for _, share in stalls) < 1
 
 
 # ---------------------------------------------------------------- the model
-def test_needed_bytes_of_a_small_forward():
-    """Every number by hand: T = 6, pairs = 1+2+3 + 4+5 + 4 = 19."""
-    job = Job(SMALL, "fwd")
-    spec = forward_spec("bf16", 128, 4)
-    rows = spec.tile.tokens(4) * 4
-    q, kv, lse = 6 * 8 * 128 * 2, 6 * 2 * 128 * 2, 6 * 8 * 4
-    needed = need(job, spec)
-    assert needed.flops == 4 * 128 * 8 * 19
-    assert needed.dram_bytes == 2 * q + 2 * kv + lse
-    assert needed.l2_read_bytes == q + 19 * 8 * (2 * 128 * 2) // rows
-    assert needed.l2_add_bytes is None
-
-
-def test_needed_bytes_of_a_small_backward():
-    job = Job(SMALL, "bwd")
-    pre, main, partials, post = backward_specs("bf16", 128)
-    q, kv, row, sums = 6 * 8 * 128 * 2, 6 * 2 * 128 * 2, 6 * 8 * 4, 6 * 8 * 128 * 4
-    assert need(job, main).flops == 2.5 * 4 * 128 * 8 * 19
-    assert need(job, main).dram_bytes == 2 * q + 4 * kv + 2 * row + 2 * sums
-    assert need(job, main).l2_add_bytes == 19 * 8 * 128 * 4 // main.tile.tile_n
-    wide = backward_specs("bf16", 256).main
-    adds = need(Job(SMALL.with_shape(head_dim=256), "bwd"), wide).l2_add_bytes
-    assert adds == 19 * 8 * 256 * 4 // (wide.tile.tile_n * wide.tile.cluster)
-    assert need(job, pre).dram_bytes == 2 * q + 3 * row + sums
-    assert need(job, post).dram_bytes == sums + q
-    assert need(job, partials) == need(job, partials).__class__()
-
-
-# ---------------------------------------------------------------- what is shown
-def test_report():
-    done = cli("report", BACKWARD)
-    assert done.exit_code == 0, done.output
-    for text in (
-        "bwd_preprocess",
-        "TFLOP/s, useful work",
-        "L2 additions predicted, GB",
-        "warps wait for",
-        "H=32 Hk=8 D=128",
-    ):
-        assert text in done.output
-
-
 def test_report_as_json_and_markdown(tmp_path):
     json_to = tmp_path / "figures.json"
-    done = cli("report", FORWARD, BACKWARD, "--json", json_to, "--markdown")
+    done = cli("report", FORWARD, "--json", json_to, "--markdown")
     assert done.exit_code == 0, done.output
     figures = filed.read(json_to)
     assert figures["gpu"]["name"] == "NVIDIA H200"
-    profiles = figures["profiles"]
-    assert len(profiles[0]["kernels"][0]["hot"]) == 12
-    assert "hot" not in profiles[1]["kernels"][0], "only kernels with products"
-    assert [k["operation"] for p in profiles for k in p["kernels"]] == [
-        "fwd",
-        "bwd_preprocess",
-        "bwd",
-        "bwd_postprocess",
-    ]
+    (profile,) = figures["profiles"]
+    (kernel,) = profile["kernels"]
+    assert kernel["operation"] == "fwd"
     table = [line for line in done.output.splitlines() if line.startswith("|")]
     assert re.match(r"\| duration, ms \| \d+\.\d{3} \|", table[2])
 
 
-def test_hot_as_markdown():
-    done = cli("hot", FORWARD, "-n", 3, "--markdown")
-    assert done.exit_code == 0, done.output
-    assert "| samples | % | where |" in done.output
-    assert done.output.count("\n| ") == 5
-
-
-def test_compare(tmp_path):
-    faster = tmp_path / "faster"
-    shutil.copytree(FORWARD, faster)
-    text = (faster / "metrics.csv").read_text()
-    duration = metrics.read(FORWARD).kernels[0].metrics["gpu__time_duration.sum"]
-    (faster / "metrics.csv").write_text(text.replace(f"{duration:,.0f}", f"{duration / 2:,.0f}"))
-    done = cli("compare", FORWARD, faster)
-    assert done.exit_code == 0, done.output
-    assert re.search(r"duration, ms .* 0\.500", done.output)
-    assert re.search(r"TFLOP/s, useful work .* 2\.000", done.output)
-    done = cli("compare", FORWARD, BACKWARD)
-    assert done.exit_code == 1
-    assert "fwd and bwd have no kernel in common" in done.output
-
-
-# ---------------------------------------------------------------- where warps wait
-def test_hot_lines():
-    done = cli("hot", FORWARD, "-n", 5)
-    assert done.exit_code == 0, done.output
-    assert "by source line" in done.output
-    assert re.search(r"\d+ │ +\d+\.\d% │ cute_kernels/\w+\.py:\d+", done.output)
-
-
-def test_hot_adds_up_the_samples_of_a_line():
-    (rows,) = lines.read_samples((FORWARD / "source.csv").read_text()).values()
-    base = int(rows[0]["Address"], 16)
-    everywhere = {int(row["Address"], 16) - base: ("one.py", 1) for row in rows}
-    (one,) = lines.hot(rows, everywhere, 9)
-    total = sum(int(row["# Samples"].replace(",", "")) for row in rows)
-    assert (one.where, one.samples, one.share) == ("one.py:1", total, 1.0)
-    alone = lines.hot(rows, {}, len(rows))
-    assert sum(place.samples for place in alone) == total
-    assert alone == sorted(alone, key=lambda place: -place.samples)
-
-
-def test_hot_without_lines(tmp_path):
-    folder = tmp_path / "profile"
-    shutil.copytree(FORWARD, folder)
-    known = json.loads((folder / "lines.json").read_text())
-    known["fwd"] = {"symbol": known["fwd"]["symbol"], "why_not": "the compiler is elsewhere"}
-    (folder / "lines.json").write_text(json.dumps(known))
-    done = cli("hot", folder, "-n", 3)
-    assert done.exit_code == 0, done.output
-    assert "by instruction (no source lines: the compiler is elsewhere)" in done.output
-    assert "+0x" in done.output
-
-
-def test_hot_of_a_kernel_that_did_not_run():
-    done = cli("hot", FORWARD, "--kernel", "bwd")
-    assert done.exit_code == 1
-    assert "--kernel is 'bwd', this profile has fwd" in done.output
-
-
-def test_lines_of_a_kernel_are_those_of_its_twin(kernel_store):
-    """Compiled with line information, instructions are the same: each one gets a line of this project."""
-    spec = backward_specs("bf16", 64).postprocess
-    found = lines.kernel_lines(spec, store.entry(spec))
-    assert "why_not" not in found
-    files = {file for file, _ in found["lines"].values()}
-    assert "cute_kernels/bwd_postprocess.py" in files
-    assert max(found["lines"]) == 16 * (len(found["lines"]) - 1), "every instruction, 16 bytes each"
-
-
-def test_another_kernel_has_no_lines(kernel_store, monkeypatch):
-    spec = backward_specs("bf16", 64).postprocess
-    entry = store.entry(spec)
-    monkeypatch.setattr(lines, "_compile_with_lines", lambda spec, folder: entry / "kernel.cubin")
-    monkeypatch.setattr(lines, "_nvdisasm", lambda option, path: f"        /*0000*/ MOV R{ord(option[1])}, R1 ;\n")
-    assert lines.kernel_lines(spec, entry)["why_not"].startswith("compiled with line information")
-
-
-@pytest.fixture(scope="module")
-def kernel_store(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DUALKV_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.delenv("DUALKV_KERNEL_DIR", raising=False)
-        yield
-
-
 # ---------------------------------------------------------------- what is profiled
-def test_jobs_survive_json():
-    job = Job(parse("40:3,5;7:").with_shape(head_dim=64), "bwd", True, {"stages": 3})
-    assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
-    assert list(Job(SMALL, "fwd").specs()) == ["fwd"]
-    assert list(Job(SMALL, "bwd").specs()) == ["bwd_preprocess", "bwd", "bwd_sum", "bwd_postprocess"]
-
-
-def test_another_tile():
-    job = Job(SMALL, "fwd", tile=read_tile(["tile_n=144"]))
-    with mock.patch.dict(TABLES["fwd"]):
-        job.use_tile()
-        assert job.specs()["fwd"].tile.tile_n == 144
-    assert job.specs()["fwd"].tile.tile_n != 144
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--workload", "8192"], "workload '8192' is neither a name"),
-        ([], "give --workload or --layout, one of them"),
-        (["--workload", "8:8", "--layout", "x.json"], "give --workload or --layout, one of them"),
-        (["--workload", "8:8", "--direction", "up"], "direction is 'up', expected fwd or bwd"),
-        (["--workload", "8:8", "--tile", "tile_n"], "--tile is 'tile_n', expected NAME=NUMBER"),
-        (["--workload", "8:8", "--tile", "tile_q=3"], "tile has no field 'tile_q'"),
-        (["--layout", "missing.json"], "No such file"),
-    ],
-)
-def test_bad_jobs(tmp_path, given, says):
-    done = cli("run", tmp_path / "out", *given)
-    assert done.exit_code == 1
-    assert says in done.output
-    assert not (tmp_path / "out").exists()
-
-
-def test_saved_layouts(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"offsets": [0, 5, 8, 9, 11], "parent": [-1, 0, 0, -1]}))
-    workload = read_layout(path)
-    assert (workload.name, workload.prompt_lens, workload.response_lens) == ("mine", (5, 2), ((3, 1), ()))
-    assert read_workload(None, path) == workload
-    for bad in ("[1]", "{}", "no json", '{"offsets": 3, "parent": []}'):
-        path.write_text(bad)
-        with pytest.raises(ValueError, match=r"offsets|is no saved layout"):
-            read_layout(path)
-    path.write_text(json.dumps({"offsets": [0, 5, 8, 9], "parent": [-1, 0, 1]}))
-    assert read_layout(path).layout() == Layout.from_segments([0, 5, 8, 9], [-1, 0, 1])
-
-
 # ---------------------------------------------------------------- running ncu
 PLAYBACK = """#!{python}
 import pathlib, sys
@@ -322,8 +83,6 @@ if "--version" in sys.argv:
     print("NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion 2025.3.1.0 (build 1)")
 elif "raw" in sys.argv:
     print((data / "metrics.csv").read_text())
-elif "source" in sys.argv:
-    print((data / "source.csv").read_text())
 else:
     pathlib.Path(sys.argv[sys.argv.index("--export") + 1]).write_text("a report")
 """
@@ -335,9 +94,10 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(collect, "check_gpu", lambda: None)
     monkeypatch.setattr(collect.store, "entry", lambda spec: tmp_path)
     monkeypatch.setattr(collect, "Meter", lambda: None)
-    known = json.loads((FORWARD / "lines.json").read_text())
-    monkeypatch.setattr(collect.lines, "kernel_lines", lambda spec, folder: known[spec.operation])
     about = json.loads((FORWARD / "about.json").read_text())
+    (tmp_path / "kernel.cubin").touch()
+    described = types.SimpleNamespace(function=about["symbols"]["fwd"])
+    monkeypatch.setattr(collect.cubin, "resources", lambda code: described)
     monkeypatch.setattr(collect, "environment", lambda meter: {"gpu": about["gpu"], "commit": "abc"})
 
 
@@ -356,7 +116,7 @@ def test_run_leaves_a_profile(monkeypatch, tmp_path, gpu):
     assert done.exit_code == 0, done.output
     assert "TFLOP/s, useful work" in done.output
     left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left == {"about.json", "report.ncu-rep", "metrics.csv", "source.csv", "lines.json"}
+    assert left == {"about.json", "report.ncu-rep", "metrics.csv"}
     profile = metrics.read(tmp_path / "out")
     assert (profile.about["ncu"], profile.about["commit"]) == ("2025.3.1.0 (build 1)", "abc")
     ran = log.read_text().splitlines()[0]
@@ -385,29 +145,3 @@ def test_runs_that_fail(monkeypatch, tmp_path, gpu, prints, code, says):
     assert done.exit_code == 1
     assert says in done.output
     assert len(done.output.strip().splitlines()) == 1
-
-
-def test_no_ncu(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(collect, "ELSEWHERE", ())
-    done = cli("run", tmp_path / "out", "-w", "8:8")
-    assert done.exit_code == 1
-    assert "ncu is not on PATH: install Nsight Compute" in done.output
-
-
-def test_no_gpu(monkeypatch, tmp_path):
-    install(monkeypatch, tmp_path, "#!/bin/sh\n")
-    monkeypatch.setattr(collect.torch.cuda, "is_available", lambda: False)
-    done = cli("run", tmp_path / "out", "-w", "8:8")
-    assert done.exit_code == 1
-    assert "profiling needs an NVIDIA GPU" in done.output
-
-
-def test_another_gpu(monkeypatch, tmp_path):
-    install(monkeypatch, tmp_path, "#!/bin/sh\n")
-    monkeypatch.setattr(collect.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(collect.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(collect.hopper, "device_unsupported", lambda device: "compute capability 8.0")
-    done = cli("run", tmp_path / "out", "-w", "8:8")
-    assert done.exit_code == 1
-    assert "not on compute capability 8.0" in done.output

@@ -29,10 +29,15 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
 
 def test_runs_are_added_to_a_list_of_runs(tmp_path):
     path = tmp_path / "fuzz.json"
-    for seed in range(3):
-        Record(path, gpu=False).append({"seed": seed})
-    assert [run["seed"] for run in filed.read(path)["runs"]] == [0, 1, 2]
-    assert all("commit" in run for run in filed.read(path)["runs"])
+    for seed, device, worst in (("5", "cpu", 0.5), ("6", "cuda", 0.7), ("7", "cpu", 0.4)):
+        found = {"seconds": 1.5, "failed": 1, "worst_part_of_bound": worst, "tried": {"cases": 2, seed: 1}}
+        Record(path, gpu=False).append({"seed": seed, "device": device, **found})
+    one, other = filed.read(path)["runs"]
+    assert (one["seed"], one["device"], one["seconds"], one["failed"], one["worst_part_of_bound"]) == (
+        "5, 7", "cpu", 3.0, 2, 0.5,
+    )  # fmt: skip
+    assert one["tried"] == {"5": 1, "7": 1, "cases": 4}
+    assert (other["seed"], other["tried"]["cases"]) == ("6", 2)
     Record(path, gpu=False).write({"seed": 4})
     with pytest.raises(ValueError, match="expected a list of runs under 'runs'"):
-        Record(path, gpu=False).append({"seed": 5})
+        Record(path, gpu=False).append({"seed": "5"})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from dualkv.bench import run
@@ -48,17 +45,3 @@ def test_git_counts_once_the_sources_are_not_those_of_the_stamp(checkout):
     assert run.environment(None)["commit"] == "a" * 40  # git of a copy may know an earlier commit only
     (run.ROOT / "dualkv/a.py").write_text("changed")
     assert run.environment(None)["commit"] == "b" * 40
-
-
-def test_without_git_there_is_nothing_to_stamp(checkout):
-    checkout.clear()
-    with pytest.raises(SystemExit, match="expected a checkout of this repository"):
-        stamp.main()
-    assert not run.STAMP.exists()
-
-
-def test_git_ignores_the_stamp():
-    root = Path(__file__).parents[2]
-    if subprocess.run(["git", "rev-parse"], cwd=root, capture_output=True).returncode:
-        pytest.skip("not a git checkout")
-    assert subprocess.run(["git", "check-ignore", "-q", run.STAMP.name], cwd=root).returncode == 0

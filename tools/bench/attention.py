@@ -43,6 +43,11 @@ _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST
 _TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
 
 LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
+FIELDS = "direction", "flops"  # of a result
+OF_A_SIDE = (
+    "error", "difference", "parts", "cold_ms", "rounds", "sustained_ms", "sustained_tflops", "joules", "power_w",
+    "sm_clock_mhz", "speed_against_reference",
+)  # fmt: skip
 
 # name: options of `dualkv bench`
 RECORDS = {
@@ -84,7 +89,7 @@ def main(
         print(f"dualkv bench {RECORDS[name]}", flush=True)
         try:
             commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
-            path.write_text(filed.text(without_lengths(filed.read(path))))
+            path.write_text(filed.text(kept(filed.read(path))))
             if name == "trees-h200":
                 print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording
@@ -94,15 +99,27 @@ def main(
         sys.exit("\n".join(failed))
 
 
-def without_lengths(report: dict[str, Any]) -> dict[str, Any]:
-    """A report whose named workloads go without the lengths that their names stand for."""
+def kept(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without the lengths that a workload's name stands for, and with those figures of its sides that tables
+    and documents are made from."""
     results = []
     for result in report["results"]:
         given = result["workload"]
         named = json.loads(json.dumps(asdict(parse(given["name"]))))
-        kept = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
-        results.append(result | {"workload": kept})
+        workload = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
+        sides = {name: _side(side) for name, side in result["sides"].items()}
+        results.append({"workload": workload, **{field: result[field] for field in FIELDS}, "sides": sides})
     return report | {"results": results}
+
+
+def _side(side: dict[str, Any]) -> dict[str, Any]:
+    """Of rounds their milliseconds, of parts those that the total leaves out."""
+    shorter = {name: side[name] for name in OF_A_SIDE if name in side}
+    if "parts" in shorter:
+        shorter["parts"] = {name: part for name, part in side["parts"].items() if not part["in_total"]}
+    if "rounds" in shorter:
+        shorter["rounds"] = [r["ms"] for r in side["rounds"]]
+    return shorter
 
 
 def _limited(text: str) -> tuple[str, float]:

@@ -107,9 +107,7 @@ def markdown(recorded: dict[str, Any]) -> str:
     return f"{table}\n\nRecorded {recorded['date'][:10]} at commit {recorded['commit'][:7]}, {load}."
 
 
-def main(
-    json_to: JsonPath,
-) -> None:
+def main(json_to: JsonPath) -> None:
     """Measure host times on this machine."""
     if not torch.cuda.is_available():
         sys.exit("host times are measured on a GPU, and PyTorch finds none here")

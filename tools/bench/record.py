@@ -6,7 +6,9 @@ in which git does not know the commit needs its stamp too (`python -m tools.stam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +17,12 @@ import typer
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from tools import filed
+from tools.filed import RUNS
 
 _OPTION = typer.Option("--json", help="Record the run in this file.")
 JsonPath = Annotated[Path, _OPTION]
 OptionalJsonPath = Annotated[Path | None, _OPTION]
-RUNS = "runs"
+FOUND = "date", "seed", "seconds", "failed", "worst_part_of_bound", "tried"
 
 
 class Record:
@@ -42,7 +45,7 @@ class Record:
         return whole
 
     def append(self, figures: Mapping[str, Any]) -> None:
-        """Adds the run to the list of runs that the file holds.
+        """Adds the run to the list of runs that the file holds; runs of one commit on one machine become one.
 
         Raises:
             ValueError: the file holds something else.
@@ -51,7 +54,23 @@ class Record:
             before = filed.read(self.path) if self.path.exists() else {RUNS: []}
             if before.keys() != {RUNS}:
                 raise ValueError(f"{self.path} holds {', '.join(before)}, expected a list of runs under {RUNS!r}")
-            _replace(self.path, {RUNS: [*before[RUNS], {**self.about, **figures}]})
+            _replace(self.path, {RUNS: together([*before[RUNS], {**self.about, **figures}])})
+
+
+def together(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs that differ only in their seed, their date and what they found, as one: sums, the worst, the last date."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        whole = found.setdefault(json.dumps({name: value for name, value in run.items() if name not in FOUND}), {})
+        added = Counter(whole.get("tried", {})) + Counter(run["tried"])
+        whole |= run | {
+            "seed": ", ".join([*([whole["seed"]] if whole else []), run["seed"]]),
+            "seconds": round(whole.get("seconds", 0) + run["seconds"], 1),
+            "failed": whole.get("failed", 0) + run["failed"],
+            "worst_part_of_bound": max(whole.get("worst_part_of_bound", 0.0), run["worst_part_of_bound"]),
+            "tried": dict(sorted(added.items())),
+        }
+    return list(found.values())
 
 
 def runs_of(record: dict[str, Any]) -> list[dict[str, Any]]:

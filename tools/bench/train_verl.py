@@ -135,8 +135,8 @@ def settings_for(task: Task, updates: int, learning_rate: float, dtype: str = "f
     )
 
 
-def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[float]:
-    """Yields the mean reward before each update, then makes the update."""
+def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[int]:
+    """Yields the rewarded tokens before each update, then makes the update."""
     worker = make_worker(settings, folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(get_device_name()).eval()
     for update in track(range(settings.updates), settings.engine.value):
@@ -147,7 +147,7 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[f
         )
         responses = torch.stack([torch.stack(group) for group in sampled])
         scores = task.rewards(prompts, responses)
-        yield float(scores.mean())
+        yield round(float(scores.mean()) * responses.numel())
         data = make_batch(task, prompts, responses, scores)
         scored = data.clone()
         tu.assign_non_tensor(scored, compute_loss=False)
@@ -169,26 +169,29 @@ def main(
     head_dim: Annotated[int, typer.Option(help="Of the model; the kernels for a GPU take 64 and more, in bf16.")] = 16,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
 ) -> None:
-    """Train with both engines and write their rewards."""
+    """Train with both engines and write how many tokens of each update were rewarded."""
     task = Task(prompt_len=prompt_len)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     cuda = get_device_name() == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     record = Record(json_to, cuda)
     settings = settings_for(task, updates, learning_rate, dtype)
-    rewards = {}
+    rewarded = {}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), seed, head_dim)
         for engine in Engine:
-            rewards[engine.value] = list(train(replace(settings, engine=engine), task, Path(folder), seed))
+            rewarded[engine.value] = list(train(replace(settings, engine=engine), task, Path(folder), seed))
     found = {
         "settings": asdict(settings) | {"seed": seed, "head_dim": head_dim},
         "task": asdict(task),
-        "rewards": rewards,
+        "rewarded": rewarded,  # tokens of each update
     }
     record.write(found)
-    for name, values in rewards.items():
-        print(f"{name}: reward {values[0]:.3f} at first, {mean(values[-10:]):.3f} before the last ten updates")
+    tokens = task.groups * task.responses * task.response_len
+    for name, each in rewarded.items():
+        print(
+            f"{name}: reward {each[0] / tokens:.3f} at first, {mean(each[-10:]) / tokens:.3f} in the last ten updates"
+        )
     dist.destroy_process_group()
 
 

@@ -202,7 +202,7 @@ def _timed(
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
     """What is filed of a result: lengths and turns are the same in all of them."""
-    w, kept = result["workload"], ("sustained_ms", "sustained_tflops", "joules", "sm_clock_mhz", "error")
+    w, kept = result["workload"], ("sustained_ms", "error")
     by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
     return {"head_dim": w["head_dim"], "gqa": w["heads"] // w["kv_heads"], "sides": by_name}
 

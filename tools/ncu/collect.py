@@ -7,17 +7,15 @@ import json
 import re
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from codegen import store
+from codegen import cubin, store
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from dualkv.ops import hopper
-from tools.ncu import lines
 from tools.ncu.job import Job
 from tools.process import run_limited
 
@@ -42,7 +40,7 @@ def find_ncu() -> str:
             return path
     raise ProfileError(
         "ncu is not on PATH: install Nsight Compute (package nsight-compute of the CUDA repositories, or part of the "
-        "CUDA toolkit); report, compare and hot read a profile without it"
+        "CUDA toolkit); report reads a profile without it"
     )
 
 
@@ -88,16 +86,12 @@ def collect(job: Job, folder: Path) -> dict[str, Any]:
     # The card's clocks stay as they are: kernels are profiled at the clock that they run at.
     options = ["--set", "full", "--profile-from-start", "off", "--clock-control", "none", "--force-overwrite"]
     target = [sys.executable, "-m", "tools.ncu.target", str(request.absolute())]
-    with ThreadPoolExecutor() as pool:
-        places = {name: pool.submit(lines.kernel_lines, spec, entries[name]) for name, spec in job.specs().items()}
-        _run([ncu, *options, "--export", str(report.absolute()), *target])
+    _run([ncu, *options, "--export", str(report.absolute()), *target])
     request.unlink()
     show = [ncu, "--import", str(report.absolute()), "--csv", "--print-units", "base", "--page"]
     (folder / "metrics.csv").write_text(_run([*show, "raw"]))
-    (folder / "source.csv").write_text(_run([*show, "source", "--print-source", "sass"]))
-    found = {name: future.result() for name, future in places.items()}
-    (folder / "lines.json").write_text(json.dumps(found, separators=(",", ":")))
-    about = {**job.to_dict(), "specs": {n: s.to_dict() for n, s in job.specs().items()}}
+    symbols = {name: cubin.resources((at / "kernel.cubin").read_bytes()).function for name, at in entries.items()}
+    about = {**job.to_dict(), "specs": {n: s.to_dict() for n, s in job.specs().items()}, "symbols": symbols}
     about |= environment(Meter()) | {"ncu": _run([ncu, "--version"]).split("Version")[-1].strip()}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     return about

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from codegen import tiles
 from codegen.spec import KernelSpec, backward_specs, forward_spec
-from dualkv import Layout
-from dualkv.bench.workloads import Workload, parse
+from dualkv.bench.workloads import Workload
 
 DIRECTIONS = ("fwd", "bwd")
 TABLES: dict[str, dict[int, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
@@ -82,30 +79,6 @@ class Job:
         workload["response_lens"] = tuple(map(tuple, workload["response_lens"]))
         workload["parent"] = tuple(workload.get("parent", ()))
         return cls(Workload(**workload), given["direction"], given["deterministic"], given["tile"])
-
-
-def read_layout(path: Path) -> Workload:
-    """A saved layout as a workload: JSON with `offsets` [S+1] and `parent` [S] of a :class:`dualkv.Layout`.
-
-    Raises:
-        ValueError: no such JSON, a layout that is none.
-        OSError: a file that cannot be read.
-    """
-    try:
-        saved = json.loads(path.read_text())
-        layout = Layout.from_segments(saved["offsets"], saved["parent"])
-    except (KeyError, TypeError, json.JSONDecodeError) as e:
-        why = f"{type(e).__name__}: {e}"
-        raise ValueError(f'{path} is no saved layout, expected {{"offsets": [...], "parent": [...]}} ({why})') from None
-    parent = tuple(layout.parent.tolist()) if layout.depth > 2 else ()
-    return Workload(path.stem, tuple(layout.prompt_lens), tuple(map(tuple, layout.response_lens)), parent=parent)
-
-
-def read_workload(text: str | None, path: Path | None) -> Workload:
-    """By name or lengths, or from a saved layout: one of the two."""
-    if (text is None) == (path is None):
-        raise ValueError("give --workload or --layout, one of them")
-    return parse(text) if text is not None else read_layout(path)  # type: ignore[arg-type]
 
 
 def read_tile(given: list[str]) -> dict[str, int]:

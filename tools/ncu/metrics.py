@@ -22,46 +22,39 @@ _CLOCK = "sm__cycles_elapsed.avg.per_second"
 _TENSOR = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"
 _OPS = "sm__ops_path_tensor_src_{}.sum"
 _OPS_BF16, _OPS_FP16 = _OPS.format("bf16_dst_fp32"), _OPS.format("fp16")
-_ISSUE = "sm__inst_issued.avg.pct_of_peak_sustained_elapsed"
-_EXP = "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active"
 _SHARED = "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed"
 _WAVES = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 _L2 = "lts__t_sectors_srcunit_tex_op_{}.sum"
-_L2_READ, _L2_ADD, _L2_WRITE = (_L2.format(op) for op in ("read", "red", "write"))
+_L2_READ, _L2_ADD = (_L2.format(op) for op in ("read", "red"))
 _L2_SECTORS, _L2_HIT = "lts__t_sectors_srcunit_tex.sum", "lts__t_sector_hit_rate.pct"
-_L2_BUSY = "lts__throughput.avg.pct_of_peak_sustained_elapsed"
 _L2_PEAK, _L2_CLOCK = "derived__lts__lts2xbar_bytes.sum.peak_sustained", "lts__cycles_elapsed.avg.per_second"
 _SM_READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
 _DRAM_READ, _DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 _DRAM_PEAK, _DRAM_CLOCK = "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second"
 _LOCAL = tuple(f"l1tex__t_requests_pipe_lsu_mem_local_op_{op}.sum" for op in ("ld", "st"))
-_WARPS, _MAX_WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active", "sm__maximum_warps_per_active_cycle_pct"
-_LAUNCH = {
-    name: f"launch__{name}"
-    for name in ("registers_per_thread", "shared_mem_per_block", "grid_size", "block_size", "cluster_size", "sm_count")
-}
+_SM_COUNT = "launch__sm_count"
 _STALLS = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALLS = {  # what a warp waits for, by ncu's name
-    "barrier": "results of the tensor cores (wgmma wait_group), barriers of CTA or cluster, idle warps at its end",
-    "long_scoreboard": "global or local memory, mbarriers",
-    "short_scoreboard": "shared memory, exp2",
-    "wait": "a fixed latency",
-    "gmma": "operands of the tensor cores (wgmma fence)",
-    "mio_throttle": "the queue of shared memory instructions is full",
-    "lg_throttle": "the queue of global memory instructions is full",
-    "math_pipe_throttle": "an arithmetic pipe is busy",
-    "dispatch_stall": "dispatch, register ports",
-    "not_selected": "ready, another warp issued",
-    "membar": "a memory fence",
-    "no_instruction": "instruction fetch",
-    "branch_resolving": "a branch",
-    "drain": "stores at the end",
-    "imc_miss": "constants",
-    "sleeping": "nanosleep",
-    "tex_throttle": "the queue of texture instructions is full",
-    "misc": "other",
-}
+STALLS = (  # what a warp waits for, by ncu's name
+    "barrier",
+    "long_scoreboard",
+    "short_scoreboard",
+    "wait",
+    "gmma",
+    "mio_throttle",
+    "lg_throttle",
+    "math_pipe_throttle",
+    "dispatch_stall",
+    "not_selected",
+    "membar",
+    "no_instruction",
+    "branch_resolving",
+    "drain",
+    "imc_miss",
+    "sleeping",
+    "tex_throttle",
+    "misc",
+)
 
 
 class ReadError(ValueError):
@@ -111,7 +104,7 @@ class Kernel:
     def peaks(self) -> dict[str, float | None]:
         """FLOP/s of the tensor cores, bytes/s from L2 towards the SMs and of DRAM, at the clocks of this run."""
         return {
-            "tensor": _times(_times(self.get(_LAUNCH["sm_count"]), DENSE_FLOPS), self.get(_CLOCK)),
+            "tensor": _times(_times(self.get(_SM_COUNT), DENSE_FLOPS), self.get(_CLOCK)),
             "l2": _times(self.get(_L2_PEAK), self.get(_L2_CLOCK)),
             "dram": _times(self.get(_DRAM_PEAK), self.get(_DRAM_CLOCK)),
         }
@@ -139,7 +132,6 @@ class Figure:
     name: str
     form: str
     of: Callable[[Kernel], float | None]
-    better: int = 0  # -1: less is better, 1: more is
 
 
 def _metric(name: str) -> Callable[[Kernel], float | None]:
@@ -147,34 +139,24 @@ def _metric(name: str) -> Callable[[Kernel], float | None]:
 
 
 FIGURES = (
-    Figure("duration, ms", ".3f", lambda k: k.seconds * 1e3, -1),
+    Figure("duration, ms", ".3f", lambda k: k.seconds * 1e3),
     Figure("SM clock, GHz", ".2f", lambda k: _times(k.get(_CLOCK), 1e-9)),
-    Figure("TFLOP/s, useful work", ".0f", lambda k: k.need.flops / k.seconds / 1e12 if k.need.flops else None, 1),
-    Figure("executed / useful FLOP", ".3f", lambda k: _over(k.ops, k.need.flops), -1),
-    Figure("tensor pipe busy, %", ".1f", _metric(_TENSOR), 1),
-    Figure("issue slots used, %", ".1f", _metric(_ISSUE)),
-    Figure("exp2 pipe busy, %", ".1f", _metric(_EXP)),
+    Figure("TFLOP/s, useful work", ".0f", lambda k: k.need.flops / k.seconds / 1e12 if k.need.flops else None),
+    Figure("executed / useful FLOP", ".3f", lambda k: _over(k.ops, k.need.flops)),
+    Figure("tensor pipe busy, %", ".1f", _metric(_TENSOR)),
     Figure("shared memory pipe busy, %", ".1f", _metric(_SHARED)),
-    Figure("bank conflicts a wavefront", ".4f", lambda k: _over(k.get(_CONFLICTS), k.get(_WAVES)), -1),
-    Figure("L2 busy, %", ".1f", _metric(_L2_BUSY)),
-    Figure("L2 hit rate, %", ".1f", _metric(_L2_HIT), 1),
-    Figure("L2 reads, GB", ".3f", lambda k: _times(k.get(_L2_READ), SECTOR / 1e9), -1),
+    Figure("bank conflicts a wavefront", ".4f", lambda k: _over(k.get(_CONFLICTS), k.get(_WAVES))),
+    Figure("L2 hit rate, %", ".1f", _metric(_L2_HIT)),
+    Figure("L2 reads, GB", ".3f", lambda k: _times(k.get(_L2_READ), SECTOR / 1e9)),
     Figure("L2 reads predicted, GB", ".3f", lambda k: _times(k.need.l2_read_bytes, 1e-9)),
     Figure("arriving at SMs (multicast twice), GB", ".3f", lambda k: _times(k.get(_SM_READ), 1e-9)),
-    Figure("L2 additions, GB", ".3f", lambda k: _times(k.get(_L2_ADD), SECTOR / 1e9), -1),
+    Figure("L2 additions, GB", ".3f", lambda k: _times(k.get(_L2_ADD), SECTOR / 1e9)),
     Figure("L2 additions predicted, GB", ".3f", lambda k: _times(k.need.l2_add_bytes, 1e-9)),
     Figure("DRAM, TB/s", ".2f", lambda k: _times(_over(k.dram_bytes, k.seconds), 1e-12)),
-    Figure("DRAM reads, GB", ".3f", lambda k: _times(k.get(_DRAM_READ), 1e-9), -1),
-    Figure("DRAM writes, GB", ".3f", lambda k: _times(k.get(_DRAM_WRITE), 1e-9), -1),
+    Figure("DRAM reads, GB", ".3f", lambda k: _times(k.get(_DRAM_READ), 1e-9)),
+    Figure("DRAM writes, GB", ".3f", lambda k: _times(k.get(_DRAM_WRITE), 1e-9)),
     Figure("DRAM with each tensor once, GB", ".3f", lambda k: _times(k.need.dram_bytes, 1e-9)),
-    Figure("registers a thread", ".0f", _metric(_LAUNCH["registers_per_thread"])),
-    Figure("local memory requests", ".0f", lambda k: k.sum(*_LOCAL), -1),
-    Figure("shared memory a CTA, KB", ".1f", lambda k: _times(k.get(_LAUNCH["shared_mem_per_block"]), 1e-3)),
-    Figure("threads a CTA", ".0f", _metric(_LAUNCH["block_size"])),
-    Figure("CTAs", ".0f", _metric(_LAUNCH["grid_size"])),
-    Figure("CTAs a cluster", ".0f", lambda k: max(k.get(_LAUNCH["cluster_size"]) or 1, 1)),
-    Figure("occupancy, %", ".1f", _metric(_WARPS)),
-    Figure("occupancy possible, %", ".1f", _metric(_MAX_WARPS)),
+    Figure("local memory requests", ".0f", lambda k: k.sum(*_LOCAL)),
 )  # fmt: skip
 
 
@@ -191,24 +173,27 @@ class Profile:
     @property
     def environment(self) -> dict[str, Any]:
         """Machine, versions, commit and date."""
-        return {name: value for name, value in self.about.items() if name not in {*self.job.to_dict(), "specs"}}
+        return {
+            name: value for name, value in self.about.items() if name not in {*self.job.to_dict(), "specs", "symbols"}
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that a report shows, for a JSON file."""
+        """What the roofline shows, for a JSON file."""
         kernels = [
             {
                 "operation": kernel.operation,
-                "symbol": kernel.symbol,
-                "figures": {figure.name: figure.of(kernel) for figure in FIGURES},
-                "stalls": dict(kernel.stalls()),
+                "seconds": kernel.seconds,
+                "sm_clock_hz": kernel.get(_CLOCK),
                 "peaks": kernel.peaks,
                 "flops": kernel.need.flops,
                 "l2_bytes": kernel.l2_bytes,
                 "dram_bytes": kernel.dram_bytes,
             }
             for kernel in self.kernels
+            if kernel.need.flops
         ]
-        return {**self.about, "name": self.name, "kernels": kernels}
+        about = {name: self.about.get(name) for name in ("direction", "date", "commit")}
+        return {**about, "workload": self.job.workload.name, "kernels": kernels}
 
 
 def read(folder: Path) -> Profile:
@@ -216,12 +201,12 @@ def read(folder: Path) -> Profile:
     Raises:
         ReadError: a folder that `run` did not leave, or left incomplete.
     """
-    about, metrics, lines = (_text(folder, name) for name in ("about.json", "metrics.csv", "lines.json"))
+    about, metrics = (_text(folder, name) for name in ("about.json", "metrics.csv"))
     try:
         given = json.loads(about)
         job = Job.from_dict(given)
         specs = {name: KernelSpec.from_json(json.dumps(spec)) for name, spec in given["specs"].items()}
-        operations = {entry["symbol"]: name for name, entry in json.loads(lines).items()}
+        operations = {symbol: name for name, symbol in given["symbols"].items()}
         kernels = []
         for symbol, values in read_csv(metrics):
             operation = operations.get(symbol)

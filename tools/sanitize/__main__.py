@@ -120,11 +120,16 @@ def explained(runs: list[dict[str, Any]], shown: dict[str, int]) -> list[dict[st
             kernel = ", ".join(dict.fromkeys(short(symbol) for symbol, _ in report.places))
             entry = merged.setdefault(
                 (report.what, kernel, tuple(kinds)),
-                {"what": report.what, "kernel": kernel, "instructions": kinds, "count": 0, "cases": {}},
+                {"what": report.what, "kernel": kernel, "instructions": kinds, "count": 0, "cases": set()},
             )
             entry["count"] += count
-            entry["cases"][report.case] = entry["cases"].get(report.case, 0) + count
-    return [entry | {"false_positive": known.why(runs[0]["tool"], entry, shown)} for entry in merged.values()]
+            entry["cases"].add(report.case)
+    found = []
+    for entry in merged.values():
+        unpaced = any("deterministic" in case or "gradients of kv" in case for case in entry["cases"])
+        entry |= {"cases": len(entry["cases"]), "unpaced": unpaced}
+        found.append(entry | {"false_positive": known.why(runs[0]["tool"], entry, shown)})
+    return found
 
 
 def _kind(text: str) -> str:

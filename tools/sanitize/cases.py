@@ -22,8 +22,7 @@ LAYOUTS = {
     "long prompt": Layout.from_lengths([600], [[500, 433, 477]]),  # at 8 heads and 1 KV head: split key blocks
     # Blocks that end among siblings, tiles with rows of many segments, and some tokens that nothing follows.
     "tree": Layout.from_segments(
-        [0, 130, 200, 201, 330, 333, 340, 340, 341, 400, 530, 531, 540],
-        [-1, 0, 1, 2, 2, 4, 4, 1, 0, 8, -1, 10],
+        [0, 130, 200, 201, 330, 333, 340, 340, 341, 400, 530, 531, 540], [-1, 0, 1, 2, 2, 4, 4, 1, 0, 8, -1, 10]
     ),
     "short edges": Layout.from_lengths([63, 65, 0], [[1, 64], [40], [3, 5]]),
     "short prompt": Layout.from_lengths([256], [[256]]),  # split key blocks too

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tools.sanitize import controls
+from tools.sanitize import controls, known
 
 CONTROLS = "controls"
 
@@ -25,13 +25,14 @@ def table(tools: dict[str, Any]) -> Table:
 
 
 def findings(tools: dict[str, Any]) -> list[str]:
-    """One line for each kind of report, and for each thing that was not finished."""
-    lines = []
+    """One line for each kind of report, those of one verdict together, and for each thing that was not finished."""
+    by_verdict: dict[str, list[str]] = {}
+    unfinished = []
     for name, tool in tools.items():
         for report in tool["reports"]:
             what = f"{report['count']:,} x {report['what'].removesuffix('.')}"
             where = f" in {report['kernel']} ({', '.join(report['instructions'])})" if report["kernel"] else ""
-            verdict = report["false_positive"] or "AN ERROR"
-            lines.append(f"{name}: {what}{where}, {len(report['cases'])} cases: {verdict}")
-        lines += [f"{name}: not finished: {why}" for why in tool["unfinished"]]
-    return lines
+            verdict = known.REASONS.get(report["false_positive"], "AN ERROR")
+            by_verdict.setdefault(f"{name}: {verdict}", []).append(f"{what}{where}, {report['cases']} cases")
+        unfinished += [f"{name}: not finished: {why}" for why in tool["unfinished"]]
+    return [f"{verdict}: {'; '.join(lines)}" for verdict, lines in by_verdict.items()] + unfinished

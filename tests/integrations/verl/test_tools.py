@@ -40,5 +40,5 @@ def test_stock_attention_across_ranks_is_that_of_whole_sequences(results: Result
 
 def test_training_is_the_same_with_both_engines(results: Results) -> None:
     found = results("training")[0]
-    assert found["rewards"]["dualkv"] == found["rewards"]["verl"]
-    assert len(found["rewards"]["verl"]) == 2
+    assert found["rewarded"]["dualkv"] == found["rewarded"]["verl"]
+    assert len(found["rewarded"]["verl"]) == 2

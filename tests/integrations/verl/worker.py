@@ -53,10 +53,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
     for model, forward in FORWARDS.items():
         model.forward = forward  # veRL puts fused heads into the class
     dtype = s.get("param_dtype", "fp32")
-    batching = {
-        "max_token_len_per_gpu": s.get("budget", 0),
-        "micro_batch_size_per_gpu": s.get("rollouts", 4),
-    }
+    batching = {"max_token_len_per_gpu": s.get("budget", 0), "micro_batch_size_per_gpu": s.get("rollouts", 4)}
     engine = FSDPEngineConfig(
         strategy=s.get("strategy", "fsdp2"),
         model_dtype="fp32",
@@ -246,11 +243,11 @@ def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
     task = train_verl.Task(groups=2, responses=4, prompt_len=12, response_len=3)
     settings = train_verl.settings_for(task, updates=2, learning_rate=1e-3)
     train_verl.save_model(models / "training", seed=0)
-    rewards = {
+    rewarded = {
         engine.value: list(train_verl.train(replace(settings, engine=engine), task, models / "training", seed=0))
         for engine in bench_verl.Engine
     }
-    return {"rewards": rewards}
+    return {"rewarded": rewarded}
 
 
 class _Log(logging.Handler):
