@@ -133,6 +133,11 @@ STAT_COLUMNS = 8  # bf16 numbers a query row: its lse and dpsum, as columns of a
 LOCKS = 2  # a query block and head: one for each part of dQ that has one writer at a time, if in the order of the keys
 
 
+def part_rows(tile_m: int) -> int:
+    """Rows in a part of a block: the first (or last) rows of a block whose other rows see no keys."""
+    return 16 * -(-tile_m // 32)
+
+
 def lock_words(blocks: int) -> int:
     """Int32 of the locks of so many query blocks (of all heads), and behind them the counter of work items."""
     return blocks * LOCKS + 1

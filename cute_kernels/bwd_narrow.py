@@ -23,13 +23,14 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_kernels.abi import BlockFields, part_rows
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import Global, Item, Mask, Shared
 from cute_kernels.bwd_dq import NarrowDq, NarrowPipelines, StagedDq
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
 from cute_kernels.bwd_softcap import Softcap, slope_of, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
-from cute_kernels.bwd_walk import Walk, first_block, part_rows
+from cute_kernels.bwd_walk import Walk, first_block
 from cute_kernels.bwd_window import OWN_STEP
 from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
 from cute_kernels.ptx import thread_here
@@ -274,6 +275,36 @@ class NarrowBackward(NarrowDq):
         self.finish_last_dq(p, x, own_steps - 1)
         for it in cutlass.range(own_steps, steps, 1, unroll=1):
             self.release_block(p, it)
+
+    @cute.jit
+    def walk_table(
+        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, item: Item, scale_log2: Float32,
+        heads_per_kv: Int32, wg: Int32,
+    ) -> None:  # fmt: skip
+        """The loop over the steps of `walk`, with the rows of the table.
+
+        One loop over steps, whose registers are few, and not one over rows with one over heads inside.
+        """
+        for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
+            stage = p.Q.stage(it)
+            p.Q.consumer_wait(stage)
+            flags = cute.arch.make_warp_uniform(s.blocks[BlockFields.FLAGS, stage.index])
+            rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
+            if not self.is_own(flags, self.rank()):
+                self.release_block(p, it)
+            elif rows == BlockFields.SKIP:
+                self.skip_block(s, p, x, mask, it, None)
+            elif rows == BlockFields.FIRST_ROWS:
+                self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
+            elif rows == BlockFields.WHOLE:
+                self.block(s, p, x, mask, it, None, x.whole, scale_log2)
+            else:
+                self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
+        last = p.Q.stage((item.block_end - item.block_begin) * heads_per_kv - 1).index
+        flags, own = s.blocks[BlockFields.FLAGS, last], s.blocks[OWN_STEP, last]
+        own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
+        if own > 0:
+            self.finish_last_dq(p, x, own - 1)
 
     def block(
         self,

@@ -5,12 +5,8 @@ Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/ops/pl
 
 from typing import NamedTuple
 
+from cute_kernels.abi import part_rows
 from cute_kernels.integers import Integer, larger, select, smaller
-
-
-def part_rows(tile_m: int) -> int:
-    """Rows in a part of a block: the first (or last) rows of a block whose other rows see no keys."""
-    return 16 * -(-tile_m // 32)
 
 
 def first_block(begin: Integer, end: Integer, key: Integer, key_end: Integer, tile_m: int) -> Integer:

@@ -6,20 +6,15 @@ warps of a cluster go through the same rows. The producer puts the row of a step
 warps read it.
 """
 
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.accumulator import column
-from cute_kernels.bwd_arguments import Global, Item, Mask, Shared
+from cute_kernels.bwd_arguments import Global, Mask, Shared
 from cute_kernels.cluster import Clustered
 from cute_kernels.pipeline import Stage
-
-if TYPE_CHECKING:
-    from cute_kernels.bwd_narrow import NarrowPipelines, Operands
 
 OWN_STEP = 3  # word beside Q, behind fields of the table; see `NarrowBackward.own_step`
 NO_LIMIT = 2**31 - 1  # unmasked_end of a block that needs no mask
@@ -80,34 +75,3 @@ class Windows(Clustered):
                 end = cutlass.min(mask.visible_end[r] - m0, mask.end_position[r] - (m0 + mask.shift) - first)
                 visible = (column(e) >= mask.key[r] - m0) & (column(e) < end)
                 acc[e] = cutlass.select_(visible, acc[e], Float32(value))
-
-    # ---------------------------------------------------------------- the walk up to head dim 128
-    @cute.jit
-    def walk_table(
-        self, s: Shared, p: "NarrowPipelines", x: "Operands", mask: Mask, item: Item, scale_log2: Float32,
-        heads_per_kv: Int32, wg: Int32,
-    ) -> None:  # fmt: skip
-        """The loop over the steps of `NarrowBackward.walk`, with the rows of the table.
-
-        One loop over steps, whose registers are few, and not one over rows with one over heads inside.
-        """
-        for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
-            stage = p.Q.stage(it)
-            p.Q.consumer_wait(stage)
-            flags = cute.arch.make_warp_uniform(s.blocks[fields.FLAGS, stage.index])
-            rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
-            if not self.is_own(flags, self.rank()):
-                self.release_block(p, it)
-            elif rows == fields.SKIP:
-                self.skip_block(s, p, x, mask, it, None)
-            elif rows == fields.FIRST_ROWS:
-                self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
-            elif rows == fields.WHOLE:
-                self.block(s, p, x, mask, it, None, x.whole, scale_log2)
-            else:
-                self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
-        last = p.Q.stage((item.block_end - item.block_begin) * heads_per_kv - 1).index
-        flags, own = s.blocks[fields.FLAGS, last], s.blocks[OWN_STEP, last]
-        own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
-        if own > 0:
-            self.finish_last_dq(p, x, own - 1)

@@ -19,7 +19,7 @@ import numpy as np
 from codegen.tiles import BackwardTile
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
-from cute_kernels.bwd_walk import part_rows
+from cute_kernels.abi import part_rows
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
 from dualkv.ops.plan.backward import BackwardWork, KeyItems, choose_lengths, cut, in_order, work_tables

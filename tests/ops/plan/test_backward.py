@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
-from cute_kernels.abi import LOCKS, MAX_ROWS
+from cute_kernels.abi import LOCKS, MAX_ROWS, part_rows
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.bwd_walk import Walk, first_block, part_rows
+from cute_kernels.bwd_walk import Walk, first_block
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
 from dualkv.layout import Segments, segments_of

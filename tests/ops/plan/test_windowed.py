@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
-from cute_kernels.bwd_walk import part_rows
+from cute_kernels.abi import part_rows
 from dualkv import Layout
 from dualkv.layout import Segments, segments_of
 from dualkv.ops.plan.windowed import windowed_work
