@@ -110,21 +110,19 @@ class NarrowDq(BackwardFrame):
         """`add_dq` of one step. m_block: with a window the row of the table, else the query block."""
         first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
         source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
-        before, after = Int32(0), Int32(0)
-        if const_expr(self.deterministic and self.windowed):
-            before = self.turn(g, m_block)
-            after = before + 1
-        elif const_expr(self.deterministic):
-            before = item.predecessors(m_block) * self.cluster
-            if const_expr(self.cluster == 2):
-                before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
-            after = item.order * self.cluster + self.rank() + 1
+        row = m_block
         if const_expr(self.windowed):
-            m_block = g.blocks[m_block, BlockFields.M_BLOCK]
+            m_block = g.blocks[row, BlockFields.M_BLOCK]
         target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
         stage = p.dQ.stage_of_warp_group(it, wg)
         if const_expr(self.deterministic):
             lock = self.lock_of(g, m_block, h, wg)
+            if const_expr(self.windowed):
+                before = self.turn(g, row)
+            else:
+                before = item.predecessors(m_block) * self.cluster
+                if const_expr(self.cluster == 2):
+                    before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
             while load_acquire(lock) != before:
                 pass
             cute.arch.sync_warp()
@@ -136,7 +134,10 @@ class NarrowDq(BackwardFrame):
                     bulk_add(target, source, num_bytes)
                 self.release_dq(p, stage)
                 cute.arch.cp_async_bulk_wait_group(0)
-                store_release(lock, after)
+                if const_expr(self.windowed):
+                    store_release(lock, before + 1)
+                else:
+                    store_release(lock, item.order * self.cluster + self.rank() + 1)
         else:
             while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:
                 pass

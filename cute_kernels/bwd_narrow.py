@@ -163,19 +163,18 @@ class NarrowBackward(NarrowDq):
         if const_expr(self.want_dk):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
                 x.acc_dK[e] = x.acc_dK[e] * scale
-        row = self.first_row(warp_id)
-        if const_expr(self.softcap):  # no register holds it during the loop
-            row = thread_here() // 32 * 16 - 64 + cute.arch.lane_idx() // 4
         if const_expr(self.want_dq and self.want_dv):
-            self.mark_keys(x.acc_dV, s.V, row)
+            self.mark_keys(x.acc_dV, s.V, self.first_row(warp_id))
         end = self.destination(s)
         dK, dV = (x.acc_dK, g.dk, 0), (x.acc_dV, g.dv, 1)
         results = ((dK,) if self.want_dk else ()) + ((dV,) if self.want_dv else ())
-        self.store_keys(results, g.partials, end, row)
+        self.store_keys(results, g.partials, end, self.first_row(warp_id))
 
     def first_row(self, warp_id: Int32) -> Int32:
         """The first of a thread's two keys, among the CTA's."""
         wg, _, lane = self.warp_group(warp_id)
+        if self.softcap:  # no register holds it during the loop
+            return thread_here() // 32 * 16 - 64 + lane // 4
         return wg * 64 + warp_id % 4 * 16 + lane // 4
 
     def operands(self, s: Shared, warp_id: Int32) -> Operands:
@@ -323,6 +322,7 @@ class NarrowBackward(NarrowDq):
         wait.
         """
         stage, mma, mma_dKV = p.Q.stage(it), rows.mma, x.mma_dKV
+        m0 = Int32(0) if m_block is None else m_block * self.tile_m
         early_dK = self.windowed and self.want_dk and not self.want_dq  # else dS is made behind the issue of dV
         lse, count = rows.stats.lse(stage.index), rows.end - rows.begin
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
@@ -334,7 +334,7 @@ class NarrowBackward(NarrowDq):
             self.issue_dP(p, x, rows, acc_dP, stage)
         if self.windowed:
             m_block, mask = self.block_of_stage(s, mask, stage)
-        m0 = m_block * self.tile_m
+            m0 = m_block * self.tile_m
         warpgroup.wait_group(1 if self.want_dp and not self.softcap else 0)
 
         # P^T beside the product dP^T, then dS^T

@@ -190,13 +190,10 @@ class WideBackward(BackwardFrame):
         it = Int32(0)
         for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
-                m_block = item.block_end - 1 - j
-                if const_expr(self.windowed):
-                    before = g.blocks[m_block, BlockFields.BEFORE]
-                    m_block = g.blocks[m_block, BlockFields.M_BLOCK]
-                else:
-                    before = item.predecessors(m_block)
+                row = item.block_end - 1 - j
+                m_block = g.blocks[row, BlockFields.M_BLOCK] if const_expr(self.windowed) else row
                 lock = self.lock_of(g, m_block, h, self.rank())
+                before = g.blocks[row, BlockFields.BEFORE] if const_expr(self.windowed) else item.predecessors(m_block)
                 while load_acquire(lock) != before:
                     pass
                 cute.arch.sync_warp()
@@ -212,14 +209,14 @@ class WideBackward(BackwardFrame):
         it = Int32(0)
         for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
             for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
-                m_block, after = item.block_end - 1 - j, item.order + 1
+                m_block, before = item.block_end - 1 - j, item.order
                 if const_expr(self.windowed):
-                    after = g.blocks[m_block, BlockFields.BEFORE] + 1
+                    before = g.blocks[m_block, BlockFields.BEFORE]
                     m_block = g.blocks[m_block, BlockFields.M_BLOCK]
                 p.dq_order.added.wait(it)
                 with cute.arch.elect_one():
                     p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
-                    store_release(self.lock_of(g, m_block, h, self.rank()), after)
+                    store_release(self.lock_of(g, m_block, h, self.rank()), before + 1)
                 it += 1
 
     @cute.jit

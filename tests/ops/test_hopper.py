@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from cute_kernels.abi import LOCKS, STAT_COLUMNS
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
 from dualkv.layout import segments_of
@@ -18,6 +18,7 @@ from dualkv.ops import dispatch, hopper
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
+from dualkv.ops.window import Window
 
 
 def segments(layout):
@@ -147,6 +148,37 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
             shape = x.shape if name in gradients else (0,)
             assert (grad.shape, grad.dtype, grad.is_contiguous()) == (shape, x.dtype, True)
     assert len(launches.loaded) <= 2 * 2 * 4 * len(GRADIENTS)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head_dim):
+    layout, window = Layout.from_lengths([300], [[77, 200]]), Window(40)
+    tokens, seg = layout.num_tokens, segments(layout)
+    inputs, sinks, by_row = random_backward(tokens, 4, 2, head_dim), torch.randn(4), torch.randn(tokens, 4)
+    tile = backward_specs("bf16", head_dim).main.tile
+    blocks = -(-tokens // tile.tile_m)
+    *_, dsinks = hopper.backward(*inputs, seg, 0.125, False, "qkv", window, sinks, 30.0, by_row.t())
+    called = {spec.operation: (spec.features, arguments) for spec, arguments in launches}
+    features, arguments = called["bwd_preprocess"]
+    assert features == "sinks+dlse"
+    assert len(arguments) == 10
+    assert torch.equal(arguments[7], by_row.t())
+    assert arguments[7].is_contiguous()
+    assert arguments[8] is sinks
+    assert arguments[9].shape == (4, blocks)
+    assert dsinks.shape == (4,)
+    features, arguments = called["bwd"]
+    assert features == "window+softcap"
+    table, position, end_position, softcap = arguments[13:]
+    assert arguments[10][:, BackwardFields.BLOCK_END].max() == len(table)
+    assert position.shape == (blocks * tile.tile_m,)
+    assert (position[:tokens] < end_position).all()
+    assert (end_position <= position[:tokens] + 40).all()
+    assert softcap == 30.0
+    launches.clear()
+    hopper.backward(*inputs, seg, 0.125, False, softcap=30.0)
+    assert launches[1][1][13:] == (None, None, None, 30.0)
+    assert len(launches[0][1]) == 7
 
 
 def assert_same(got, want):

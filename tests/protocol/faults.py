@@ -390,8 +390,8 @@ PLANTED = [
         "a grant for another block",
         f"{WIDE_WINDOW} deterministic",
         "bwd_wide.py",
-        "before = g.blocks[m_block, BlockFields.BEFORE]",
-        "before = g.blocks[item.block_begin, BlockFields.BEFORE]",
+        "before = g.blocks[row, BlockFields.BEFORE] if",
+        "before = g.blocks[item.block_begin, BlockFields.BEFORE] if",
     ),
     one(
         "V is not released",
