@@ -180,7 +180,7 @@ def backward_specs(
         deterministic: concerns the sums of dQ; without dQ it changes nothing.
         features: of the call, names in FEATURES. Each kernel has those that concern it.
     """
-    native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic and "q" in gradients)
+    native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic and "q" in gradients, features)
 
     def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
         asked = gradients if operation in PARTIAL else GRADIENTS[0]

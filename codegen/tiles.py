@@ -120,9 +120,22 @@ BACKWARD_TILES = {
 }
 
 
-def backward_tile(head_dim: int, deterministic: bool = False) -> BackwardTile:
-    """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels."""
-    tile = BACKWARD_TILES[kernel_head_dim(head_dim)]
+SOFTCAP_ROWS = {  # tile_m with softcapping, without and with a window: tanh takes registers, and ptxas would spill
+    64: (128, 96),
+    96: (80, 80),
+    128: (80, 48),
+}
+
+
+def backward_tile(head_dim: int, deterministic: bool = False, features: Collection[str] = ()) -> BackwardTile:
+    """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels.
+
+    features: see codegen.spec.KernelSpec.
+    """
+    native = kernel_head_dim(head_dim)
+    tile = BACKWARD_TILES[native]
+    if "softcap" in features and native in SOFTCAP_ROWS:
+        tile = replace(tile, tile_m=SOFTCAP_ROWS[native]["window" in features])
     return replace(tile, deterministic=True) if deterministic else tile
 
 
