@@ -48,67 +48,68 @@ def kernels(compile_all):
     specs = [forward_spec("bf16", d, h, trees=True, features="window") for d in HEAD_DIMS for h in (1, 4)]
     for d in HEAD_DIMS:
         for names in [("window",)] + (FEATURES if d in OTHER_HEAD_DIMS else []):
-            for trees in (True,) if "window" in names else (False, True):
-                specs.append(forward_spec("bf16", d, 4, trees=trees, features="+".join(names)))
-            for fixed in (False, True):
-                specs += backward_specs("bf16", d, fixed, features=names).present
+            # A window that hides nothing on a layout is dropped.
+            for kept in {names, tuple(name for name in names if name != "window")} - {()}:
+                for trees in (True,) if "window" in kept else (False, True):
+                    specs.append(forward_spec("bf16", d, 4, trees=trees, features="+".join(kept)))
+                for fixed in (False, True):
+                    specs += backward_specs("bf16", d, fixed, features=(*kept, *["dlse"] * fixed)).present
     compile_all(specs)
 
 
-def check(
-    layout, features, head_dim=128, heads=8, kv_heads=2, dtype=BF16, deterministic=False, with_dlse=False, seed=0
-):
-    """Out, lse and all gradients: errors at most twice plain PyTorch's in the same dtype; and the same bits twice."""
+def draw(layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse, seed):
+    """(name, result, plain PyTorch's in the same dtype, float64's) of out and all gradients, of one draw of inputs."""
     made = torch.Generator("cuda").manual_seed(seed * 1000 + head_dim + heads + layout.num_tokens)
     total = layout.num_tokens
     shapes = [(total, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = [torch.randn(shape, device="cuda", dtype=dtype, generator=made) for shape in shapes]
     dlse = torch.randn(heads, total, device="cuda", generator=made) if with_dlse else None
     features = dict(features)
-    if features.pop("sinks", False):
-        features["sinks"] = 2 * torch.randn(heads, device="cuda", generator=made)
-    softcap = features.get("softcap")
-    if softcap:
+    sinks = 2 * torch.randn(heads, device="cuda", generator=made) if features.pop("sinks", False) else None
+    if features.get("softcap"):
         q = q * 4  # so that the cap is felt
 
-    def run():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        given = dict(features)
-        if "sinks" in given:
-            given["sinks"] = given["sinks"].detach().requires_grad_()
-            leaves.append(given["sinks"])
-        out, lse = dualkv.attention(
-            *leaves[:3], layout.to("cuda"), deterministic=deterministic, return_lse=True, **given
-        )
-        outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    def gradients(out, lse, leaves):
+        outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
         return out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, grads)
+
+    def leaves():
+        return [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+
+    def run():
+        x = leaves()
+        given = {"sinks": x[3]} if len(x) > 3 else {}
+        layout_here = layout.to("cuda")
+        found = dualkv.attention(
+            *x[:3], layout_here, deterministic=deterministic, return_lse=True, **given, **features
+        )  # fmt: skip
+        return gradients(*found, x)
 
     got, again = run(), run()
     for i, (a, b) in enumerate(zip(got, again, strict=True)):
         assert (i == 2 and not deterministic) or torch.equal(a, b), i  # dq alone may differ
     arguments = layout.offsets, layout.parent, head_dim**-0.5
-    names = ["out", "lse", "dq", "dk", "dv", "dsinks"]
-    want = oracle.attention_and_grads(q, k, v, *arguments, dout, dlse, **features)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    sinks = features.get("sinks")
-    low = None if sinks is None else sinks.detach().requires_grad_()
-    plain_features = {**features, **({} if low is None else {"sinks": low.to(dtype)})}
-    out, lse = oracle.attention(*leaves, *arguments, **plain_features)
-    outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
-    plain = out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves + ([] if low is None else [low]), grads)
+    want = oracle.attention_and_grads(q, k, v, *arguments, dout, dlse, sinks, **features)
+    x = leaves()
+    plain = gradients(
+        *oracle.attention(*x[:3], *arguments, sinks=x[3].to(dtype) if len(x) > 3 else None, **features), x
+    )
     assert (got[1] - want[1]).abs().max() <= 1e-4
-    for name, x, p, w in list(zip(names, got, plain, want, strict=False)):
-        if name == "lse":
-            continue
-        error, plain_error = x.double() - w, p.double() - w
+    found = list(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, plain, want, strict=False))
+    return [one for one in found if one[0] != "lse"]
+
+
+def check(layout, features, head_dim=128, heads=8, kv_heads=2, dtype=BF16, deterministic=False, with_dlse=False):
+    """Errors are at most twice plain PyTorch's in the same dtype; and the bits are the same twice."""
+    draws = 16 if layout.num_tokens < 16 else 1  # the largest of few errors is luck
+    call = layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse
+    for results in zip(*(draw(*call, seed) for seed in range(draws)), strict=True):
+        name = results[0][0]
+        x, p, w = (torch.cat([one[i].double().flatten() for one in results]) for i in (1, 2, 3))
+        error, plain_error = x - w, p - w
         slack = 1e-5 * max(1.0, w.abs().max().item())
-        assert error.abs().max() <= 2 * plain_error.abs().max() + slack, (
-            name,
-            error.abs().max(),
-            plain_error.abs().max(),
-        )
-        floor = 1e-5 * (w.norm() + w.numel() ** 0.5)
-        assert error.norm() <= 2 * plain_error.norm() + floor, (name, error.norm(), plain_error.norm())
+        assert error.abs().max() <= 2 * plain_error.abs().max() + slack, name
+        assert error.norm() <= 2 * plain_error.norm() + 1e-5 * (w.norm() + w.numel() ** 0.5), name
 
 
 @pytest.mark.parametrize("features", REACH, ids=str)
