@@ -302,9 +302,8 @@ def test_prompt_learning_is_refused(folder: Path) -> None:
 
 
 def test_a_model_that_cannot_be_packed_is_refused(folder: Path) -> None:
-    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    with pytest.raises(ValueError, match="layer 1 of Qwen3Model is sliding_attention"):
-        make_trainer(GRPOTrainer, folder, of_model=sliding)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(Qwen3Attention\) has head dim 512"):
+        make_trainer(GRPOTrainer, folder, of_model={"head_dim": 512})
 
 
 @pytest.mark.parametrize("given", ["path", "model"])
@@ -313,11 +312,11 @@ def test_a_model_is_refused_before_trl_makes_anything(
 ) -> None:
     """TRL's constructor loads weights and starts vLLM."""
     monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL's constructor ran"))
-    window = make_model("mistral", sliding_window=4096)
-    window.save_pretrained(folder / "window")
-    with pytest.raises(ValueError, match=r"MistralModel cannot run packed groups: .*\(sliding_window=4096\)"):
-        GRPOTrainer(model=str(folder / "window") if given == "path" else window, reward_funcs=[])
-    assert window.config._attn_implementation == "sdpa"
+    wide = make_model("mistral", head_dim=512)
+    wide.save_pretrained(folder / "wide")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(MistralAttention\) has head dim 512"):
+        GRPOTrainer(model=str(folder / "wide") if given == "path" else wide, reward_funcs=[])
+    assert wide.config._attn_implementation == "sdpa"
 
 
 def test_images_are_refused(folder: Path) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
@@ -26,10 +33,14 @@ SIZES = {
     "initializer_range": 0.2,  # large: attention must matter
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Shorter than some prompts, some responses and both.
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4,
+           "num_experts_per_tok": 2}  # fmt: skip
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "one_kv_head": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
+    "windows_and_sinks": (GptOssForCausalLM, GptOssConfig(**SIZES, **WINDOWS)),
 }
 
 # Prompt length, response lengths: a prompt of one token, an empty response, a group of one. Two updates take the first

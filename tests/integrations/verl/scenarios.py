@@ -12,6 +12,7 @@ PACKED: dict[str, Any] = {"packed": True}
 MOE = {"model": "moe"}
 SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
 ONE_KV_HEAD = {"model": "one_kv_head"}
+WINDOWS_AND_SINKS = {"model": "windows_and_sinks", "attention": "eager"}  # transformers has no SDPA with sinks
 # In each update one of two ranks has one group, the other has four.
 ONE_GROUP_AND_FOUR = {
     "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
@@ -51,6 +52,8 @@ ONE: dict[str, dict[str, Any]] = {
     "sum-pi-squared": PACKED | SUM_PI_SQUARED | {"budget": TIGHT},
     "interleaved": PACKED | {"interleaved": True, "budget": TIGHT},
     "stock-one-kv-head": STOCK | ONE_KV_HEAD,
+    "stock-windows-and-sinks": STOCK | WINDOWS_AND_SINKS,
+    "windows-and-sinks": PACKED | WINDOWS_AND_SINKS | {"budget": TIGHT},
     "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
     "stock-turns": STOCK | TURNS,
     "stock-turns-temperature": STOCK | TURNS | {"temperature": "ragged"},
@@ -81,6 +84,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2-trees": TREES | {"budget": LONG},
     "sp2-trees": TREES | {"sp": 2},
     "dp2-one-group-and-four": PACKED | ONE_GROUP_AND_FOUR | {"budget": 30},
+    "sp2-windows-and-sinks": PACKED | WINDOWS_AND_SINKS | {"sp": 2},
     "sp2-one-kv-head": PACKED | ONE_KV_HEAD | {"sp": 2},
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
 }

@@ -22,7 +22,18 @@ EXACT = [name for s in (ONE, TWO, FOUR) for name, settings in s.items() if setti
 def reference(name: str) -> str:
     """The scenario of veRL's own engine on one rank that computes the same."""
     settings = next(s[name] for s in SCENARIOS.values() if name in s)
-    matters = ("model", "temperature", "interleaved", "lora", "loss", "mean", "settings", "turns", "groups")
+    matters = (
+        "model",
+        "attention",
+        "temperature",
+        "interleaved",
+        "lora",
+        "loss",
+        "mean",
+        "settings",
+        "turns",
+        "groups",
+    )
     same = STOCK | {key: settings[key] for key in matters if key in settings}
     return next(known for known, s in ONE.items() if s == same)
 

@@ -202,9 +202,9 @@ def test_every_strategy_of_verl_is_known() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("Mistral", {"sliding_window": 4096}, r"MistralModel cannot run packed groups: .*\(sliding_window=4096\)"),
-        ("Gemma2", {}, "layer 0 of Gemma2Model is sliding_attention"),
-        ("Phimoe", {"sliding_window": 2047}, "PhimoeModel does not compute packed groups"),
+        ("DeepseekV3", {}, "DeepseekV3Model cannot run packed groups: v has head_dim 128 and q 192"),
+        ("Llama", {"head_dim": 512}, r"layers\.0\.self_attn \(LlamaAttention\) has head dim 512"),
+        ("Qwen3Next", {}, "layer 0 of Qwen3NextModel is linear_attention"),
     ],
 )
 def test_an_engine_refuses_a_model_when_it_is_made(

@@ -86,7 +86,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         load_tokenizer=False,
         use_remove_padding=s.get("remove_padding", True),
         enable_gradient_checkpointing=s.get("checkpointing", True),
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": s.get("attention", "sdpa")},
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {}),
