@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import NamedTuple
 
 from codegen.spec import (
@@ -112,16 +113,17 @@ def _of(operation: str, features: Iterable[str]) -> str:
 
 def words(spec: KernelSpec) -> list[str]:
     """The options of `dualkv precompile` that select `spec`; empty for a specification that no call needs."""
-    shape = Shape(spec.head_dim, spec.packed_heads, tuple(filter(None, spec.features.split("+"))))
-    for direction in DIRECTIONS:
-        for deterministic in (False, True):
-            if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
-                ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
-                part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []
-                features = ["--features", ",".join(shape.features)] if shape.features else []
-                deep = ["--trees"] if spec.trees and "window" not in shape.features else []
-                return [
-                    "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype, "--directions", direction,
-                    *part, *(["--deterministic"] if deterministic else []), *deep, *features,
-                ]  # fmt: skip
+    own = tuple(filter(None, spec.features.split("+")))
+    # Softcapping, without and with a window, changes tiles of kernels that do not have these features themselves.
+    for more, direction, deterministic in product(((), ("softcap",), ("window", "softcap")), DIRECTIONS, (False, True)):
+        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*own, *more))))
+        if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
+            ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
+            part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []
+            features = ["--features", ",".join(shape.features)] if shape.features else []
+            deep = ["--trees"] if spec.trees and "window" not in shape.features else []
+            return [
+                "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype, "--directions", direction,
+                *part, *(["--deterministic"] if deterministic else []), *deep, *features,
+            ]  # fmt: skip
     return []

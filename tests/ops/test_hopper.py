@@ -155,7 +155,7 @@ def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head
     layout, window = Layout.from_lengths([300], [[77, 200]]), Window(40)
     tokens, seg = layout.num_tokens, segments(layout)
     inputs, sinks, by_row = random_backward(tokens, 4, 2, head_dim), torch.randn(4), torch.randn(tokens, 4)
-    tile = backward_specs("bf16", head_dim).main.tile
+    tile = backward_specs("bf16", head_dim, features=("window", "softcap")).main.tile
     blocks = -(-tokens // tile.tile_m)
     *_, dsinks = hopper.backward(*inputs, seg, 0.125, False, "qkv", window, sinks, 30.0, by_row.t())
     called = {spec.operation: (spec.features, arguments) for spec, arguments in launches}

@@ -332,9 +332,9 @@ PLANTED = [
     one(
         "a row of the table is read before it is there",
         NARROW_WINDOW,
-        "bwd_window.py",
-        "            p.Q.consumer_wait(stage)\n",
-        "",
+        "bwd_narrow.py",
+        "            p.Q.consumer_wait(stage)\n            flags",
+        "            flags",
     ),
     one(
         "a row of the table is read before it is there",
@@ -353,23 +353,23 @@ PLANTED = [
     one(
         "rows of the other warp group",
         NARROW_WINDOW,
-        "bwd_window.py",
+        "bwd_narrow.py",
         "(flags >> (4 * self.rank() + 2 * wg)) & 3",
         "(flags >> (4 * self.rank() + 2 * (1 - wg))) & 3",
     ),
     one(
         "dQ of the last step is not made",
         NARROW_WINDOW,
-        "bwd_window.py",
+        "bwd_narrow.py",
         "            self.finish_last_dq(p, x, own - 1)\n",
         "            pass\n",
     ),
     one(
         "a block that the other CTA alone sees is not released",
         NARROW_WINDOW,
-        "bwd_window.py",
-        "                self.release_block(p, it)\n",
-        "                pass\n",
+        "bwd_narrow.py",
+        "            if not self.is_own(flags, self.rank()):\n                self.release_block(p, it)\n",
+        "            if not self.is_own(flags, self.rank()):\n                pass\n",
     ),
     one(
         "dQ of a block that this CTA does not see",
