@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from dualkv.integrations import layers, masks, selfcheck
+from dualkv.integrations import layers, masks, recurrent, selfcheck
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
 from dualkv.sequence_parallel import Shard
@@ -123,6 +123,7 @@ def _enter_decoder(
     if not isinstance(layout, Layout | Shard):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     name = type(module).__name__
+    recurrent.install(module)  # a pickled model may be called before any `enable` of this process
     _refuse_media(module, (), kwargs)
     if _base(module.config) is None:
         raise ValueError(
