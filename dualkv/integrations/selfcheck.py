@@ -180,9 +180,11 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = cls(config).eval()
     draw = torch.Generator().manual_seed(0)
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=draw)
-            if isinstance(module, nn.Embedding):
+            if name == "A_log":  # slow decays: fast ones would hide a wrong initial state of a recurrent layer
+                parameter.copy_(noise - 3)
+            elif isinstance(module, nn.Embedding):
                 parameter.copy_(noise)
             elif parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 * max(parameter.shape[-2:]) ** -0.5)

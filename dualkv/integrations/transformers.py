@@ -123,7 +123,8 @@ def _enter_decoder(
     if not isinstance(layout, Layout | Shard):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     name = type(module).__name__
-    recurrent.install(module)  # a pickled model may be called before any `enable` of this process
+    if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
+        recurrent.install(module)
     _refuse_media(module, (), kwargs)
     if _base(module.config) is None:
         raise ValueError(
@@ -308,6 +309,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
     if check:
         for decoder in inner:
             selfcheck.check(decoder, enable)
+    for decoder in inner:
+        recurrent.install(decoder)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for module in model.modules():

@@ -5,6 +5,7 @@ leads the recurrent layers of transformers' models to these. :mod:`.kernels` cho
 """
 
 from dualkv.integrations.recurrent.seams import (
+    INSTALLED,
     LAYER_TYPES,
     install,
     mixers,
@@ -13,4 +14,4 @@ from dualkv.integrations.recurrent.seams import (
     pointwise,
 )
 
-__all__ = ["LAYER_TYPES", "install", "mixers", "objections", "on_reference", "pointwise"]
+__all__ = ["INSTALLED", "LAYER_TYPES", "install", "mixers", "objections", "on_reference", "pointwise"]

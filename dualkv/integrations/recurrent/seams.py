@@ -118,17 +118,18 @@ def _looks_recurrent(module: nn.Module) -> bool:
 
 # ---------------------------------------------------------------- installing the functions
 _REFERENCE = [False]  # whether calls without a layout run transformers' PyTorch functions; see on_reference
-_INSTALLED: set[type] = set()  # the classes of recurrent layers whose files have the functions
+INSTALLED: set[type] = set()  # classes of models that `install` has seen; dynamo reads it while it traces
 
 
 def install(model: nn.Module) -> None:
-    """Leads layouts to the recurrent layers of a model. A second call does nothing."""
-    for _, module in mixers(model):
-        if type(module) not in _INSTALLED:
-            cls = _known(type(module))
-            assert cls is not None
-            _install(cls)
-            _INSTALLED.add(type(module))
+    """Leads layouts to the recurrent layers of a model, and to others of its modeling file."""
+    found = {cls for _, module in mixers(model) if (cls := _known(type(module))) is not None}
+    for base in type(model).__mro__:
+        if base.__module__.startswith("transformers.models."):
+            found |= {cls for name, cls in vars(sys.modules[base.__module__]).items() if name in MIXERS}
+    for cls in found:
+        _install(cls)
+    INSTALLED.add(type(model))
 
 
 def _install(cls: type[Any]) -> None:
