@@ -19,6 +19,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,6 +47,7 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "GraniteMoeHybridMambaLayer": (CONV, MAMBA2, FUSED),
     "Lfm2ShortConv": (CONV,),
     "Lfm2MoeShortConv": (CONV,),
+    "Lfm3ShortConv": (CONV,),
     "MiniMaxLightningAttention": (),
 }
 
@@ -71,13 +73,13 @@ def pointwise(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _named(type(module), POINTWISE) is not None]
 
 
-def _named(cls: type, names: Any) -> type | None:
+def _named(cls: type[Any], names: Any) -> type[Any] | None:
     """The class of transformers among `cls` and its bases (FSDP subclasses the classes of modules) with such a name."""
     of_transformers = (c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
     return next((c for c in of_transformers if c.__name__ in names), None)
 
 
-def _known(cls: type) -> type | None:
+def _known(cls: type[Any]) -> type[Any] | None:
     return _named(cls, MIXERS)
 
 
@@ -87,20 +89,25 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
     for name, module in known:
         cls = _known(type(module))
         assert cls is not None
-        called = inspect.unwrap(cls.forward).__code__.co_names
-        missing = [seam for seam in MIXERS[cls.__name__] if seam not in called]
+        code = inspect.unwrap(cls.forward).__code__
+        missing = [seam for seam in MIXERS[cls.__name__] if seam not in code.co_names]
         if "forward" in vars(module):
             yield (
                 f"{name} ({cls.__name__}) has a forward of its own in place of its class's (kernels of the hub,"
                 " accelerate's hooks): it goes past the functions by which a layout reaches a recurrent layer"
             )
-        elif missing:
-            yield f"{name} ({cls.__name__}) does not call {missing[0]}, by which a layout reaches a recurrent layer"
-    names = {name for name, _ in known} | set(attention)
+        elif missing or not code.co_flags & inspect.CO_VARKEYWORDS:
+            lacks = f"call {missing[0]}" if missing else "take keyword arguments"
+            yield (
+                f"{name} ({cls.__name__}) of transformers {transformers.__version__} does not {lacks}, by which a layout"
+                " reaches a recurrent layer"
+            )
+    names = [name for name, _ in known]
     for name, module in decoder.named_modules():
-        within = any(name == other or name.startswith(f"{other}.") for other in names)
-        around = any(other.startswith(f"{name}.") for other in names)  # hands a cache on to the layers that it contains
-        if name and not within and not around and _looks_recurrent(module):
+        within = name in attention or any(name == other or name.startswith(f"{other}.") for other in names)
+        # A module around layers hands a cache on to them.
+        around = any(other.startswith(f"{name}.") for other in (*names, *attention)) or not name
+        if not within and not around and _looks_recurrent(module):
             yield f"{name} ({type(module).__name__}) carries a recurrent state, and is of no kind that runs packed"
     gated = any(DELTA in MIXERS[c.__name__] for _, m in known if (c := _known(type(m))) is not None)
     if gated and (reason := kernels.refusal()) is not None:
