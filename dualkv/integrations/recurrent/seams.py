@@ -99,8 +99,8 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
         elif missing or not code.co_flags & inspect.CO_VARKEYWORDS:
             lacks = f"call {missing[0]}" if missing else "take keyword arguments"
             yield (
-                f"{name} ({cls.__name__}) of transformers {transformers.__version__} does not {lacks}, by which a layout"
-                " reaches a recurrent layer"
+                f"{name} ({cls.__name__}) of transformers {transformers.__version__} does not {lacks}, by which a"
+                " layout reaches a recurrent layer"
             )
     names = [name for name, _ in known]
     for name, module in decoder.named_modules():
