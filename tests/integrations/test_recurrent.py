@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
 import types
@@ -66,6 +67,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "head_dim": 8, "sliding_window": 9},
     "minimax": {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": LAYERS, "block_size": 16},
 }  # fmt: skip
+
+# Short convolutions of older versions of transformers hand no arguments on, and are refused.
+_CONV = inspect.signature(tf.models.lfm2.modeling_lfm2.Lfm2ShortConv.forward).parameters
+FAMILIES = {name: fields for name, fields in FAMILIES.items() if "lfm" not in name or "kwargs" in _CONV}
 
 # Two groups of ragged responses (empty, of 1 and 2 tokens, longer than a chunk of 64), a prompt of 1 token, and a tree
 # of five levels with an empty segment in the middle: (length, parent).
@@ -382,7 +387,7 @@ def test_copies_and_pickles_run_packed(family: str) -> None:
         assert torch.equal(other(input_ids=ids, dualkv=TREE).logits, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "minimax"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "nemotron_h", "minimax"])
 def test_autocast(family: str) -> None:
     """Packed bf16 lies as near to fp32 as replicated bf16."""
     model = enable(make(family), check=False)
