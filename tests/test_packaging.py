@@ -66,7 +66,15 @@ def test_metadata(distributions):
     assert metadata["Version"] == dualkv.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == "<3.13,>=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"compile", "transformers", "trl", "verl", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "compile",
+        "transformers",
+        "trl",
+        "verl",
+        "hybrid",
+        "bench",
+        "dev",
+    }
     assert "dualkv = dualkv.__main__:main" in entry_points
     assert "dualkv = dualkv.integrations.verl" in entry_points
 

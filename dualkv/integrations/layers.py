@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
-from dualkv.integrations import masks
+from dualkv.integrations import masks, recurrent
 
 # Entries of `config.layer_types` that packed groups run.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -222,17 +222,25 @@ def objections(model: nn.Module) -> Iterator[str]:
             )
     for decoder in decoders(model):
         config, name = decoder.config, type(decoder).__name__
+        hybrid = bool(recurrent.mixers(decoder))
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
-            if kind not in LAYER_TYPES:
+            if kind not in LAYER_TYPES and not (hybrid and kind in recurrent.LAYER_TYPES):
                 yield f"layer {at} of {name} is {kind}, dualkv.attention computes {', '.join(LAYER_TYPES)}"
-        if decoder._is_stateful:
+        if decoder._is_stateful and not hybrid:
             yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
+        if hybrid:
+            attention = {id(module) for _, module, _ in layers}
+            own = [inner for inner, module in decoder.named_modules() if id(module) in attention]
+            yield from recurrent.objections(decoder, own)
         if getattr(config, "is_encoder_decoder", False):
             yield f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only"
         if config.output_attentions:
             yield f"{name} is configured with output_attentions=True, dualkv.attention makes no weights"
         if config._attn_implementation is None:
             yield f"{name} has no attention implementation set, call set_attn_implementation first"
+    known = (
+        {name for name, _, _ in layers} | {name for name, _ in recurrent.mixers(model)} | {*recurrent.pointwise(model)}
+    )
     for name, module, _ in layers:
         layer = f"{name} ({type(module).__name__})"
         if not is_causal(module):
@@ -245,7 +253,7 @@ def objections(model: nn.Module) -> Iterator[str]:
         if stack is None:
             continue
         for index, other in model.get_submodule(stack).named_children():
-            if not any(known.startswith(f"{stack}.{index}.") for known, _, _ in layers):
+            if not any(found.startswith(f"{stack}.{index}.") for found in known):
                 yield (
                     f"{stack}.{index} ({type(other).__name__}) has no causal attention that goes through transformers'"
                     " attention registry"

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import layers, masks, selfcheck
+from dualkv.integrations import layers, masks, recurrent, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
@@ -31,7 +31,7 @@ class Verdict:
     Attributes:
         model: the argument of :func:`examine`.
         architecture: the name of the class that was examined.
-        layers: attention layers of the decoder, one sentence for each kind.
+        layers: attention layers and recurrent layers of the decoder, one sentence for each kind.
         refusals: why `enable` refuses the model, one sentence for each reason; empty if the model runs packed.
         notes: inputs or settings that a call refuses although the model runs packed.
     """
@@ -154,13 +154,14 @@ def _grouped(sentences: Iterable[str]) -> list[str]:
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The attention layers that can run packed groups: a count for each class, head dim, GQA ratio and features."""
+    """The layers that can run packed groups: a count for each class, head dim, GQA ratio and features."""
     kinds: Counter[str] = Counter()
     for module in layers.attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         groups = getattr(module, "num_key_value_groups", None)
         about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
         kinds[", ".join([type(module).__name__, *about, *_features(module)])] += 1
+    kinds.update(f"{type(module).__name__}, recurrent" for _, module in recurrent.mixers(model))
     return [f"{number} x {kind}" for kind, number in kinds.items()]
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from dualkv.integrations import recurrent
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
 
@@ -114,11 +115,12 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         for i, path in enumerate(paths):
             padded[i, : len(path)], mask[i, : len(path)] = ids[0, path], 1
         ids, padded, mask = ids.to(device), padded.to(device), mask.to(device)
-        replicated = model(input_ids=padded, attention_mask=mask, use_cache=False)[0]
-        try:
-            packed = enable(model, check=False)(input_ids=ids, dualkv=layout)[0]
-        except ValueError as error:
-            raise CannotRunError(error) from error
+        with recurrent.on_reference(model):
+            replicated = model(input_ids=padded, attention_mask=mask, use_cache=False)[0]
+            try:
+                packed = enable(model, check=False)(input_ids=ids, dualkv=layout)[0]
+            except ValueError as error:
+                raise CannotRunError(error) from error
         replicated, packed = replicated.cpu(), packed.cpu()
     worst = 0.0
     for i, path in enumerate(paths):
@@ -178,9 +180,11 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = cls(config).eval()
     draw = torch.Generator().manual_seed(0)
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=draw)
-            if isinstance(module, nn.Embedding):
+            if name == "A_log":  # slow decays: fast ones would hide a wrong initial state of a recurrent layer
+                parameter.copy_(noise - 3)
+            elif isinstance(module, nn.Embedding):
                 parameter.copy_(noise)
             elif parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 * max(parameter.shape[-2:]) ** -0.5)

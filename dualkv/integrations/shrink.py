@@ -37,6 +37,12 @@ NUM_EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_n
 EXPERTS_A_TOKEN = re.compile(r"(num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts)$")
 EXPERT_GROUPS = re.compile(r"(n_group|num_expert_group)$")
 VOCAB = re.compile(r".*vocab_size.*")
+LINEAR_HEADS = re.compile(r"linear_num_(key_|value_)?heads$")
+MAMBA_HEADS = re.compile(r"mamba_(n|num)_heads$")
+MAMBA_HEAD_DIM = re.compile(r"mamba_(d_head|head_dim)$")
+MAMBA_GROUPS = re.compile(r"(mamba_)?n_groups$")
+MAMBA_EXPAND = re.compile(r"(mamba_)?expand$")
+MAMBA_CHUNK = re.compile(r"(mamba_)?chunk_size$")
 TOKEN_ID = re.compile(r".*_token_id$")
 POSITIONS = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions)$")
 THRESHOLDS = re.compile(
@@ -57,6 +63,7 @@ def shrink(config: Config, *, thresholds: bool = True) -> Config:
             vars(part).update(vars(shrink(part, thresholds=thresholds)))
     _shrink_layers(small)
     _shrink_heads(small)
+    _shrink_recurrent(small, config)
     for name, value in list(vars(small).items()):
         if (new := _shrunk(name, value)) is not None:
             setattr(small, name, new)
@@ -97,6 +104,8 @@ def _shrunk(name: str, value: Any) -> Any:
         most = EXPERTS
     elif EXPERTS_A_TOKEN.match(name) or EXPERT_GROUPS.match(name):
         most = 2
+    elif MAMBA_CHUNK.match(name):
+        most = 2 * THRESHOLD  # longer than some of the tree's segments and shorter than its paths
     elif name == "topk_group":
         most = 1
     elif TOKEN_ID.match(name):
@@ -180,6 +189,33 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
             setattr(config, name, min(value, -(-WIDTH // step) * step))
         else:
             setattr(config, name, value // heads * few)
+
+
+def _shrink_recurrent(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
+    """Few heads in recurrent layers. Head dims and the ratio of key heads to value heads stay.
+
+    Args:
+        small: with the hidden size of the small copy, changed in place.
+        config: the model's own.
+    """
+    linear = {name: value for name, value in _fields(small, LINEAR_HEADS).items() if type(value) is int}
+    if linear:
+        common = math.gcd(*linear.values())
+        for name, value in linear.items():
+            setattr(small, name, value // (common // 2 if common % 2 == 0 else common))
+    heads, dims, groups, expand = (
+        next(((name, value) for name, value in _fields(small, names).items() if type(value) is int), None)
+        for names in (MAMBA_HEADS, MAMBA_HEAD_DIM, MAMBA_GROUPS, MAMBA_EXPAND)
+    )
+    if heads is None or dims is None or groups is None:
+        return
+    number = 2 * math.gcd(groups[1], 2)
+    if expand is not None and heads[1] * dims[1] == expand[1] * config.hidden_size:
+        number = max(expand[1] * small.hidden_size // dims[1], 1)  # the layer is `expand` times the hidden size wide
+    setattr(small, heads[0], number)
+    setattr(small, groups[0], math.gcd(groups[1], 2, number))
+    if getattr(small, "mamba_d_ssm", None):
+        small.mamba_d_ssm = number * dims[1]
 
 
 # ---------------------------------------------------------------- thresholds

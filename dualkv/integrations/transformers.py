@@ -1,9 +1,11 @@
 """Packed groups in models of Hugging Face transformers: `enable(model)`, then `model(..., dualkv=layout)`.
 
-Nothing in a model is replaced. `enable` registers one more attention implementation and names it in the decoder's
-config. With a layout this implementation runs :func:`dualkv.attention`. Without a layout it runs the implementation
-that was there before. The registered name contains the name of that implementation (`dualkv|sdpa`), so copies of a
-model, several models in one process and pickles need no other record. A saved config names no implementation.
+Nothing in a model is replaced. (Functions of transformers' modeling files are, for recurrent layers; see
+:mod:`dualkv.integrations.recurrent`.) `enable` registers one more attention implementation and names it in the
+decoder's config. With a layout this implementation runs :func:`dualkv.attention`. Without a layout it runs the
+implementation that was there before. The registered name contains the name of that implementation (`dualkv|sdpa`), so
+copies of a model, several models in one process and pickles need no other record. A saved config names no
+implementation.
 
 A forward pre-hook on the decoder checks each call once, before the first layer. transformers makes no [T, T] mask: its
 mask functions say which keys each layer sees (:mod:`dualkv.integrations.masks`).
@@ -27,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from dualkv.integrations import layers, masks, selfcheck
+from dualkv.integrations import layers, masks, recurrent, selfcheck
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
 from dualkv.sequence_parallel import Shard
@@ -123,6 +125,8 @@ def _enter_decoder(
     if not isinstance(layout, Layout | Shard):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     name = type(module).__name__
+    if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
+        recurrent.install(module)
     _refuse_media(module, (), kwargs)
     if _base(module.config) is None:
         raise ValueError(
@@ -268,7 +272,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
     With a layout every attention layer runs :func:`dualkv.attention`, with the window or chunks of the mask that its
-    model would make, and with its sinks and softcapping. No attention mask is made and no cache is kept:
+    model would make, and with its sinks and softcapping. Recurrent layers start each segment from the state that its
+    parent leaves. No attention mask is made and no cache is kept:
 
         model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
 
@@ -296,8 +301,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
 
     Raises:
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, is not causal, has a recurrent state, a head dim above 256 or a mask with a rule of
-            the model's own; a head makes one row of logits for a whole input.
+            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
+            mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
+            recurrent layers have no right backward on this GPU.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images, and a token
             count or positions other than the layout's.
     """
@@ -307,6 +313,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
     if check:
         for decoder in inner:
             selfcheck.check(decoder, enable)
+    for decoder in inner:
+        recurrent.install(decoder)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for module in model.modules():

@@ -58,10 +58,9 @@ def test_published_shapes(name: str, written: Any) -> None:
 
 
 def test_every_reason_is_said_with_its_layers(written: Any) -> None:
-    found = models.examine(written(MODELS["qwen3-next-80b"]["config"]))
-    assert found.architecture == "Qwen3NextForCausalLM"
-    assert found.layers == ["12 x Qwen3NextAttention, head dim 256, 8 query heads a KV head"]
-    assert [sentence.rpartition(" (")[2] for sentence in found.refusals][::2] == ["36 such layers)"] * 2
+    found = models.examine(written(MODELS["deepseek-v3.2"]["config"]))
+    assert found.architecture == "DeepseekV32ForCausalLM"
+    assert [sentence.rpartition(" (")[2] for sentence in found.refusals] == ["61 such layers)"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +72,8 @@ def test_every_reason_is_said_with_its_layers(written: Any) -> None:
                         "21 x Gemma2Attention, head dim 256, 2 query heads a KV head, softcapping 50.0"]),
         ("llama-4-scout", ["36 x Llama4TextAttention, head dim 128, 5 query heads a KV head, chunks of 8192",
                            "12 x Llama4TextAttention, head dim 128, 5 query heads a KV head"]),
+        ("qwen3-next-80b", ["12 x Qwen3NextAttention, head dim 256, 8 query heads a KV head",
+                            "36 x Qwen3NextGatedDeltaNet, recurrent"]),
         ("mistral-7b-v0.1", ["32 x MistralAttention, head dim 128, 4 query heads a KV head, window 4096"]),
     ],
 )  # fmt: skip

@@ -31,17 +31,13 @@ def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
 
 
 REFUSED_MODELS = {
-    "linear attention": (
-        lambda: tiny("Qwen3Next", layer_types=["linear_attention", "full_attention"], **EXPERTS),
-        r"layer 0 of Qwen3NextModel is linear_attention",
+    "a recurrent layer of another kind": (
+        lambda: tiny("Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=1),
+        r"layer 0 of JambaModel is linear_attention, dualkv\.attention computes full_attention, sliding_attention, chu",
     ),
     "recurrent state": (
         lambda: tiny("Qwen3Next", layer_types=["full_attention"] * 2, **EXPERTS),
         r"Qwen3NextModel carries a recurrent state",
-    ),
-    "convolutions": (
-        lambda: tiny("Lfm2", layer_types=["full_attention", "conv"]),
-        r"layer 1 of Lfm2Model is conv, dualkv\.attention computes full_attention, sliding_attention, chunked_att",
     ),
     "no registry": (lambda: tiny("Bloom", n_head=4, hidden_size=48), r"BloomForCausalLM has no causal attention layer"),
     "not causal": (lambda: tiny("Bert", "Model"), r"BertModel has no causal attention layer"),

@@ -28,7 +28,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import losses, models, transformers
+from dualkv.integrations import losses, models, recurrent, transformers
 from dualkv.integrations.masks import by_config
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
@@ -104,6 +104,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
         self._checked = _checked(model_config)
         super().__init__(model_config, *args, **kwargs)
+        _refuse_ulysses(model_config, self.engine_config.ulysses_sequence_parallel_size)
 
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
@@ -324,6 +325,22 @@ def _checked(model_config: Any) -> bool:
         return False
     models.refuse(model)
     return True
+
+
+def _refuse_ulysses(model_config: Any, ranks: int) -> None:
+    """Raises ValueError for a model with recurrent layers whose rows would be split over `ranks`."""
+    if ranks == 1:
+        return
+    try:
+        found = recurrent.mixers(models.without_weights(model_config.hf_config))
+    except Exception:
+        return  # as in `_checked`; the first call with a layout refuses such a model
+    if found:
+        name, mixer = found[0]
+        raise ValueError(
+            f"ulysses_sequence_parallel_size is {ranks} and {name} ({type(mixer).__name__}) is a recurrent layer, which"
+            " needs the states of the rows of all ranks before it: set ulysses_sequence_parallel_size=1"
+        )
 
 
 def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:

@@ -1,0 +1,17 @@
+"""Recurrent layers on packed rows: a segment starts from the state that its parent leaves.
+
+:mod:`.waves` orders the segments of a layout, :mod:`.ops` runs convolutions and scans in that order, and :mod:`.seams`
+leads the recurrent layers of transformers' models to these. :mod:`.kernels` chooses flash-linear-attention's kernels.
+"""
+
+from dualkv.integrations.recurrent.seams import (
+    INSTALLED,
+    LAYER_TYPES,
+    install,
+    mixers,
+    objections,
+    on_reference,
+    pointwise,
+)
+
+__all__ = ["INSTALLED", "LAYER_TYPES", "install", "mixers", "objections", "on_reference", "pointwise"]

@@ -1,0 +1,104 @@
+"""Causal convolutions and scans along the paths of a layout, made of functions that know plain sequences only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dualkv.integrations.recurrent import waves
+from dualkv.layout import Layout
+
+Tensor = torch.Tensor
+# (rows of a wave, initial states [N, ...] or None, the wave) -> (results, final states [N, ...] or None)
+Run = Callable[[list[Tensor], Tensor | None, waves.Wave], tuple[Tensor, Tensor | None]]
+
+
+def convolve(
+    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """A causal depthwise convolution along the paths of a layout.
+
+    Args:
+        conv: `conv(x, weight, bias, **kwargs)` convolves sequences [N, C, L], with zeros before each.
+        layout: of T tokens.
+        x: [1, C, T].
+        weight: [C, k].
+        bias: [C] or None.
+
+    Returns:
+        [1, C, T].
+    """
+    back = weight.shape[-1] - 1
+    out = conv(x, weight, bias, **kwargs)
+    if not back or not layout.num_tokens:
+        return out
+    again = waves.windows(layout, back, x.device)
+    around = x[0].t()[again.around].masked_fill(again.missing[..., None], 0)  # [M, 2 back, C]
+    right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, back:]  # [M, C, back]
+    right = right.transpose(1, 2).reshape(-1, x.shape[1])[again.results]  # [R, C]
+    return out.index_copy(2, again.rows, right.t()[None])
+
+
+def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
+    """A recurrence along the paths of a layout, a call of `run` for each wave.
+
+    Args:
+        layout: of T tokens, 1 or more.
+        rows: tensors [1, T, ...].
+        run: takes the rows [1, W, ...] of a wave, in the order of its segments, and makes results [1, W, ...].
+
+    Returns:
+        The results [1, T, ...] in packed order.
+    """
+    order = waves.order(layout, rows[0].device)
+    if order.rows is not None:
+        rows = [x.index_select(1, order.rows) for x in rows]
+    results: list[Tensor] = []
+    states: Tensor | None = None
+    for wave in order.waves:
+        initial = None if wave.gather is None else inherit(states, wave.gather)
+        out, states = run([x[:, wave.begin : wave.end] for x in rows], initial, wave)
+        results.append(out)
+    packed = torch.cat(results, 1)
+    return packed if order.places is None else packed.index_select(1, order.places)
+
+
+def inherit(states: Tensor | None, gather: waves.Gather) -> Tensor:
+    """The initial states [N, ...] of a wave, from the final states [M, ...] of the wave before."""
+    found: Tensor = _Inherit.apply(states, *gather)
+    return found
+
+
+class _Inherit(torch.autograd.Function):
+    """`states[parents]`. The gradients of a parent's children are added in their order, so equal from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, parents: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return states.index_select(0, parents)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        flat = grad.reshape(len(grad), -1)
+        summed = torch.segment_reduce(flat, "sum", lengths=counts, axis=0, unsafe=True)
+        return summed.reshape(-1, *grad.shape[1:]), None, None
+
+
+def padded(run: Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Run:
+    """A `run` for :func:`scan` of a function over a batch [N, L, ...], padded on the right with zeros.
+
+    A row of zeros must leave the state as it is. `run` gets whether to return states.
+    """
+
+    def of_wave(rows: list[Tensor], initial: Tensor | None, wave: waves.Wave) -> tuple[Tensor, Tensor | None]:
+        at, there = wave.padded
+        batch = [x[0][at].masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 2)), 0) for x in rows]
+        out, states = run(batch, initial, wave.keep)
+        return out[there][None], states
+
+    return of_wave

@@ -1,0 +1,167 @@
+"""The order in which recurrent layers run the segments of a layout, made once a layout and device and kept with it.
+
+A *wave* holds all segments with tokens that have equally many ancestors with tokens. The segments of the first wave
+start from nothing, those of a later wave from the final states of segments of the wave before. An empty segment leaves
+the state as it is, so its children start from the nearest ancestor that has tokens.
+
+A causal convolution of k taps reads k - 1 rows back. In a packed row only the first k - 1 rows of a segment read wrong
+ones, so these rows alone are computed again, from windows gathered along the path (:class:`Windows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dualkv.arrays import IntArray
+from dualkv.layout import Layout, Segments, segments_of
+
+
+class Gather(NamedTuple):
+    """Where the segments of a wave take their initial states from.
+
+    Attributes:
+        parents: [N] int64, ascending: a segment's place in the wave before.
+        counts: [M] int64: the children of each of the M segments of the wave before.
+    """
+
+    parents: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(eq=False)
+class Wave:
+    """N segments that run as one batch.
+
+    Attributes:
+        begin, end: its rows, in wave order.
+        lengths: [N] tokens of each segment, 1 or more.
+        gather: of the initial states; None for the first wave.
+        keep: whether a segment has children, which need its final state.
+        device: of the tensors.
+    """
+
+    begin: int
+    end: int
+    lengths: IntArray
+    gather: Gather | None
+    keep: bool
+    device: torch.device
+
+    @cached_property
+    def cu_seqlens_cpu(self) -> torch.Tensor:
+        """[N + 1] int64: the first row of each segment within the wave, then the number of rows."""
+        return torch.from_numpy(np.append(0, np.cumsum(self.lengths)))
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """The same on the device."""
+        return self.cu_seqlens_cpu.to(self.device)
+
+    @cached_property
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, L] int64 and bool: the row of the wave at each place of a batch padded on the right, and which places
+        hold one."""
+        at = np.arange(int(self.lengths.max()))
+        there = at < self.lengths[:, None]
+        first = np.cumsum(self.lengths) - self.lengths
+        rows = np.where(there, first[:, None] + at, 0)
+        return torch.from_numpy(rows).to(self.device), torch.from_numpy(there).to(self.device)
+
+
+class Order(NamedTuple):
+    """All waves of a layout.
+
+    Attributes:
+        waves: parents before children.
+        rows: [T] int64, the packed rows in wave order; None if packed rows have this order.
+        places: [T] int64, its inverse.
+    """
+
+    waves: list[Wave]
+    rows: torch.Tensor | None
+    places: torch.Tensor | None
+
+
+class Windows(NamedTuple):
+    """The rows that a convolution computes again, M segments and b = k - 1 rows back.
+
+    Attributes:
+        around: [M, 2b] int64: packed rows, b of the path before each segment and the first b of the segment.
+        missing: [M, 2b] bool: places before the path begins, or behind a segment's end; they count as zeros.
+        results: [R] int64: the rows that exist, in the flattened [M * b] results.
+        rows: [R] int64: the packed rows that these replace.
+    """
+
+    around: torch.Tensor
+    missing: torch.Tensor
+    results: torch.Tensor
+    rows: torch.Tensor
+
+
+def order(layout: Layout, device: torch.device) -> Order:
+    """The waves of a layout."""
+    segments = segments_of(layout.offsets, layout.parent)
+    return segments.cached(("recurrent order", device), lambda: _order(segments, device))
+
+
+def windows(layout: Layout, back: int, device: torch.device) -> Windows:
+    """What a convolution that reads `back` rows back, one or more, computes again."""
+    segments = segments_of(layout.offsets, layout.parent)
+    return segments.cached(("recurrent windows", back, device), lambda: _windows(segments, back, device))
+
+
+def _order(segments: Segments, device: torch.device) -> Order:
+    lengths, parent, n = segments.lengths, segments.parent, len(segments.parent)
+    filled = lengths > 0
+    above = np.full(n + 1, -1)  # the nearest ancestor with tokens; the last entry is of -1
+    depth = np.full(n + 1, -1)  # ancestors with tokens; -1 for an empty segment
+    for level in segments.levels:
+        up = parent[level]
+        above[level] = np.where((up >= 0) & filled[up], up, above[up])
+        depth[level] = np.where(filled[level], depth[above[level]] + 1, -1)
+
+    waves: list[Wave] = []
+    rows: list[IntArray] = []
+    place = np.zeros(n, np.int64)  # of each segment in its wave
+    begin, before = 0, 0
+    has_children = np.isin(np.arange(n), above[:-1][filled])
+    for at in range(int(depth.max(initial=-1)) + 1):
+        chosen = np.flatnonzero(depth[:-1] == at)
+        place[chosen] = np.arange(len(chosen))
+        gather = None
+        if at:
+            parents = place[above[chosen]]
+            counts = np.bincount(parents, minlength=before)
+            gather = Gather(torch.from_numpy(parents).to(device), torch.from_numpy(counts).to(device))
+        end = begin + int(lengths[chosen].sum())
+        waves.append(Wave(begin, end, lengths[chosen], gather, bool(has_children[chosen].any()), device))
+        first = np.cumsum(lengths[chosen]) - lengths[chosen]
+        rows.append(np.arange(end - begin) + np.repeat(segments.offsets[chosen] - first, lengths[chosen]))
+        begin, before = end, len(chosen)
+    packed = np.concatenate([np.zeros(0, np.int64), *rows])
+    if np.array_equal(packed, np.arange(len(packed))):
+        return Order(waves, None, None)
+    return Order(waves, torch.from_numpy(packed).to(device), torch.from_numpy(np.argsort(packed)).to(device))
+
+
+def _windows(segments: Segments, back: int, device: torch.device) -> Windows:
+    offsets, parent, lengths, n = segments.offsets, segments.parent, segments.lengths, len(segments.parent)
+    # [S + 1, back] the last rows of each segment's path, the last one first; -1 before the path begins.
+    tail = np.full((n + 1, back), -1)
+    behind = np.arange(back)
+    for level in segments.levels:
+        length = lengths[level][:, None]
+        inherited = np.take_along_axis(tail[parent[level]], np.maximum(behind - length, 0), 1)
+        tail[level] = np.where(behind < length, offsets[level + 1][:, None] - 1 - behind, inherited)
+
+    filled = np.flatnonzero(lengths > 0)
+    there = behind < lengths[filled][:, None]
+    own = np.where(there, offsets[filled][:, None] + behind, -1)
+    around = np.concatenate([tail[parent[filled]][:, ::-1], own], 1)
+    found = around, around < 0, np.flatnonzero(there), own[there]
+    return Windows(*(torch.from_numpy(x.clip(0) if x.dtype != bool else x).to(device) for x in found))
