@@ -342,7 +342,7 @@ class Layout:
         return Layout(self._segments, self.offsets, self.parent, device)
 
     def without_prompt_queries(self) -> Layout:
-        """The same layout for calls that do not use the prompts' rows of out, and whose dout is zero there.
+        """The same layout for calls that do not use the prompts' rows of out and lse, whose gradients are zero there.
 
         Kernels skip the work of these rows: their out and dq are zero, and their log-sum-exp is infinite. So a backward
         that is called with copies of `offsets` and `parent`, and computes these rows, makes the same gradients.

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
+from cute_kernels.abi import MAX_ROWS
 from dualkv.arrays import positive
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
@@ -88,8 +89,8 @@ def attention(
             `window_size=(window - 1, 0)`. All by default.
         chunk: positions a chunk, 1 or more: a row sees the keys of its own chunk, as in Llama 4. In place of a window.
         sinks: [H] a learned logit for each head, natural log, neither scaled nor capped, as in gpt-oss; dtype of q or
-            fp32, device of q. A sink takes its part of the softmax and has no value.
-        softcap: from 2^-20 to 2^20, as in Gemma 2; none by default.
+            fp32, device of q, below +inf. A sink takes its part of the softmax and has no value.
+        softcap: from 2^-20 to 2^10, as in Gemma 2; none by default.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
 
     Returns:
@@ -97,7 +98,8 @@ def attention(
 
     Results over disjoint sets of keys merge to the result over all of them: lse = logaddexp(lse_1, lse_2) and
     out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse), each factor transposed to [T, H, 1]. Autograd gives the
-    gradients of the merged result. Give sinks to one of the parts only.
+    gradients of the merged result. Give sinks to one of the parts only. Of a layout without prompt queries
+    (`Layout.without_prompt_queries`) merge the other rows alone: on a GPU the prompts' rows have an infinite lse.
 
     Raises:
         ValueError: shapes, strides, devices or a layout that do not match; a scale or cap out of range; a window or
@@ -111,10 +113,12 @@ def attention(
         check_local(name, x)
     if sinks is not None:
         check_local("sinks", sinks)
-    window = None if window is None else positive("window", window)
-    chunk = None if chunk is None else positive("chunk", chunk)
-    if softcap is not None and not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap is a {type(softcap).__name__}, expected a number")
+    window = None if window is None else min(positive("window", window), MAX_ROWS)  # no path is longer
+    chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
+    if softcap is not None:
+        if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
+            raise TypeError(f"softcap is a {type(softcap).__name__}, expected a Python number")
+        softcap = float(softcap)
     if casts(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))

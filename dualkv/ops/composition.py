@@ -26,6 +26,9 @@ from dualkv.ops.window import Window
 
 aten = torch.ops.aten
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
+ROWS_OF_A_PIECE = (
+    128  # that PyTorch's backward adds to its workspace for each sequence; this bounds those of a call too
+)
 
 
 def unsupported(q: torch.Tensor, softcap: float | None = None) -> str | None:
@@ -119,7 +122,7 @@ def _window_parts(segments: Segments, device: torch.device, window: Window) -> l
     order = np.argsort(runs[0], kind="stable")
     index, run_begin, run_len = runs[0][order], runs[1][order], runs_len[order]
     k_len = np.bincount(index, run_len, len(owner)).astype(np.int64)
-    call = (np.cumsum(k_len) - 1) // COPIED_ROWS
+    call = (np.cumsum(k_len + ROWS_OF_A_PIECE) - 1) // COPIED_ROWS
     found = []
     for n in np.unique(call):
         pieces, of_runs = call == n, call[index] == n

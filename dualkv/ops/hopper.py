@@ -78,7 +78,8 @@ class ForwardPlan(Plan):
         self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
         window: Window | None = None,
     ) -> None:  # fmt: skip
-        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, window
+        parts = spec.tile.parts if window is not None else 0  # with a window, a work item has fields for each
+        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, parts, window
         tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec, window))
         clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 4 * spec.head_dim * segments.total
         head_groups = heads // spec.packed_heads
@@ -275,6 +276,11 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [H, T] itself if its rows are contiguous, else a copy; an expanded [1, 1] would pass for contiguous."""
+    return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float,
     window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
@@ -350,8 +356,7 @@ def backward(
     tile, native = specs.main.tile, specs.main.head_dim
     planned = backward_plan(segments, device, tile, heads, kv_heads, window)
     q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
-    lse = lse if lse.stride(1) == 1 else lse.contiguous()
-    dlse = dlse if dlse is None or dlse.stride(1) == 1 else dlse.contiguous()
+    lse, dlse = _contiguous_rows(lse), None if dlse is None else _contiguous_rows(dlse)
     dq, dk, dv = (
         torch.empty(x.shape if name in gradients else 0, dtype=x.dtype, device=device)
         for name, x in (("q", q), ("k", k), ("v", v))

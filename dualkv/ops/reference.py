@@ -111,7 +111,8 @@ def _without_nan_from_others(function: Function) -> Function:
     """Keep a NaN in one response out of the others.
 
     Hidden pairs of a chunk are multiplied by zero, and 0 * NaN is NaN. So where a result is not finite, the results are
-    computed again in chunks of one segment each. On the CPU only: the check would wait for a GPU.
+    computed again in chunks of one segment each, with a window of one row each. On the CPU only: the check would wait
+    for a GPU.
     """
 
     @wraps(function)
@@ -179,7 +180,7 @@ def forward(
     kv_heads, acc = k.shape[1], _accumulate_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
-    for chunk in chunks(segments, q.device, by_segment, window):
+    for chunk in chunks(segments, q.device, by_segment, window, 1 if by_segment and window else CHUNK):
         here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         scores, _ = _scores(_heads_first(q[here], kv_heads, acc), key, chunk, scale, softcap)
@@ -221,7 +222,7 @@ def backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
     dsinks = torch.zeros(0 if sinks is None else heads, dtype=acc, device=q.device)
-    for chunk in chunks(segments, q.device, by_segment, window):
+    for chunk in chunks(segments, q.device, by_segment, window, 1 if by_segment and window else CHUNK):
         here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         query, grad, result = (_heads_first(x[here], kv_heads, acc) for x in (q, dout, out))

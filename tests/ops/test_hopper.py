@@ -330,3 +330,16 @@ def test_other_gpus_are_named(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         reason = hopper.device_unsupported.__wrapped__(torch.device("cuda:0"))
         assert reason == (None if capability == (9, 0) else f"compute capability {capability[0]}.0")
+
+
+def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):
+    """Kernels of one layout and window whose tiles have as many tokens and keys, but another number of warp groups."""
+    layout, window, device = Layout.from_lengths([300], [[77, 200]]), Window(40), torch.device("cpu")
+    widths = {}
+    for head_dim, ratio in ((128, 8), (256, 5), (64, 8), (192, 10)):
+        spec = forward_spec("bf16", head_dim, ratio, True, "window")
+        plan = hopper.ForwardPlan(segments(layout), device, spec, ratio, 1, window)
+        widths[head_dim, ratio] = plan.tables[0].shape[1]
+        fresh = hopper.ForwardPlan(segments(Layout.from_lengths([300], [[77, 200]])), device, spec, ratio, 1, window)
+        assert torch.equal(plan.tables[0], fresh.tables[0])
+    assert len(set(widths.values())) > 1
