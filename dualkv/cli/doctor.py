@@ -100,6 +100,7 @@ NEEDED = {
 OPTIONAL = (  # name, purpose, how to install
     ("nvidia-cutlass-dsl", "compiling kernels", "pip install 'dualkv[compile]'"),
     ("transformers", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
+    ("flash-linear-attention", "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
     ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
     ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
     ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
