@@ -116,12 +116,16 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
+# Fields of configurations by which models multiply or divide their logits.
+SCALES_OF_LOGITS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+
+
 def _check_head(model: PreTrainedModel) -> None:
     """Refuse models whose logits :func:`dualkv.response_logprobs` would get wrong."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ValueError(f"{type(model).__name__} has no plain linear head without bias, which the log-probs need")
-    for setting in ("logits_scaling", "logit_scale"):
-        value = getattr(model.config, setting, None)
+    for setting in SCALES_OF_LOGITS:
+        value = getattr(model.config.get_text_config(), setting, None)
         if value not in (None, 1, 1.0):
             raise ValueError(f"{type(model).__name__} has {setting}={value}, which the log-probs do not compute")

@@ -54,7 +54,8 @@ class ModelBatch:
     def logprobs(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of each response token, [m] and [m]."""
         hidden = model.get_decoder()(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        head, softcap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
+        head = model.get_output_embeddings()
+        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         logp, entropy = response_logprobs(hidden, head.weight, self.batch, softcap=softcap)
         return torch.cat(self.batch.unpack(logp)), torch.cat(self.batch.unpack(entropy))
 

@@ -35,6 +35,7 @@ from dualkv.integrations.verl import work
 from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 from dualkv.layout import Layout
+from dualkv.models import SCALES_OF_LOGITS
 from dualkv.sequence_parallel import Shard, padded
 
 MODEL_TYPE = "dualkv"
@@ -103,6 +104,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
         self._layers = by_config(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
         self._checked = _checked(model_config)
+        _refuse_fused_head(model_config)
         super().__init__(model_config, *args, **kwargs)
         _refuse_ulysses(model_config, self.engine_config.ulysses_sequence_parallel_size)
 
@@ -325,6 +327,25 @@ def _checked(model_config: Any) -> bool:
         return False
     models.refuse(model)
     return True
+
+
+def _refuse_fused_head(model_config: Any) -> None:
+    """Refuse veRL's fused heads where a model does more to its logits than multiply by the head's weight, which these
+    heads leave out.
+
+    Raises:
+        ValueError: a fused head, and a configuration that caps or scales logits.
+    """
+    if not model_config.use_fused_kernels:
+        return
+    config = model_config.hf_config.get_text_config()
+    for setting in ("final_logit_softcapping", *SCALES_OF_LOGITS):
+        value = getattr(config, setting, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(
+                f"use_fused_kernels is True and the model has {setting}={value}, which veRL's fused heads leave out:"
+                " set use_fused_kernels=False"
+            )
 
 
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:

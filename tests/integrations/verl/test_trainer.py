@@ -204,7 +204,8 @@ def test_every_strategy_of_verl_is_known() -> None:
     [
         ("DeepseekV3", {}, "DeepseekV3Model cannot run packed groups: v has head_dim 128 and q 192"),
         ("Llama", {"head_dim": 512}, r"layers\.0\.self_attn \(LlamaAttention\) has head dim 512"),
-        ("Qwen3Next", {}, "layer 0 of Qwen3NextModel is linear_attention"),
+        ("Qwen3Next", {}, r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) of transformers"),
+        ("Granite", {"logits_scaling": 8.0}, r"use_fused_kernels is True and the model has logits_scaling=8\.0"),
     ],
 )
 def test_an_engine_refuses_a_model_when_it_is_made(
@@ -213,7 +214,7 @@ def test_an_engine_refuses_a_model_when_it_is_made(
     """From its configuration: before weights are read, and before vLLM starts."""
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
     config = getattr(transformers, f"{family}Config")(**settings)
-    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=None)
+    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=None, use_fused_kernels=True)
     with pytest.raises(ValueError, match=message):
         EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl)
 
