@@ -26,9 +26,9 @@ from dualkv.ops.window import Window
 
 aten = torch.ops.aten
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
-ROWS_OF_A_PIECE = (
-    128  # that PyTorch's backward adds to its workspace for each sequence; this bounds those of a call too
-)
+# Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
+# 65,535 that an axis of a launch takes, however short the pieces are.
+ROWS_OF_A_PIECE = 128
 
 
 def unsupported(q: torch.Tensor, softcap: float | None = None) -> str | None:

@@ -365,6 +365,14 @@ def test_a_head_with_bias_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path / "phi"), torch.float32, CPU, 0)
 
 
+def test_a_head_that_scales_logits_is_refused(tmp_path: Path) -> None:
+    model = load_model("tiny", torch.float32, CPU, 0)
+    model.config.lm_head_multiplier = 0.05  # as Falcon-H1 has it
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"lm_head_multiplier=0\.05"):
+        load_model(str(tmp_path / "model"), torch.float32, CPU, 0)
+
+
 def test_a_local_model_and_its_vocabulary(tmp_path: Path) -> None:
     load_model("tiny", torch.float32, CPU, 5).save_pretrained(tmp_path / "model")
     result = run_demo(DemoSettings(model=str(tmp_path / "model"), **SMALL | {"steps": 1}))

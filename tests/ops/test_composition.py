@@ -132,3 +132,11 @@ def test_a_cap_goes_to_the_reference(monkeypatch):
     q = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
     assert composition.unsupported(q) is None
     assert composition.unsupported(q, 50.0) == "softcap"
+
+
+def test_many_short_pieces_are_several_calls():
+    layout = Layout.from_lengths([5000], [[10]])
+    calls = composition.parts(layout._segments, torch.device("cpu"), Window(chunk=1))
+    pieces = [len(part.cu_q) - 1 for part in calls]
+    assert sum(pieces) == layout.num_tokens
+    assert max(pieces) <= composition.COPIED_ROWS // composition.ROWS_OF_A_PIECE

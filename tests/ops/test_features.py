@@ -195,3 +195,12 @@ def test_autocast_takes_sinks_of_any_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         for sinks in (wide, wide.float(), wide.double()):
             assert torch.equal(dualkv.attention(q, k, v, LAYOUT, sinks=sinks), want)
+
+
+@pytest.mark.parametrize(("features", "seen"), [({"window": 32}, range(280, 312)), ({"chunk": 32}, range(280, 288))])
+def test_a_nan_stays_with_the_rows_that_the_window_lets_see_it(features, seen):
+    layout = Layout.from_lengths([300], [[100]])
+    q, k, v = torch.randn(3, layout.num_tokens, 2, 8)
+    v[280] = float("nan")
+    broken = dualkv.attention(q, k, v, layout, **features).isnan().any(-1).any(-1)
+    assert broken.nonzero().flatten().tolist() == list(seen)
