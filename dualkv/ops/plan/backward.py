@@ -67,6 +67,7 @@ class KeyItems:
         key, key_end: [n] packed rows.
         group: [n] of the keys.
         run: [n] the segment of the first key, counted among segments with rows. Items of a run read the same queries.
+            With a window: see `windowed.key_items`.
         is_response: [n] that segment is not a prompt.
         block_begin, block_end: [n] query blocks.
         previous: [n] see `_fixed_order`.
@@ -148,11 +149,12 @@ class Lengths(NamedTuple):
 
 
 def choose_lengths(
-    keys: KeyItems, total: int, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int
+    keys: KeyItems, total: int, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int,
+    share: int = MAX_SHARE,
 ) -> Lengths:  # fmt: skip
-    """The lengths of pieces, of `total` rows."""
+    """The lengths of pieces, of `total` rows, at most a cluster's share of all work divided by `share`."""
     clusters, per_kv = max(num_sms // tile.cluster, 1), heads // kv_heads
-    limit = int((keys.blocks * per_kv).sum()) * kv_heads // (MAX_SHARE * clusters)
+    limit = int((keys.blocks * per_kv).sum()) * kv_heads // (share * clusters)
     budget = total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
     few, span = len(keys.key) * kv_heads < FEW * clusters, 0
     lengths = _piece_lengths(keys, per_kv, limit, budget)
