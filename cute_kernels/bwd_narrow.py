@@ -287,18 +287,18 @@ class NarrowBackward(NarrowDq):
         for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
             stage = p.Q.stage(it)
             p.Q.consumer_wait(stage)
-            flags = cute.arch.make_warp_uniform(s.blocks[BlockFields.FLAGS, stage.index])
+            flags = self.flags_of_stage(s, stage)
             rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
             if not self.is_own(flags, self.rank()):
                 self.release_block(p, it)
             elif rows == BlockFields.SKIP:
-                self.skip_block(s, p, x, mask, it, None)
+                self.skip_block(s, p, x, mask, it, None, flags)
             elif rows == BlockFields.FIRST_ROWS:
-                self.block(s, p, x, mask, it, None, x.first_rows, scale_log2)
+                self.block(s, p, x, mask, it, None, x.first_rows, scale_log2, flags)
             elif rows == BlockFields.WHOLE:
-                self.block(s, p, x, mask, it, None, x.whole, scale_log2)
+                self.block(s, p, x, mask, it, None, x.whole, scale_log2, flags)
             else:
-                self.block(s, p, x, mask, it, None, x.last_rows, scale_log2)
+                self.block(s, p, x, mask, it, None, x.last_rows, scale_log2, flags)
         last = p.Q.stage((item.block_end - item.block_begin) * heads_per_kv - 1).index
         flags, own = s.blocks[BlockFields.FLAGS, last], s.blocks[OWN_STEP, last]
         own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
@@ -315,6 +315,7 @@ class NarrowBackward(NarrowDq):
         m_block: Int32 | None,  # None with a window: it lies beside Q
         rows: ScoreOperands,  # of the block's rows that may see keys of this warp group
         scale_log2: Float32,
+        flags: Int32 | None = None,  # with a window
     ) -> None:
         """S, dP, dV and dK of step `it`, and dQ of the step before.
 
@@ -333,7 +334,7 @@ class NarrowBackward(NarrowDq):
         if not self.softcap:
             self.issue_dP(p, x, rows, acc_dP, stage)
         if self.windowed:
-            m_block, mask = self.block_of_stage(s, mask, stage)
+            m_block, mask = self.block_of_stage(s, mask, stage, flags)
             m0 = m_block * self.tile_m
         warpgroup.wait_group(1 if self.want_dp and not self.softcap else 0)
 
@@ -398,7 +399,8 @@ class NarrowBackward(NarrowDq):
             gemm(rows.mma, acc_dP, x.V, dO, True, addends=[dpsum])
 
     def skip_block(
-        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None
+        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None,
+        flags: Int32 | None = None,
     ) -> None:  # fmt: skip
         """A step whose rows see no key of this warp group: only dQ of the step before is made. See `block`."""
         stage = p.Q.stage(it)
@@ -406,7 +408,7 @@ class NarrowBackward(NarrowDq):
         p.dO.consumer_wait(stage)
         own = self.own_step(s, stage, it)
         if self.windowed:
-            m_block, mask = self.block_of_stage(s, mask, stage)
+            m_block, mask = self.block_of_stage(s, mask, stage, flags)
         self.contain_block(s, x, mask, stage, m_block * self.tile_m, None, 0)
         if self.want_dq:
             self.write_dS(p, x, None, own)
