@@ -40,9 +40,11 @@ class Windows(Clustered):
         return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))
 
     def flags_of_stage(self, s: Shared, stage: Stage) -> Int32:
-        """FLAGS of the query block in a full stage. A reduction, as the compiler then knows that all lanes have the same
-        value: else it takes every branch on it for one that divides the warp, and no longer keeps addresses of products
-        in uniform registers (head dim 128: 4 % slower)."""
+        """FLAGS of the query block in a full stage.
+
+        By a reduction, so that the compiler knows that all lanes have the same value. Else it takes every branch on it
+        for one that divides the warp, and does not keep the addresses of products in uniform registers.
+        """
         return cute.arch.warp_redux_sync(s.blocks[fields.FLAGS, stage.index], "max")
 
     def block_of_stage(self, s: Shared, mask: Mask, stage: Stage, flags: Int32) -> tuple[Int32, Mask]:

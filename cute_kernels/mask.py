@@ -75,7 +75,10 @@ class PathMask(NamedTuple):
         bounds: PathBounds,
     ) -> None:
         """-inf for the scores that rows do not keep."""
-        keep_before(acc_S, q_row, self.key_row, self.limit)
+        if const_expr(bounds.first_key is not None):
+            self.keep_before(acc_S, q_row)
+        else:
+            keep_before(acc_S, q_row, self.key_row, self.limit)
         if self.by_key:
             first = first_key(self.key_row)
             for e0, e1 in zip(row_elements(acc_S, 0), row_elements(acc_S, 1), strict=True):
@@ -84,6 +87,13 @@ class PathMask(NamedTuple):
                 acc_S[e1] = acc_S[e1] if q_row[1] < end else -Float32.inf
         if const_expr(bounds.first_key is not None):
             keep_from(acc_S, q_row, self.key_row, bounds.first_key)
+
+    @cute.jit
+    def keep_before(self, acc_S: cute.Tensor, q_row: cute.Tensor) -> None:
+        """`keep_before` with a window, where half of the masked blocks do not need it: those where windows begin."""
+        first_hidden = cutlass.min(cutlass.min(q_row[0], q_row[1]) + 1, self.limit)
+        if cute.arch.vote_any_sync(first_hidden < self.key_row + 2 * cute.size(acc_S)):
+            keep_before(acc_S, q_row, self.key_row, self.limit)
 
     def sees(self, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
         """What `apply` says of one pair."""
@@ -117,11 +127,11 @@ def keep_before(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, limit: I
 @cute.jit
 def keep_from(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, first_keys: cute.Tensor) -> None:
     """-inf for the scores of keys before the first one that their row sees."""
-    for r in cutlass.range_constexpr(2):
-        low = first_keys[q_row[r]] - first_key(key_row)
-        if low > 0:  # not in most blocks
+    low = [first_keys[q_row[r]] - first_key(key_row) for r in range(2)]
+    if cute.arch.vote_any_sync((low[0] > 0) | (low[1] > 0)):  # not in most blocks
+        for r in cutlass.range_constexpr(2):
             for e in row_elements(acc_S, r):
-                acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
+                acc_S[e] = acc_S[e] if column(e) >= low[r] else -Float32.inf
 
 
 def first_key(key_row: Int32) -> Int32:

@@ -150,11 +150,13 @@ class Lengths(NamedTuple):
 
 def choose_lengths(
     keys: KeyItems, total: int, tile: BackwardTile, heads: int, kv_heads: int, num_sms: int,
-    share: int = MAX_SHARE,
+    share: int = MAX_SHARE, shortest: int = SHORTEST_PIECE,
 ) -> Lengths:  # fmt: skip
-    """The lengths of pieces, of `total` rows, at most a cluster's share of all work divided by `share`."""
+    """The lengths of pieces, of `total` rows: at most a cluster's share of all work divided by `share`, but at least
+    `shortest` steps."""
     clusters, per_kv = max(num_sms // tile.cluster, 1), heads // kv_heads
     limit = int((keys.blocks * per_kv).sum()) * kv_heads // (share * clusters)
+    limit = max(limit, shortest)
     budget = total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
     few, span = len(keys.key) * kv_heads < FEW * clusters, 0
     lengths = _piece_lengths(keys, per_kv, limit, budget)
