@@ -153,6 +153,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         tile = part.tile
         for r in cutlass.range_constexpr(2):  # rows past the warp group's last token are masked like it
             state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, thread.wg))
+        if const_expr(self.has.first_key):
+            state = state._replace(bounds=state.bounds.of_rows(state.rows.token))
         if const_expr(self.q_stages > 1):
             self.release_previous_Q(s, count, thread)
 

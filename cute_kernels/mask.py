@@ -56,6 +56,14 @@ class PathBounds(NamedTuple):
 
     visible_end: cute.Tensor  # (T + N) past the last query row that sees a key
     first_key: cute.Tensor | None  # (T) packed row of the first key that each row sees, with a window or chunks
+    own: cute.Tensor | None = None  # (2) that of the thread's rows
+
+    def of_rows(self, q_row: cute.Tensor) -> "PathBounds":
+        """Of a thread. In registers before the first block, as a load in a block would hold its softmax up."""
+        own = cute.make_rmem_tensor(2, Int32)
+        for r in range(2):
+            own[r] = self.first_key[q_row[r]]
+        return self._replace(own=own)
 
 
 class PathMask(NamedTuple):
@@ -86,7 +94,7 @@ class PathMask(NamedTuple):
                 acc_S[e0] = acc_S[e0] if q_row[0] < end else -Float32.inf
                 acc_S[e1] = acc_S[e1] if q_row[1] < end else -Float32.inf
         if const_expr(bounds.first_key is not None):
-            keep_from(acc_S, q_row, self.key_row, bounds.first_key)
+            keep_from(acc_S, bounds.own, self.key_row)
 
     @cute.jit
     def keep_before(self, acc_S: cute.Tensor, q_row: cute.Tensor) -> None:
@@ -125,9 +133,9 @@ def keep_before(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, limit: I
 
 
 @cute.jit
-def keep_from(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, first_keys: cute.Tensor) -> None:
+def keep_from(acc_S: cute.Tensor, first_keys: cute.Tensor, key_row: Int32) -> None:
     """-inf for the scores of keys before the first one that their row sees."""
-    low = [first_keys[q_row[r]] - first_key(key_row) for r in range(2)]
+    low = [first_keys[r] - first_key(key_row) for r in range(2)]
     if cute.arch.vote_any_sync((low[0] > 0) | (low[1] > 0)):  # not in most blocks
         for r in cutlass.range_constexpr(2):
             for e in row_elements(acc_S, r):
