@@ -43,6 +43,7 @@ UPDATES = {
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
 }
 OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
+WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
 MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
     MAIN: (1.22, 1.10),
@@ -282,6 +283,25 @@ def tensor_parallel() -> str:
     return markdown_table(head, rows) + _recorded(run)
 
 
+def windows(direction: str) -> str:
+    """Ours against FlashAttention-4 and cuDNN, and what our plans execute over what is visible."""
+    run, rows = _load("windows-h200"), []
+    for result in run["results"]:
+        if result["direction"] != direction:
+            continue
+        sides = [result["sides"].get(name, {}) for name in (OURS, *WINDOW_PEERS)]
+        ms = [side.get("sustained_ms") for side in sides]
+        theirs = [x for x in ms[1:] if x]
+        row = [
+            f"{x:.2f} ({side['sustained_tflops']:.0f}; {result['bytes'] / x / 1e6:,.0f})" if x else "not measured"
+            for x, side in zip(ms, sides, strict=True)
+        ]
+        row.append(f"{min(theirs) / ms[0]:.2f}" if ms[0] and theirs else "")
+        rows.append([result["workload"]["name"], *row, f"{result['executed']:.2f}"])
+    head = ["workload", "DualKV, ms (TFLOP/s; GB/s)", "FlashAttention-4, tails copied", "cuDNN, intervals"]
+    return markdown_table([*head, "speed over the better", "executed over useful"], rows) + _recorded(run)
+
+
 def trees(folder: Path | None = None) -> str:
     """Trees against FlexAttention, sequences replicated, and the rates of our own kernels on layouts of two levels."""
     run, others = _load("trees-h200", folder), []
@@ -402,6 +422,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "backward-head-dims": lambda: _against_peer("backward-h200-head-dims", "head dim, GQA"),
     "random": drawn,
     "tensor-parallel": tensor_parallel,
+    "windows-forward": lambda: windows("fwd"),
+    "windows-backward": lambda: windows("bwd"),
     "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),

@@ -198,36 +198,24 @@ def three_calls(inputs: Inputs, direction: str, deterministic: bool = False) -> 
 
 # ---------------------------------------------------------------- prompts copied, sequences replicated
 def prompt_copied(inputs: Inputs, direction: str) -> Side:
-    """Prompts causal, then every response against a copy of its prompt's K and V (with a window: of the prompt's tail)
-    with its own behind it. Chunks are sequences of their own.
+    """Prompts, and every response behind a copy of its prompt's K and V (with a window: of the prompt's tail): causal,
+    in one call. Chunks are sequences of their own.
 
     Apart: `copy` of K and V; `sum` of the copies' dk and dv.
     """
-    in_prompts = np.concatenate([p for p, _ in inputs.groups])
-    sequences = inputs.copied()
-    prompts = [k for q, k in sequences if len(q) and np.isin(q[0], in_prompts)]
-    pairs = [(q, k) for q, k in sequences if len(q) and not np.isin(q[0], in_prompts)]
-    first = Varlen(inputs, prompts, prompts, True)
-    second = Varlen(inputs, [r for r, _ in pairs], [k for _, k in pairs], True)
-    calls = [call for call in (first, second) if call.sequences]
-
-    def out() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(call.q_rows, call.out) for call in calls]
-
-    def ready() -> None:
-        first.ready()
-        second.ready()
+    q_rows, k_rows = zip(*inputs.copied(), strict=True)
+    call = Varlen(inputs, list(q_rows), list(k_rows), True)
 
     def copy() -> None:
         for x in (inputs.k, inputs.v):
-            x[second.k_rows]
+            x[call.k_rows]
 
     def summed() -> None:
-        added(inputs.k, [(call.k_rows, call.dk) for call in calls])
-        added(inputs.v, [(call.k_rows, call.dv) for call in calls])
+        for grad in (call.dk, call.dv):
+            added(inputs.k, [(call.k_rows, grad)])
 
-    extra: Apart = {"fwd": {"copy": copy}, "bwd": {"sum": summed}} if second.sequences else {}
-    return _side(inputs, direction, {"prompt": first, "responses": second}, out, ready, extra)
+    extra: Apart = {"fwd": {"copy": copy}, "bwd": {"sum": summed}} if len(call.k_rows) > len(inputs.k) else {}
+    return _side(inputs, direction, {"sequences": call}, lambda: [(call.q_rows, call.out)], call.ready, extra)
 
 
 def replicated(inputs: Inputs, direction: str) -> Side:

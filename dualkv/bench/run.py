@@ -4,7 +4,8 @@ All sides run in one process, in turns. Power, not the clock rate, limits an H20
 back for a while (*sustained*) before the next; the median over rounds counts. A turn of the last side goes before and
 is not counted: the first one then follows another side's turn, as all others do, not a pause. *Cold* is single calls
 after a pause.
-TFLOP/s are counted on deduplicated work (:meth:`Workload.flops`), the prompt once, whatever a side repeats.
+TFLOP/s and GB/s are counted on deduplicated work (:meth:`Workload.flops`, :meth:`Workload.bytes`), the prompt once,
+whatever a side repeats. With a window or chunks a result has what our kernels execute over what is visible.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from codegen import toolchain
 from dualkv.bench import inputs, sides
+from dualkv.bench.executed import executed_over_useful
 from dualkv.bench.inputs import Side
 from dualkv.bench.sides import of_direction
 from dualkv.bench.timing import PART_CALLS, Clock, Meter, TimeUp, cold_ms, host_us, sustained
@@ -71,14 +73,15 @@ def run_checked(side: Side, reference: tuple[torch.Tensor, ...] | None) -> float
     return apart
 
 
-def summary(cold: float, host: float, rounds: list[dict[str, Any]], flops: int) -> dict[str, Any]:
-    """The figures of one side: medians over rounds."""
+def summary(cold: float, host: float, rounds: list[dict[str, Any]], flops: int, moved: int) -> dict[str, Any]:
+    """The figures of one side: medians over rounds; of `flops` and of `moved` bytes."""
     figures: dict[str, Any] = {"cold_ms": cold, "cold_tflops": flops / cold / 1e9, "host_us": host, "rounds": rounds}
     if rounds:
         names = dict.fromkeys(name for r in rounds for name in r if name != "calls")
         middle = {name: statistics.median(r[name] for r in rounds if name in r) for name in names}
         figures |= {"sustained_ms": middle.pop("ms"), **middle}
         figures["sustained_tflops"] = flops / figures["sustained_ms"] / 1e9
+        figures["sustained_gbs"] = moved / figures["sustained_ms"] / 1e6
     return figures
 
 
@@ -144,10 +147,10 @@ def bench(
 
         attempt(name, turn)
 
-    flops = workload.flops(direction)
+    flops, moved = workload.flops(direction), workload.bytes(direction)
     for name in names:
         if name in cold:
-            figures[name] |= summary(cold[name], host[name], measured[name], flops)
+            figures[name] |= summary(cold[name], host[name], measured[name], flops, moved)
     theirs = figures.get(REFERENCE, {}).get("sustained_ms")
     for mine in figures.values():
         if theirs and "sustained_ms" in mine:
@@ -158,6 +161,8 @@ def bench(
         "workload": {name: value for name, value in asdict(workload).items() if value not in (None, False)} | shape,
         "direction": direction,
         "flops": flops,
+        "bytes": moved,
+        "executed": executed_over_useful(workload, direction),
         "reference": REFERENCE,
         "sides": figures,
     }

@@ -14,6 +14,7 @@ from dualkv.bench.sides import SIDES
 COLUMNS = (
     ("ms", "sustained_ms", ".3f"),
     ("TFLOP/s", "sustained_tflops", ".0f"),
+    ("GB/s", "sustained_gbs", ".0f"),
     (f"vs {REFERENCE}", "speed_against_reference", ".3f"),
     ("cold ms", "cold_ms", ".3f"),
     ("cold TFLOP/s", "cold_tflops", ".0f"),
@@ -31,6 +32,8 @@ def _title(result: dict[str, Any]) -> str:
     w = result["workload"]
     heads = f"H={w['heads']} Hk={w['kv_heads']} D={w['head_dim']} {w['dtype']}"
     work = f"{w['tokens']} tokens, {result['flops'] / 1e12:.2f} TFLOP"
+    if result["executed"]:
+        work += f", executed {result['executed']:.2f} times"
     return f"{w['name']}, {DIRECTIONS[result['direction']]}: {heads}, {work}"
 
 

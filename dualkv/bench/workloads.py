@@ -87,6 +87,19 @@ class Workload:
         forward = 4 * self.head_dim * self.heads * self.visible_pairs()
         return round(FLOPS_OF_FORWARD[direction] * forward)
 
+    def bytes(self, direction: str) -> int:
+        """What has to cross the GPU's memory if each tensor does once: the unit of every GB/s of the benchmark.
+
+        fwd:  q, k, v are read, out and lse (fp32, a number a row and head) are written.
+        bwd:  q, k, v, out, dout and lse are read, dq, dk and dv are written.
+        both: the sum.
+        """
+        rows = self.layout().num_tokens
+        queries, keys = (2 * rows * heads * self.head_dim for heads in (self.heads, self.kv_heads))
+        lse = 4 * rows * self.heads
+        of = {"fwd": 2 * queries + 2 * keys + lse, "bwd": 4 * queries + 4 * keys + lse}
+        return of.get(direction) or sum(of.values())
+
 
 def _one_group(name: str, prompt: int, responses: list[int], **shape: Any) -> Workload:
     return Workload(name, (prompt,), (tuple(responses),), **shape)

@@ -121,6 +121,7 @@ def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
         assert (result["direction"], result["flops"]) == (direction, flops)
         assert mine["sustained_ms"] == theirs["sustained_ms"] == mine["cold_ms"] == 2.0
         assert mine["sustained_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
+        assert mine["sustained_gbs"] == pytest.approx(workload.bytes(direction) / 2e-3 / 1e9)
         assert [len(side["rounds"]) for side in (mine, theirs)] == [3, 3]
         assert all(r["calls"] >= timing.MIN_CALLS for r in mine["rounds"])
         assert mine["power_w"] == pytest.approx(690.0)
@@ -282,15 +283,16 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
     assert [(r["workload"]["name"], r["direction"]) for r in report["results"]] == [
         (f"20:5 {shape}", "fwd"), (f"20:5 {shape}", "bwd"), (f"9: {shape}", "fwd"), (f"9: {shape}", "bwd"),
     ]  # fmt: skip
+    given = "flops", "bytes", "executed"
     for result in report["results"]:
-        assert set(result) == {"workload", "direction", "flops", "reference", "sides", "took_s"}
+        assert set(result) == {*given, "workload", "direction", "reference", "sides", "took_s"}
         assert set(result["workload"]) == {
             "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype", "parent", "tokens",
             "dedup_ratio",
         }  # fmt: skip
         assert set(result["sides"]["dualkv"]) == {
             "compared_with", "parts", "cold_ms", "cold_tflops", "host_us", "rounds", "sustained_ms",
-            "sustained_tflops", "joules", "sm_clock_mhz", "power_w", "temperature_c",
+            "sustained_tflops", "sustained_gbs", "joules", "sm_clock_mhz", "power_w", "temperature_c",
         }  # fmt: skip
         assert set(result["sides"]["flex"]) == {"error"}
         assert ("dualkv-deterministic" in result["sides"]) == (result["direction"] == "bwd")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+from dualkv.models import CONFIGS
 from tests.integrations.tiny import make_model
 from tools.bench import step as bench_step
 from tools.bench import stock_attention
@@ -31,6 +34,27 @@ def test_rows_compute_the_same(monkeypatch):
     assert [rows[name]["micro_batches"] for name in ("packed", "replicated")] == [1, 2]
     assert [len(rows[name]["seconds"]) for name in ("packed", "replicated")] == [2, 1]
     assert rows["replicated"]["tflops_done"] == rows["replicated"]["tflops_nominal"]
+
+
+OSS = {"model_type": "gpt_oss", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
+       "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
+       "initializer_range": 0.2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+
+
+def test_windows_sinks_experts_and_an_optimizer(monkeypatch):
+    """Both ways compute the same, with windows, sinks and experts; the optimizer's step leaves the weights."""
+    monkeypatch.setitem(CONFIGS, "tiny-oss", OSS)
+    sizes = replace(SIZES, model="tiny-oss", layers=2, optimizer=True)
+    assert bench_step.kinds_of(bench_step.make_config(sizes)) == [(5, True), (None, True)]
+    *_, figures = bench_step.measure(sizes, ["packed", "replicated"], torch.device("cpu"))
+    assert figures["rows"]["replicated"]["logp_rms_from_first_row"] < 1e-5
+    whole = bench_step.make_model(sizes, torch.device("cpu"))
+    assert whole.config._experts_implementation == "grouped_mm"
+    rows, chosen = 24 + 4 * 6, sum(w.numel() for n, w in whole.model.layers.named_parameters() if ".experts." in n)
+    rest = sum(w.numel() for n, w in whole.model.layers.named_parameters() if w.dim() > 1 and ".experts." not in n)
+    pairs = 24 * 24 / 2 + 4 * (6 * 24 + 6 * 6 / 2) + 12.5 + 19 * 5 + 4 * 6 * 5
+    packed = 6 * ((chosen / 2 + rest) * rows + 320 * 64 * 4 * 6) + 12 * pairs * 4 * 16
+    assert bench_step.flops(whole, sizes, packed=True) == pytest.approx(packed)
 
 
 def test_flops_are_those_of_the_rows():

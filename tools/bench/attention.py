@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,17 +37,24 @@ def _options(option: str, values: Iterable[str]) -> str:
 _TREES = [name for name, workload in NAMED.items() if workload.parent]
 _HEADS = [name for name in NAMED if re.fullmatch(f"{MAIN}-d\\d+-gqa\\d", name)]
 _TENSOR_PARALLEL = [name for name in NAMED if name.startswith(f"{MAIN}-tp")]
-_WINDOWS = [name for name, workload in NAMED.items() if workload.reach or workload.sinks or name.endswith("-d64")]
+_LONG = MAIN, "n16-p32768-r2048"
+_WINDOWS = [
+    *(f"{lengths}-{shape}" for shape in ("w4096", "w512-d256", "w1024-d256", "w128-d64") for lengths in _LONG),
+    *(name for name in NAMED if name.endswith("-c8192")),
+    *(f"g64-n8-{shape}" for shape in ("w128-d64", "w512-d256", "w1024-d256")),
+]
 _RANDOM = [f"random-1-{i}" for i in range(40)]
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
-_PEERS = _options("-s", ["dualkv", "fa4-prompt-copied", "cudnn-intervals"])  # of windows, chunks and sinks
+_PEERS = _options("-s", ["dualkv", *tables.WINDOW_PEERS])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
 _TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
 
+# Of FlashAttention-4 and cuDNN: compiled kernels in files. Both take seconds to a minute for each otherwise.
+PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
-FIELDS = "direction", "flops"  # of a result
+FIELDS = "direction", "flops", "bytes", "executed"  # of a result
 OF_A_SIDE = (
     "error", "difference", "parts", "cold_ms", "rounds", "sustained_ms", "sustained_tflops", "joules", "power_w",
     "sm_clock_mhz", "speed_against_reference",
@@ -60,8 +71,7 @@ RECORDS = {
     "random-backward-h200": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
-    "windows-forward-h200": f"-d fwd {_PEERS} {_SHORT_TURNS} {_options('-w', _WINDOWS)}",
-    "windows-backward-h200": f"-d bwd {_PEERS} {_SHORT_TURNS} {_options('-w', _WINDOWS)}",
+    "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _WINDOWS)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }
@@ -74,9 +84,13 @@ def main(
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
     time_limit: Annotated[float | None, typer.Option(help="Seconds that all of them may take together.")] = None,
+    compile_in: Annotated[int, typer.Option("--compile", help="Compile first, in so many processes.")] = 0,
 ) -> None:
     """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
     asked = [_limited(name) for name in names or RECORDS]
+    os.environ.update({name: "1" for name in PEER_CACHES})  # in processes begun here, and what is imported later
+    if compile_in:
+        compile_first([name for name, _ in asked], compile_in)
     end = time.monotonic() + time_limit if time_limit else math.inf
     failed: list[str] = []
     for name, limit in asked:  # in one process: loading the peers takes longer than some of the runs
@@ -99,6 +113,43 @@ def main(
         sys.exit("\n".join(failed))
 
 
+def compile_first(names: list[str], processes: int) -> None:
+    """Runs each kernel of the records once, ours and the peers', each in a process: they leave it in their caches."""
+
+    def run(call: tuple[str, str, str]) -> str | None:
+        given = [word for pair in zip(("-w", "-d", "-s"), call, strict=True) for word in pair]
+        command = [sys.executable, "-m", "dualkv", "bench", "--seconds", "0.1", "--rounds", "1", *given]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return None if done.returncode == 0 else f"{' '.join(call)}: {(done.stderr or done.stdout)[-300:]}"
+
+    with ThreadPoolExecutor(processes) as pool:
+        for failure in filter(None, pool.map(run, kernels_of(names))):
+            print(failure, flush=True)
+
+
+def options_of(name: str) -> dict[str, list[str]]:
+    """Values by option of a record's command line, which has no switches."""
+    words = iter(shlex.split(RECORDS[name]))
+    found: dict[str, list[str]] = {}
+    for option in words:
+        found.setdefault(option, []).append(next(words))
+    return found
+
+
+def kernels_of(names: list[str]) -> list[tuple[str, str, str]]:
+    """(workload, direction, side) of some records, one for each kernel: lengths and windows are not compiled in, but
+    peers have others for many groups."""
+    found: dict[Any, tuple[str, str, str]] = {}
+    for name in names:
+        given = options_of(name)
+        for text, way, side in product(given["-w"], given["-d"][0].split(","), given["-s"]):
+            w = parse(text)
+            features = w.window is None, w.chunk is None, w.sinks, w.softcap, bool(w.parent)
+            shape = w.head_dim, w.heads // w.kv_heads, w.dtype, len(w.prompt_lens) > 1
+            found.setdefault((*shape, *features, way, side), (text, way, side))
+    return list(found.values())
+
+
 def kept(report: dict[str, Any]) -> dict[str, Any]:
     """A report without the lengths that a workload's name stands for, and with those figures of its sides that tables
     and documents are made from."""
@@ -108,7 +159,8 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
         named = json.loads(json.dumps(asdict(parse(given["name"]))))
         workload = {field: value for field, value in given.items() if field not in LENGTHS or named[field] != value}
         sides = {name: _side(side) for name, side in result["sides"].items()}
-        results.append({"workload": workload, **{field: result[field] for field in FIELDS}, "sides": sides})
+        fields = {field: result[field] for field in FIELDS if result[field] is not None}
+        results.append({"workload": workload, **fields, "sides": sides})
     return report | {"results": results}
 
 

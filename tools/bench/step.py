@@ -71,18 +71,41 @@ class Sizes:
     repeats: int
     chunk_size: int
     dtype: str
+    optimizer: bool = False
 
 
-def make_model(sizes: Sizes, device: torch.device) -> Any:
-    """The named model cut to some layers, with random weights made on the device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def make_config(sizes: Sizes) -> Any:
+    """Of the named model cut to some layers."""
+    from transformers import AutoConfig
 
     settings = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if experts_of(config):
+        config._experts_implementation = "grouped_mm"  # the fastest in transformers, for both ways
+    return config
+
+
+def make_model(sizes: Sizes, device: torch.device) -> Any:
+    """The model with random weights made on the device."""
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(sizes)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype))
     return model.to(device).train()
+
+
+def experts_of(config: Any) -> int:
+    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+
+
+def kinds_of(config: Any) -> list[tuple[int | None, bool]]:
+    """(window, whether there are sinks) of each layer."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [
+        (config.sliding_window if t == "sliding_attention" else None, config.model_type == "gpt_oss") for t in types
+    ]
 
 
 @contextmanager
@@ -121,14 +144,26 @@ def make_rollouts(sizes: Sizes) -> Rollouts:
 
 
 def flops(model: Any, sizes: Sizes, packed: bool) -> float:
-    """Of a forward and a backward that computes nothing again: 6 for a weight and row, 12 for a pair and head dim."""
+    """Of a forward and a backward that computes nothing again: 6 for a weight and row (of experts, those that a row
+    goes to), 12 for a pair and head dim."""
     config, n, p, r = model.config, sizes.responses, sizes.prompt_len, sizes.response_len
     prompts = 1 if packed else n
     rows = prompts * p + n * r
-    pairs = (prompts * p * p + n * (r * r + 2 * r * p)) / 2
+
+    def seen(length: int, window: int | None) -> float:
+        """Pairs of one sequence."""
+        inside = min(length, window or length)
+        return inside * inside / 2 + (length - inside) * inside
+
+    pairs = sum(prompts * seen(p, w) + n * (seen(p + r, w) - seen(p, w)) for w, _ in kinds_of(config))
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    weights = sum(w.numel() for layer in model.get_decoder().layers for w in layer.parameters() if w.dim() > 1)
-    attention = 12 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
+    share = config.num_experts_per_tok / experts_of(config) if experts_of(config) else 1.0
+    weights = sum(
+        w.numel() * (share if ".experts." in name else 1.0)
+        for name, w in model.get_decoder().layers.named_parameters()
+        if w.dim() > 1
+    )
+    attention = 12 * pairs * config.num_attention_heads * head_dim
     return 6 * (weights * rows + model.get_output_embeddings().weight.numel() * n * r) + attention
 
 
@@ -145,15 +180,20 @@ def step(model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled:
     return found
 
 
-def measure(sizes: Sizes, names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+def measure(
+    sizes: Sizes, names: list[str], device: torch.device, stocks: Iterable[str] = stock_attention.QUICK
+) -> Iterator[dict[str, Any]]:
     """The figures after each row; a row that fails says why and spoils no other."""
     cuda = device.type == "cuda"
     rollouts = make_rollouts(sizes)
     length, total = sizes.prompt_len + sizes.response_len, sizes.responses * sizes.response_len
     weights = torch.randn(total, generator=torch.Generator().manual_seed(1)).to(device) / total
-    config = CONFIGS[sizes.model]
-    heads = config["num_attention_heads"], config["num_key_value_heads"], config.get("head_dim", 128)
-    stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if cuda else ("math", {})
+    stock, tried = "math", dict[str, float | str]()
+    if cuda and any(ROWS[name].way == "replicated" for name in names):
+        config = make_config(sizes)
+        heads = config.num_attention_heads, config.num_key_value_heads, getattr(config, "head_dim", 128)
+        kinds = list(dict.fromkeys(kinds_of(config)))
+        stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads, kinds, stocks)
     figures: dict[str, Any] = {"stock_attention": stock, "stock_attention_seconds": tried, "rows": {}}
     yield figures
     first: torch.Tensor | None = None
@@ -165,13 +205,13 @@ def measure(sizes: Sizes, names: list[str], device: torch.device) -> Iterator[di
             model = make_model(sizes, device)
             with changed_layers(model, row.layers):
                 logp, found = run_row(row, sizes, model, rollouts, weights, stock)
-            del model
         except Exception as error:
             figures["rows"][name] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
         else:
             first = logp if first is None else first
             apart = (logp - first).double().square().mean().sqrt()
             figures["rows"][name] = {**asdict(row), **found, "logp_rms_from_first_row": float(apart)}
+        model = None
         yield figures
 
 
@@ -191,16 +231,22 @@ def run_row(
         model.gradient_checkpointing_disable()
     else:
         recompute_layers(model, row.keep)
-    run: Callable[[list[ModelBatch]], torch.Tensor] = lambda some: step(  # noqa: E731
-        model, some, weights, row.logprobs == "compiled", sizes.chunk_size
-    )
     cuda = device.type == "cuda"
+    # A learning rate of 0: all rows and repeats have the same weights.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
+
+    def run(some: list[ModelBatch]) -> torch.Tensor:
+        logp = step(model, some, weights, row.logprobs == "compiled", sizes.chunk_size)
+        if optimizer:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return logp
+
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     start = time.perf_counter()
     run(batches[:1])
     wait()
     found: dict[str, Any] = {"first_micro_batch": time.perf_counter() - start, "micro_batches": len(batches)}
-    model.zero_grad(set_to_none=True)
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -211,7 +257,6 @@ def run_row(
         logp = run(batches)
         wait()
         seconds.append(time.perf_counter() - start)
-        model.zero_grad(set_to_none=True)
     median = statistics.median(seconds)
     done, nominal = (flops(model, sizes, packed) / 1e12 / median for packed in (row.way == "packed", False))
     found |= {"seconds": seconds, "median": median, "tflops_done": done, "tflops_nominal": nominal}
@@ -231,14 +276,20 @@ def main(
     repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
     chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With a step of AdamW, states in this dtype.")] = False,
+    stock: Annotated[
+        str, typer.Option(help=f"Attention to try for replicated rows, of {', '.join(stock_attention.CALLS)}.")
+    ] = ",".join(stock_attention.QUICK),
     only: Annotated[str | None, typer.Option(help="Rows, by their names with semicolons between.")] = None,
 ) -> None:
-    """Measure forward and backward of one group; figures are written after each row."""
-    sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
+    """Measure forward and backward of one group, or an update; figures are written after each row."""
+    sizes = Sizes(
+        model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype, optimizer
+    )
     names = only.split(";") if only else list(ROWS)
     cuda = torch.cuda.is_available()
     record = Record(json_to, cuda)
-    for figures in measure(sizes, names, torch.device("cuda" if cuda else "cpu")):
+    for figures in measure(sizes, names, torch.device("cuda" if cuda else "cpu"), stock.split(",")):
         record.write({"sizes": asdict(sizes), **figures})
         rows = list(figures["rows"].items())
         print(*(rows[-1] if rows else figures.items()), flush=True)

@@ -7,41 +7,91 @@ batch, whether a model lays them end to end in one row or not: no mask, and no c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from transformers.modeling_utils import AttentionInterface
 
-Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+Kinds = Sequence[tuple[int | None, bool]]  # (window, whether there are sinks) of layers
+PLAIN: Kinds = ((None, False),)
 
 
-def _sdpa(*backends: SDPBackend) -> Call:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+class Rule(NamedTuple):
+    """What scores are made of besides q and k; sinks [H]."""
+
+    scale: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+# q [B, L, H, D], k and v [B, L, Hk, D] -> [B, L, H, D], causal.
+Call = Callable[[Tensor, Tensor, Tensor, Rule], Tensor]
+
+
+def _sdpa(backend: SDPBackend) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        if rule.window or rule.sinks is not None:
+            raise ValueError("PyTorch's scaled_dot_product_attention has no windows and no sinks")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(list(backends)):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        with sdpa_kernel([backend]):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
         return out.transpose(1, 2)
 
     return call
 
 
-def _fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+def _fa4(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
     from flash_attn.cute.interface import flash_attn_func
 
-    found = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+    left = rule.window - 1 if rule.window else None
+    found = flash_attn_func(
+        q, k, v, softmax_scale=rule.scale, causal=True, window_size=(left, None), learnable_sink=rule.sinks
+    )
     return found[0] if isinstance(found, tuple) else found
 
 
-# q [B, L, H, D], k and v [B, L, Hk, D] -> [B, L, H, D], causal.
+@cache
+def _block_mask(length: int, window: int | None, device: torch.device) -> Any:
+    def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (k > q - (window or length))
+
+    return flex_attention.create_block_mask(mask, None, None, length, length, device=device)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    seen = _block_mask(q.shape[1], rule.window, q.device)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+    out, lse = compiled(q, k, v, block_mask=seen, scale=rule.scale, enable_gqa=True, return_lse=True)
+    if rule.sinks is not None:
+        out = out * torch.sigmoid(lse - rule.sinks[:, None]).unsqueeze(-1).to(out.dtype)
+    return out.transpose(1, 2)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    length, ratio = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (rule.scale or q.shape[3] ** -0.5)
+    behind = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    scores = scores.masked_fill((behind < 0) | (behind >= (rule.window or length)), float("-inf"))
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :length], v)
+
+
 CALLS: dict[str, Call] = {
     "fa4": _fa4,
     "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "math": _sdpa(SDPBackend.MATH),
+    "flex": _flex,
+    "math": _math,  # holds the scores of all pairs
 }
+QUICK = "fa4", "cudnn", "fa2"  # FlexAttention compiles for a minute
 
 
 def register(name: str, length: int) -> str:
@@ -50,48 +100,66 @@ def register(name: str, length: int) -> str:
 
     def forward(
         _module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        _mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _mask: Tensor | None,
         scaling: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """query [1, H, B * L, D] or [B, H, L, D] -> [1, B * L, H, D] or [B, L, H, D]."""
         batch, rows = query.shape[0], query.shape[2]
         if rows % length:
             raise ValueError(f"got {rows} rows, expected a multiple of the sequences' {length} tokens")
         q, k, v = (x.transpose(1, 2).reshape(-1, length, *x.shape[1::2]) for x in (query, key, value))
-        return call(q, k, v, scaling).reshape(batch, rows, *q.shape[2:]), None
+        return call(q, k, v, Rule(scaling, sliding_window, s_aux)).reshape(batch, rows, *q.shape[2:]), None
 
     known = f"stock-{name}-{length}"
     AttentionInterface.register(known, forward)
     return known
 
 
-def seconds(name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, calls: int = 3) -> float:
-    """Of a forward and a backward in bf16 on the current GPU, the mean of some calls after a first one."""
+def seconds(
+    name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, kinds: Kinds = PLAIN, calls: int = 3
+) -> float:
+    """Of a forward and a backward in bf16 on the current GPU, the mean of some calls after a first one; of each of
+    `kinds` one after the other."""
     shapes = [(batch, length, h, head_dim) for h in (heads, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    dout = torch.randn_like(q)
+    qkv = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    logits = torch.randn(heads, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(qkv[0])
     for turn in range(calls + 1):
         if turn == 1:
             torch.cuda.synchronize()
             start = time.perf_counter()
-        torch.autograd.grad(CALLS[name](q, k, v, None), (q, k, v), dout)
+        for window, sinks in kinds:
+            out = CALLS[name](*qkv, Rule(None, window, logits if sinks else None))
+            torch.autograd.grad(out, [*qkv, logits] if sinks else qkv, dout)
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / calls
 
 
-def fastest(batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> tuple[str, dict[str, float | str]]:
-    """The fastest of :data:`CALLS` on the current GPU, and the seconds of each or why it does not run here."""
+def fastest(
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, kinds: Kinds = PLAIN,
+    names: Iterable[str] = QUICK,
+) -> tuple[str, dict[str, float | str]]:  # fmt: skip
+    """The fastest of some of :data:`CALLS` on the current GPU, and the seconds of each or why it does not run here.
+
+    Args:
+        kinds: (window, whether there are sinks) of layers.
+
+    Raises:
+        RuntimeError: none of them runs.
+    """
     found: dict[str, float | str] = {}
-    for name in CALLS:
-        if name == "math":  # holds the scores of all pairs
-            continue
+    for name in names:
         try:
-            found[name] = seconds(name, batch, length, heads, kv_heads, head_dim)
-        except (ImportError, RuntimeError) as error:
+            found[name] = seconds(name, batch, length, heads, kv_heads, head_dim, kinds)
+        except (ImportError, RuntimeError, ValueError) as error:
             found[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     times = {name: value for name, value in found.items() if isinstance(value, float)}
+    if not times:
+        raise RuntimeError(f"no attention of replicated sequences runs here: {found}")
     return min(times, key=lambda name: times[name]), found

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, WINDOW_TILES, forward_tile
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
+from dualkv.bench.executed import forward_pairs
 from dualkv.layout import segments_of
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
@@ -196,11 +197,12 @@ def test_trees_pay_for_what_they_see():
     ids=str,
 )
 def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
-    """Executed over useful products: rows of tiles times keys of their blocks, over visible pairs."""
+    """Executed over useful products: by whole tiles, and by what each part of a tile walks."""
     seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"])
     work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
     executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
-    assert 1 <= executed / int((seg.position - window.lowest(seg.position) + 1).sum()) <= at_most
+    useful = int((seg.position - window.lowest(seg.position) + 1).sum())
+    assert useful <= forward_pairs(work, tile, heads) * (64 // heads * heads / 64) <= executed <= at_most * useful
 
 
 def test_parts_skip_blocks_of_other_responses():

@@ -10,6 +10,7 @@ from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
 from dualkv import Layout
+from dualkv.bench.executed import backward_pairs
 from dualkv.layout import Segments, segments_of
 from dualkv.ops.plan.windowed import windowed_work
 from dualkv.ops.window import Window
@@ -221,7 +222,9 @@ def useful(seg, window):
 def test_little_is_computed_besides_what_is_visible(prompt, responses, head_dim, size, heads, most):
     seg, window, tile = segments([prompt], [[2048] * responses]), Window(size), backward_tile(head_dim)
     plan = windowed_work(seg, window, tile, heads, 8, 132)
-    assert executed(tile, plan, 8) <= most * useful(seg, window)
+    done = executed(tile, plan, 8)
+    assert done <= most * useful(seg, window)
+    assert backward_pairs(plan, tile) == pytest.approx(done)
 
 
 def test_clusters_finish_together():
