@@ -100,13 +100,13 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
         )
 
-    def state(self, g: Global, s: Shared, q_stage: Int32, wg: Int32) -> State:
-        """The state before the first block of a tile, whose Q is in `q_stage`."""
+    def state(self, g: Global, s: Shared, place: Int32, wg: Int32) -> State:
+        """The state before the first block of a tile, whose Q is in `place`."""
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (D, N, stages)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
-        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, q_stage]
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, place]
         tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(s.K))
         tOrP = cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype)
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
@@ -121,7 +121,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
         thread = Thread(warp_id, warp_id // 4, warp_id % 4 * 16 + cute.arch.lane_idx() // 4)
         it = Int32(0)  # use of K and V: the block whose probabilities are in tOrP
-        count, num_items = Int32(s.pipes.Q.first_count), self.num_items(g)
+        count, num_items = Int32(0), self.num_items(g)
         for recompute in cutlass.range(2, unroll=1):
             for n in cutlass.range(0, num_items, 1, unroll=1):
                 if self.is_due(s.recompute, n, recompute):
@@ -144,18 +144,18 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     ) -> Int32:
         """The cluster's n-th item, whose first block is use `it` of K and V and whose Q is use `count`; returns the use
         after the last block."""
-        q = s.pipes.Q.stage(count, thread.wg)
-        state = self.state(g, s, q.index, thread.wg)
-        if const_expr(self.q_stages == 1):
+        place = s.pipes.Q.place(count, thread.wg)
+        state = self.state(g, s, place, thread.wg)
+        if const_expr(self.q_places == self.warp_groups):
             self.release_previous_Q(s, count, thread)
-        s.pipes.Q.consumer_wait(q)
-        part, walk = self.read_part(g, s, q.index, thread)
+        s.pipes.Q.consumer_wait(s.pipes.Q.stage(count, thread.wg))
+        part, walk = self.read_part(g, s, place, thread)
         tile = part.tile
         for r in cutlass.range_constexpr(2):  # rows past the warp group's last token are masked like it
             state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, thread.wg))
         if const_expr(self.has.first_key):
             state = state._replace(bounds=state.bounds.of_rows(state.rows.token))
-        if const_expr(self.q_stages > 1):
+        if const_expr(self.q_places > self.warp_groups):
             self.release_previous_Q(s, count, thread)
 
         masked = cutlass.select_(recompute == 0, walk.masked, tile.blocks)
@@ -170,12 +170,12 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             first, step = first_and_step(self.cluster)
             fields = g.work[g.schedule[first + n * step, 0], None]
             self.contain(state.acc_O, state.rows.scale, state.rows.token, g, fields, part)
-        self.store(state.acc_O, state.rows.scale, atoms.O, g, s.Q[None, None, q.index], part)
+        self.store(state.acc_O, state.rows.scale, atoms.O, g, s.Q[None, None, place], part)
         return it
 
-    def read_part(self, g: Global, s: Shared, q_stage: Int32, thread: Thread) -> tuple[Part, Walk]:
+    def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
         """What the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
-        item = s.item[None, q_stage]
+        item = s.item[None, place]
         tile, head_group = self.tile(g, item), item[self.num_fields]
         return Part(tile, head_group, thread), self.part_walk(tile, item, thread)
 

@@ -7,8 +7,8 @@ multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA wa
 Pipelines (pipeline.py), all filled by the producer warp, which has the copy engine bring the data:
 
     data                  consumer                                stages              arrivals: full, empty
-    Q and its work item   a warp group; the warp that had O       q_stages a group    1, 1
-                          stored from Q's place releases it
+    Q and its work item   a warp group; the warp that had O       2 a group, in       1, 1
+                          stored from Q's place releases it       q_places
     K                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
     V                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
 
@@ -94,42 +94,49 @@ class Global(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryPipeline(Pipeline):
-    """Q and work item of each warp group's part of a tile. Uses are counted by tiles, from `first_count` on.
+    """Q and work item of each warp group's part of a tile.
 
-    O of a tile takes the place of its Q until it is stored. So a warp group releases a tile's stage as it begins the
-    next tile, and as it begins its first tile, a stage that was never filled. That counts as the release of the tile
-    before `first_count`. Of q_stages stages a warp group, the stage for tile `count` was last used q_stages tiles
-    before. It is released as tile count + 1 - q_stages begins, and that tile's phase is the one to wait for.
+    O of a part takes the place of its Q until it is stored, so places are the stages of `empty`: parts take them in
+    turn, warp group by warp group and tile by tile. A warp group releases a part's place as it begins its next part,
+    and as it begins its first one, that of a part before, which was never there. The stages of `full` are two for each
+    warp group, so that a warp group waits for every phase of its own ones.
 
-    Invariant: a stage is loaded only after all warps of the warp group have read the Q and the item that were there, by
+    Invariant: a place is loaded only after all warps of the warp group have read the Q and the item that were there, by
     the barrier before O is written, and after the copy engine has read that O.
     """
 
     warp_groups: int = 1
 
     @property
-    def q_stages(self) -> int:
-        """Stages a warp group."""
-        return self.stages // self.warp_groups
+    def places(self) -> int:
+        """From `warp_groups` to twice as many."""
+        return self.empty.count
 
-    @property
-    def first_count(self) -> int:
-        """Where the count of tiles begins, so that the counts of tiles before are not negative."""
-        return 2 * self.q_stages
+    def part(self, count: Int32, wg: Int32 | int) -> Int32:
+        """Number of a warp group's part of the count-th tile, from 2 * places on."""
+        return 2 * self.places + count * self.warp_groups + wg
+
+    def place(self, count: Int32, wg: Int32 | int) -> Int32:
+        """Where Q and the item of the count-th tile are."""
+        return self.part(count, wg) % self.places
 
     def stage(self, count: Int32, wg: Int32 | int) -> Stage:
-        """The stage of a warp group for the count-th tile; the stages of the warp groups lie side by side."""
-        return Stage(count % self.q_stages * self.warp_groups + wg, count // self.q_stages % 2)
+        """The stage of `full` for the count-th tile."""
+        return Stage(count % 2 * self.warp_groups + wg, count // 2 % 2)
 
-    def producer_acquire(self, count: Int32, wg: int) -> Stage:
-        """Wait until the stage for the count-th tile may be written, and return it."""
-        stage = self.stage(count, wg)
-        self.empty.wait(Stage(stage.index, self.stage(count + 1 - self.q_stages, wg).phase))
-        return stage
+    def producer_acquire(self, count: Int32, wg: int) -> tuple[Stage, Int32]:
+        """Wait until the place for the count-th tile may be written. Returns the stage of `full`, and the place.
+
+        The first parts that are released are those before the first tile, one a warp group. So a place's releases are
+        counted from `warp_groups` parts before the first one on.
+        """
+        place = self.place(count, wg)
+        self.empty.wait(Stage(place, (self.part(count + 1, wg) // self.places + 1) % 2))
+        return self.stage(count, wg), place
 
     def release_previous(self, count: Int32, wg: Int32) -> None:
-        """The calling thread releases the stage of the tile before the count-th one."""
-        self.empty.arrive(self.stage(count - 1, wg).index)
+        """The calling thread releases the place of the tile before the count-th one."""
+        self.empty.arrive(self.place(count - 1, wg))
 
 
 class Pipelines(NamedTuple):
@@ -147,11 +154,11 @@ class Pipelines(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory."""
 
-    Q: cute.Tensor  # (64, D, Q stages), and O
+    Q: cute.Tensor  # (64, D, q_places), and O
     K: cute.Tensor  # (N, D, stages)
     V: cute.Tensor  # (N, D, stages)
     pipes: Pipelines
-    item: cute.Tensor  # (item_fields, Q stages) whose Q is there: the tile's fields, head group, the warp group's Walk
+    item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, head group, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
 
 
@@ -244,10 +251,11 @@ class ForwardFrame(Clustered):
         self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]  # registers a thread
-        # O takes its Q's place. If there is room for two stages, the next tile's Q comes as early as its keys.
-        self.q_stages = 2 if self.smem_bytes(q_stages=2) <= SMEM_BYTES else 1
+        # O takes its Q's place. Places beyond one a warp group let the next tile's Q come before this tile's O is out.
+        numbers = range(2 * warp_groups, warp_groups, -1)
+        self.q_places = next((n for n in numbers if self.smem_bytes(n) <= SMEM_BYTES), warp_groups)
         tile = f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups"
-        check_smem(self.smem_bytes(self.q_stages), tile)
+        check_smem(self.smem_bytes(self.q_places), tile)
         self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
 
     @property
@@ -336,12 +344,12 @@ class ForwardFrame(Clustered):
         return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
 
     # ---------------------------------------------------------------- shared memory
-    def smem_bytes(self, q_stages: int) -> int:
+    def smem_bytes(self, q_places: int) -> int:
         """Q and O, K and V stages, mbarriers, `item` and `recompute`, alignment."""
         barriers = MbarrierAllocator()
-        pipes = self.pipelines(barriers, q_stages)
-        rows = pipes.Q.stages * WG_ROWS + 2 * self.stages * self.tile_n
-        numbers = pipes.Q.stages * self.item_fields + 1 + RECOMPUTE_WORDS
+        pipes = self.pipelines(barriers, q_places)
+        rows = q_places * WG_ROWS + 2 * self.stages * self.tile_n
+        numbers = q_places * self.item_fields + 1 + RECOMPUTE_WORDS
         return rows * self.head_dim * 2 + barriers.num_bars * 8 + numbers * 4 + 1024
 
     def smem_atom(self) -> cute.ComposedLayout:
@@ -349,8 +357,8 @@ class ForwardFrame(Clustered):
         return warpgroup.make_smem_layout_atom(kind, self.dtype)
 
     def q_layout(self) -> cute.ComposedLayout:
-        """(64, D, Q stages), of Q and O in shared memory."""
-        shape = (WG_ROWS, self.head_dim, self.q_stages * self.warp_groups)
+        """(64, D, q_places), of Q and O in shared memory."""
+        shape = (WG_ROWS, self.head_dim, self.q_places)
         return cute.tile_to_shape(self.smem_atom(), shape, (0, 1, 2))
 
     def kv_layout(self) -> cute.ComposedLayout:
@@ -371,18 +379,18 @@ class ForwardFrame(Clustered):
         sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
         sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
         counted = MbarrierAllocator()
-        self.pipelines(counted, self.q_stages)
+        self.pipelines(counted, self.q_places)
         barriers = MbarrierAllocator(allocator.allocate_array(cutlass.Int64, counted.num_bars))
-        pipes = self.pipelines(barriers, self.q_stages)
-        item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, pipes.Q.stages)), 8)
+        pipes = self.pipelines(barriers, self.q_places)
+        item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, self.q_places)), 8)
         recompute = allocator.allocate_tensor(Int32, cute.make_layout(1 + RECOMPUTE_WORDS), 8)
         return Shared(sQ, sK, sV, pipes, item, recompute), barriers
 
     # ---------------------------------------------------------------- pipelines
-    def pipelines(self, barriers: MbarrierAllocator, q_stages: int) -> Pipelines:
+    def pipelines(self, barriers: MbarrierAllocator, q_places: int) -> Pipelines:
         """The kernel's pipelines; `barriers` hands out their mbarriers in this order."""
-        count, readers = q_stages * self.warp_groups, 4 * self.warp_groups  # MMA warps of a CTA
-        Q = QueryPipeline(barriers.take(count, 1), barriers.take(count, 1), warp_groups=self.warp_groups)
+        groups, readers = self.warp_groups, 4 * self.warp_groups  # MMA warps of a CTA
+        Q = QueryPipeline(barriers.take(2 * groups, 1), barriers.take(q_places, 1), warp_groups=groups)
         K, V = [
             WrappingPipeline.make(barriers, self.stages, producers=1, consumers=readers, cluster=self.cluster)
             for _ in range(2)

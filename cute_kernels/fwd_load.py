@@ -17,7 +17,7 @@ class ForwardLoads(ForwardFrame):
     @cute.jit
     def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
         """Warp 0 is the producer; the other warps only take part at the end of a pass."""
-        it, count, num_items = Int32(0), Int32(s.pipes.Q.first_count), self.num_items(g)
+        it, count, num_items = Int32(0), Int32(0), self.num_items(g)
         first, step = first_and_step(self.cluster)
         field = self.read_item(g, first)
         for recompute in cutlass.range(2, unroll=1):
@@ -84,16 +84,16 @@ class ForwardLoads(ForwardFrame):
     ) -> None:
         """A warp group's Q, and the item with the blocks that it walks."""
         lane, item = cute.arch.lane_idx(), s.item
-        stage = s.pipes.Q.producer_acquire(count, wg)
+        stage, place = s.pipes.Q.producer_acquire(count, wg)
         box = self.box(g.Q, head_group, self.first_token(tile, wg))
-        tQs, tQg = self.partition(atoms.Q, s.Q[None, None, stage.index], box)
+        tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], box)
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
         if lane <= self.num_fields:
-            item[lane, stage.index] = field
+            item[lane, place] = field
         if const_expr(self.finds_walks):
             with cute.arch.elect_one():
                 for j, value in enumerate(self.walk(g, tile, wg)):
-                    item[self.num_fields + 1 + j, stage.index] = value
+                    item[self.num_fields + 1 + j, place] = value
         cute.arch.sync_warp()
         s.pipes.Q.producer_expect(stage, self.rows_wg * self.head_dim * 2)
 

@@ -390,7 +390,7 @@ def forward(
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
         kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has)
         barriers = loaded.pipeline.MbarrierAllocator()
-        machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_stages))
+        machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_places))
         q, out = (View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
         k, v = (View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
         lse = View("lse", (heads, seg.total), ("head", "row"))

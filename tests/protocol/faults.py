@@ -484,7 +484,7 @@ PLANTED = [
         "Q is loaded before its stage is released",
         FWD,
         "fwd_frame.py",
-        "        self.empty.wait(Stage(stage.index, self.stage(count + 1 - self.q_stages, wg).phase))\n",
+        "        self.empty.wait(Stage(place, (self.part(count + 1, wg) // self.places + 1) % 2))\n",
         "",
     ),
     one(
