@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.abi import STAT_COLUMNS, BlockFields
+from cute_kernels.abi import STAT_COLUMNS
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Shared
 from cute_kernels.bwd_stats import stats_of
 from cute_kernels.cluster import Clustered
@@ -26,7 +26,8 @@ class Producer(Clustered):
     want_dp: bool
     heads_inside: bool
     windowed: bool
-    store_block: Callable[..., Int32]
+    table_row: Callable[..., list[Int32]]
+    store_row: Callable[..., Int32]
 
     @cute.jit
     def load_keys(self, loads: Loads, s: Shared, p: BackwardPipelines, item: Item) -> None:
@@ -60,10 +61,10 @@ class Producer(Clustered):
                 m_block = item.block_end - 1 - block
                 stage, do_stage = p.Q.stage(it), p.dO.stage(it)
                 if const_expr(self.windowed):
-                    index = m_block
-                    m_block = g.blocks[index, BlockFields.M_BLOCK]
+                    row = self.table_row(g, m_block)  # before the wait, which hides the latency
+                    m_block = row[0]
                     p.Q.producer_acquire(stage)
-                    own = self.store_block(g, s, index, own, stage)
+                    own = self.store_row(s, row, own, stage)
                 self.load_rows(loads.Q, h, m_block, s.Q, p.Q, stage, stat_bytes)
                 row = stats_of(g.stats, h, m_block)  # lse and dpsum come with Q
                 with cute.arch.elect_one():

@@ -156,7 +156,7 @@ class NarrowBackward(NarrowDq):
         if const_expr(self.softcap):
             x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
         if const_expr(self.windowed):
-            self.walk_table(s, p, x, mask, item, scale_log2, heads_per_kv, wg)
+            self.walk_table(g, s, p, x, mask, item, scale_log2, heads_per_kv, wg)
         else:
             self.walk(s, p, x, mask, item, (first_key, row_end), scale_log2, heads_per_kv)
 
@@ -277,17 +277,19 @@ class NarrowBackward(NarrowDq):
 
     @cute.jit
     def walk_table(
-        self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, item: Item, scale_log2: Float32,
+        self, g: Global, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, item: Item, scale_log2: Float32,
         heads_per_kv: Int32, wg: Int32,
     ) -> None:  # fmt: skip
         """The loop over the steps of `walk`, with the rows of the table.
 
         One loop over steps, whose registers are few, and not one over rows with one over heads inside.
         """
-        for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
-            stage = p.Q.stage(it)
-            p.Q.consumer_wait(stage)
-            flags = self.flags_of_stage(s, stage)
+        steps = (item.block_end - item.block_begin) * heads_per_kv
+        following = g.blocks[item.block_end - 1, BlockFields.FLAGS]
+        for it in cutlass.range(0, steps, 1, unroll=1):
+            flags = self.uniform(following)
+            row = item.block_end - 1 - cutlass.min(it + 1, steps - 1) // heads_per_kv
+            following = g.blocks[row, BlockFields.FLAGS]  # of the next step, which this one hides the latency of
             rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
             if not self.is_own(flags, self.rank()):
                 self.release_block(p, it)

@@ -335,14 +335,14 @@ class WideBackward(BackwardFrame):
         if const_expr(self.windowed):
             index, place = m_block, p.Q.stage(Int32(0))  # of the table, and of the block's Q
             p.Q.consumer_wait(place)
-            m_block, block_mask = self.block_of_stage(s, mask, place, self.flags_of_stage(s, place))
+            m_block, block_mask = self.block_of_stage(s, mask, place)
             step(g, s, p, x, block_mask, Int32(0), m_block, None, scale_log2)
             for it in cutlass.range(1, steps, 1, unroll=1):
                 previous = (m_block, h)
                 index, h = self.next_block(index, h, item, heads_per_kv)
                 stage = p.Q.stage(it)
                 p.Q.consumer_wait(stage)
-                m_block, its_mask = self.block_of_stage(s, mask, stage, self.flags_of_stage(s, stage))
+                m_block, its_mask = self.block_of_stage(s, mask, stage)
                 step(g, s, p, x, its_mask, it, m_block, previous, scale_log2)
         else:
             step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)

@@ -27,28 +27,33 @@ class Windows(Clustered):
     windowed: bool
 
     # ---------------------------------------------------------------- rows of the table
-    def store_block(self, g: Global, s: Shared, index: Int32, own: Int32, stage: Stage) -> Int32:
+    def table_row(self, g: Global, index: Int32) -> list[Int32]:
+        """M_BLOCK, FLAGS and SHIFT of a row of the table."""
+        return [g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)]
+
+    def store_row(self, s: Shared, row: list[Int32], own: Int32, stage: Stage) -> Int32:
         """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after.
 
         own: steps so far in which this CTA makes dQ. Returns what it is in the next step.
         """
-        row = [g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)]
         with cute.arch.elect_one():
             for f, x in enumerate([*row, own]):
                 s.blocks[f, stage.index] = x
         cute.arch.sync_warp()
         return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))
 
-    def flags_of_stage(self, s: Shared, stage: Stage) -> Int32:
-        """FLAGS of the query block in a full stage.
+    def uniform(self, flags: Int32) -> Int32:
+        """`flags`, of which all lanes have the same, as a reduction of the warp.
 
-        By a reduction, so that the compiler knows that all lanes have the same value. Else it takes every branch on it
-        for one that divides the warp, and does not keep the addresses of products in uniform registers.
+        So the compiler knows that they are the same. Else it takes every branch on them for one that divides the warp,
+        and does not keep the addresses of products in uniform registers.
         """
-        return cute.arch.warp_redux_sync(s.blocks[fields.FLAGS, stage.index], "max")
+        return cute.arch.warp_redux_sync(flags, "max")
 
-    def block_of_stage(self, s: Shared, mask: Mask, stage: Stage, flags: Int32) -> tuple[Int32, Mask]:
-        """Number of the query block in a full stage, and its mask."""
+    def block_of_stage(self, s: Shared, mask: Mask, stage: Stage, flags: Int32 | None = None) -> tuple[Int32, Mask]:
+        """Number of the query block in a full stage, and its mask. flags: FLAGS of the block, if they are known."""
+        if flags is None:
+            flags = self.uniform(s.blocks[fields.FLAGS, stage.index])
         m_block, shift = s.blocks[fields.M_BLOCK, stage.index], s.blocks[fields.SHIFT, stage.index]
         masked = (flags >> (fields.MASKED + self.rank())) & 1
         return m_block, mask._replace(

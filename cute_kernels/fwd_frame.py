@@ -347,7 +347,7 @@ class ForwardFrame(Clustered):
     def smem_bytes(self, q_places: int) -> int:
         """Q and O, K and V stages, mbarriers, `item` and `recompute`, alignment."""
         barriers = MbarrierAllocator()
-        pipes = self.pipelines(barriers, q_places)
+        self.pipelines(barriers, q_places)
         rows = q_places * WG_ROWS + 2 * self.stages * self.tile_n
         numbers = q_places * self.item_fields + 1 + RECOMPUTE_WORDS
         return rows * self.head_dim * 2 + barriers.num_bars * 8 + numbers * 4 + 1024
