@@ -67,9 +67,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
     seen = _block_mask(q.shape[1], rule.window, q.device)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
-    out, lse = compiled(q, k, v, block_mask=seen, scale=rule.scale, enable_gqa=True, return_lse=True)
+    asked = flex_attention.AuxRequest(lse=True)
+    out, aux = compiled(q, k, v, block_mask=seen, scale=rule.scale, enable_gqa=True, return_aux=asked)
     if rule.sinks is not None:
-        out = out * torch.sigmoid(lse - rule.sinks[:, None]).unsqueeze(-1).to(out.dtype)
+        out = out * torch.sigmoid(aux.lse - rule.sinks[:, None]).unsqueeze(-1).to(out.dtype)
     return out.transpose(1, 2)
 
 
