@@ -58,8 +58,8 @@ def errors(side: str, spread: float, cap: float | None, device: str = "cuda") ->
     workload: Workload = replace(shape, name=EXACT, prompt_lens=(1024,), response_lens=((512,) * 4,), softcap=cap)
     made = Inputs(replace(workload, window=700), device)
     made.q *= spread
-    wide = [x.double().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(*wide, made.layout, made.scale, **made.features)
+    wide = q, k, v = [x.double().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(q, k, v, made.layout, made.scale, **made.features)
     exact = dict(zip(NAMES, (out, *torch.autograd.grad(out, wide, made.dout.double())), strict=True))
     with torch.no_grad():
         results: list[torch.Tensor] = []
