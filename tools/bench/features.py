@@ -118,7 +118,7 @@ def exactness(record: dict[str, Any]) -> str:
 
 def main(
     json_to: JsonPath,
-    pairs: Annotated[int, typer.Option(help="Of calls, with the feature and without.")] = 40,
+    pairs: Annotated[int, typer.Option(help="Of calls, with the feature and without.")] = 30,
 ) -> None:
     """Measure what sinks and softcapping cost, and their errors; figures are written after each."""
     os.environ.update(dict.fromkeys(PEER_CACHES, "1"))
