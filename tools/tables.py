@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, host_time, verl_rows
+from tools.bench import cold_start, features, host_time, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -43,6 +43,7 @@ UPDATES = {
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
 }
 OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
+STOCK = {"fa4": "FlashAttention-4", "flex": "FlexAttention"}  # names of tools.bench.stock_attention
 WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
 MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
@@ -119,6 +120,11 @@ def replicated() -> str:
     ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
     what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
     rows.append(measured(what, "FlashAttention-4", run["sizes"], ways, "median"))
+    with contextlib.suppress(FileNotFoundError):  # not recorded yet
+        run = _load("step-h200-gpt-oss")
+        ways = [run["rows"][way] for way in ("replicated", "packed")]
+        what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
+        rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
     whole_grpo = [r for r in _verl("4gpu") if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")]
     ways = [
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
@@ -424,6 +430,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-parallel": tensor_parallel,
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
+    "feature-costs": lambda: features.costs(_load("features-h200")),
+    "feature-errors": lambda: features.exactness(_load("features-h200")),
     "trees": trees,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),

@@ -42,6 +42,8 @@ SCHEMA = 2
 REFERENCE = "fa4-3-calls"  # the peer that speeds are given against
 MAX_DIFFERENCE = 0.03  # of results, by norms; two bf16 computations of the same differ by less than 0.01
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
+# Variables that make FlashAttention-4 and cuDNN keep compiled kernels in files: else they compile in every process.
+PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dualkv", "codegen", "cute_kernels")
 STAMP = ROOT / ".stamp.json"  # what git said of a checkout that was copied without it: tools/stamp.py

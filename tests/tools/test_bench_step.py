@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -78,3 +80,44 @@ def test_stock_attention_of_sequences_end_to_end():
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="got 6 rows, expected a multiple of the sequences' 8 tokens"):
         model(ids[:, :6])
+
+
+@pytest.mark.parametrize(("window", "with_sinks"), [(3, True), (None, True), (4, False)])
+def test_stock_attention_with_windows_and_sinks(monkeypatch, window, with_sinks):
+    """FlexAttention, uncompiled, and what FlashAttention-4 is asked for, against scores written out."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, heads, 16, generator=draw) for heads in (4, 2, 2))
+    rule = stock_attention.Rule(0.3, window, torch.randn(4, generator=draw) if with_sinks else None)
+    expected = stock_attention.CALLS["math"](q, k, v, rule)
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    torch.testing.assert_close(stock_attention.CALLS["flex"](q, k, v, rule), expected, rtol=1e-5, atol=1e-5)
+
+    def flash_attn_func(*qkv, softmax_scale, causal, window_size, learnable_sink):
+        assert causal
+        left, right = window_size
+        assert right is None
+        same = stock_attention.Rule(softmax_scale, None if left is None else left + 1, learnable_sink)
+        return stock_attention.CALLS["math"](*qkv, same), None
+
+    interface = types.ModuleType("flash_attn.cute.interface")
+    interface.flash_attn_func = flash_attn_func
+    for name, module in (("flash_attn", types.ModuleType("flash_attn")), ("flash_attn.cute", types.ModuleType("c"))):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    assert torch.equal(stock_attention.CALLS["fa4"](q, k, v, rule), expected)
+    with pytest.raises(ValueError, match="no windows and no sinks"):
+        stock_attention.CALLS["fa2"](q, k, v, rule)
+
+
+def test_the_fastest_of_those_that_run(monkeypatch):
+    def seconds(name, *shape):
+        if name == "fa4":
+            raise ModuleNotFoundError("No module named 'flash_attn'")
+        return {"cudnn": 2.0, "flex": 1.0}[name]
+
+    monkeypatch.setattr(stock_attention, "seconds", seconds)
+    found, tried = stock_attention.fastest(1, 8, 4, 2, 16, names=["fa4", "cudnn", "flex"])
+    assert (found, tried["cudnn"]) == ("flex", 2.0)
+    assert "flash_attn" in tried["fa4"]
+    with pytest.raises(RuntimeError, match="no attention of replicated sequences runs here"):
+        stock_attention.fastest(1, 8, 4, 2, 16, names=["fa4"])

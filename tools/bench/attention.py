@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dualkv.bench.run import PEER_CACHES
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import EIGHT, NAMED, parse
 from dualkv.cli import commands
@@ -51,8 +52,6 @@ _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
 _TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
 
-# Of FlashAttention-4 and cuDNN: compiled kernels in files. Both take seconds to a minute for each otherwise.
-PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
 FIELDS = "direction", "flops", "bytes", "executed"  # of a result
 OF_A_SIDE = (
@@ -88,7 +87,7 @@ def main(
 ) -> None:
     """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
     asked = [_limited(name) for name in names or RECORDS]
-    os.environ.update({name: "1" for name in PEER_CACHES})  # in processes begun here, and what is imported later
+    os.environ.update(dict.fromkeys(PEER_CACHES, "1"))  # in processes begun here, and what is imported later
     if compile_in:
         compile_first([name for name, _ in asked], compile_in)
     end = time.monotonic() + time_limit if time_limit else math.inf

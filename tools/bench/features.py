@@ -1,13 +1,15 @@
 """`python -m tools.bench.features`: what sinks and softcapping cost, and how exact softcapping is.
 
-A cost is the time of a call with the feature over that of the same call without it: pairs of single calls, each first in
-every other pair. Errors are those of a small group against attention in fp64.
+A cost is the time of a call with the feature over that of the same call without it: pairs of single calls, each first
+in every other pair. Errors are those of a small group against attention in fp64.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Annotated, Any
 
 import torch
@@ -16,15 +18,14 @@ import typer
 import dualkv
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs
-from dualkv.bench.run import difference
+from dualkv.bench.run import PEER_CACHES, difference
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.timing import cold_ms
 from dualkv.bench.workloads import Workload, parse
-from tools.bench.attention import PEER_CACHES
 from tools.bench.before import ratios, speed
 from tools.bench.record import JsonPath, Record
-from tools.tables import MAIN
 
+MAIN = "n32-p8192-r2048"
 SIDES = "dualkv", "fa4-prompt-copied"
 # with the feature, without
 PAIRS = {
@@ -33,9 +34,12 @@ PAIRS = {
     "softcap 50, window": (f"{MAIN}-w4096-d256-cap", f"{MAIN}-w4096-d256"),
 }
 EXACT = "1024:4x512"  # of the errors, with the head dim and window of the last pair
-SPREADS = 1.0, 50.0  # standard deviations of the scores: small against the cap, and as large
+# (softcap, standard deviation of the scores): the other kernels' error; scores small against the cap, and as large
+CAPS = (None, 1.0), (50.0, 1.0), (50.0, 50.0)
+NAMES = "out", "dq", "dk", "dv"
 
 
+@torch.no_grad()
 def cost(side: str, direction: str, names: tuple[str, str], pairs: int) -> dict[str, float]:
     """The time with the feature over that without it, and the milliseconds without it."""
     calls = []
@@ -54,9 +58,9 @@ def errors(side: str, spread: float, cap: float | None, device: str = "cuda") ->
     workload: Workload = replace(shape, name=EXACT, prompt_lens=(1024,), response_lens=((512,) * 4,), softcap=cap)
     made = Inputs(replace(workload, window=700), device)
     made.q *= spread
-    wide = [x.double().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(*wide, made.layout, made.scale, **made.features)
-    exact = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, wide, made.dout.double())), strict=True))
+    wide = q, k, v = [x.double().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(q, k, v, made.layout, made.scale, **made.features)
+    exact = dict(zip(NAMES, (out, *torch.autograd.grad(out, wide, made.dout.double())), strict=True))
     with torch.no_grad():
         results: list[torch.Tensor] = []
         for direction in ("fwd", "bwd"):
@@ -64,6 +68,66 @@ def errors(side: str, spread: float, cap: float | None, device: str = "cuda") ->
             one.call()
             results += one.results()
         return {
-            name: difference((x.double(),), (y.detach(),))
-            for (name, y), x in zip(exact.items(), results, strict=True)
+            name: difference((x.double(),), (y.detach(),)) for (name, y), x in zip(exact.items(), results, strict=True)
         }
+
+
+def measure(pairs: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """The figures after each of them; what fails says why."""
+    figures: dict[str, Any] = {"pairs": pairs, "errors": [], "costs": []}
+    for (cap, spread), side in product(CAPS, SIDES):
+        found = _tried(lambda cap=cap, spread=spread, side=side: errors(side, spread, cap, device))  # type: ignore[misc]
+        figures["errors"].append({"softcap": cap, "spread": spread, "side": side, **found})
+        yield figures
+    for (what, names), direction, side in product(PAIRS.items(), ("fwd", "bwd"), SIDES):
+        found = _tried(lambda side=side, way=direction, names=names: cost(side, way, names, pairs))  # type: ignore[misc]
+        figures["costs"].append({"what": what, "direction": direction, "side": side, **found})
+        yield figures
+        torch.cuda.empty_cache()
+
+
+def _tried(call: Callable[[], dict[str, float]]) -> dict[str, Any]:
+    try:
+        return dict(call())
+    except Exception as error:
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+
+
+def costs(record: dict[str, Any]) -> str:
+    """Per cent of time that a feature adds, and its quartiles; milliseconds without it."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for c in record["costs"]:
+        cell = "not measured"
+        if "cost" in c:
+            more, low, high = (100 * (c[name] - 1) for name in ("cost", "lower_quartile", "upper_quartile"))
+            cell = f"{more:+.1f} % ({low:+.1f} to {high:+.1f}) of {c['ms_without']:.2f} ms"
+        rows.setdefault((c["what"], c["direction"]), {})[c["side"]] = cell
+    body = [[f"{what}: {DIRECTIONS[way]}", *(cells.get(s, "") for s in SIDES)] for (what, way), cells in rows.items()]
+    return markdown_table(["feature", "DualKV", "FlashAttention-4"], body)
+
+
+def exactness(record: dict[str, Any]) -> str:
+    """Errors by norms: of out, dq, dk and dv."""
+    rows: dict[tuple[float, float | None], dict[str, str]] = {}
+    for e in record["errors"]:
+        cell = ", ".join(f"{e[name]:.2g}" for name in NAMES) if "out" in e else "not measured"
+        rows.setdefault((e["spread"], e["softcap"]), {})[e["side"]] = cell
+    body = [[f"{a:g}", f"{cap:g}" if cap else "none", *(r.get(s, "") for s in SIDES)] for (a, cap), r in rows.items()]
+    return markdown_table(["spread of scores", "softcap", "DualKV: out, dq, dk, dv", "FlashAttention-4"], body)
+
+
+def main(
+    json_to: JsonPath,
+    pairs: Annotated[int, typer.Option(help="Of calls, with the feature and without.")] = 30,
+) -> None:
+    """Measure what sinks and softcapping cost, and their errors; figures are written after each."""
+    os.environ.update(dict.fromkeys(PEER_CACHES, "1"))
+    record = Record(json_to)
+    for figures in measure(pairs):
+        record.write(figures)
+        print(list(figures["costs"] or figures["errors"])[-1], flush=True)
+    print(exactness(figures), costs(figures), sep="\n\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

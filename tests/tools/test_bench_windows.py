@@ -1,0 +1,102 @@
+"""Benchmarks of windows, sinks and softcapping: what of them needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dualkv.bench import sides
+from dualkv.bench.inputs import Inputs, Side
+from dualkv.bench.workloads import Workload, parse
+from tools import tables
+from tools.bench import attention, features
+
+
+def test_every_kernel_is_compiled_once(monkeypatch):
+    calls = attention.kernels_of(["windows-h200"])
+    assert len(calls) == 6 * 2 * 3  # four shapes, two of them for many groups too; directions; sides
+    ran = []
+
+    def run(command, **_):
+        ran.append(command[command.index("-w") + 1 :: 2])
+        return SimpleNamespace(returncode=len(ran) == 1, stderr="", stdout="no kernel")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
+    attention.compile_first(["windows-h200"], 1)
+    assert ran == [list(call) for call in calls]
+    assert printed == [f"{' '.join(calls[0])}: no kernel"]
+
+
+def test_tables_of_windows(tmp_path, monkeypatch):
+    def result(direction, theirs):
+        peers = {name: {"sustained_ms": ms, "sustained_tflops": 1.0} for name, ms in theirs.items()}
+        mine = {tables.OURS: {"sustained_ms": 2.0, "sustained_tflops": 500.0}}
+        about = {"workload": {"name": "w"}, "direction": direction, "bytes": 4 * 10**9, "executed": 1.234}
+        return about | {"sides": mine | {tables.WINDOW_PEERS[0]: {"error": "it failed"}} | peers}
+
+    results = [
+        result("fwd", {tables.WINDOW_PEERS[1]: 3.0}),
+        result("bwd", {tables.WINDOW_PEERS[0]: 2.5, tables.WINDOW_PEERS[1]: 3.0}),
+        result("bwd", {}),
+    ]
+    run = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": results}
+    (tmp_path / "windows-h200.json").write_text(json.dumps(run))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    forward, backward = tables.windows("fwd").splitlines(), tables.windows("bwd").splitlines()
+    assert forward[2] == "| w | 2.00 (500; 2,000) | not measured | 3.00 (1; 1,333) | 1.50 | 1.23 |"
+    assert [line.split(" | ")[4] for line in backward[2:4]] == ["1.25", ""]
+
+
+class Small(Inputs):
+    """A workload's first tokens on the CPU."""
+
+    def __init__(self, workload, device="cpu"):
+        lens = {"prompt_lens": (7,), "response_lens": ((5, 4),), "heads": 2, "kv_heads": 1, "head_dim": 16}
+        super().__init__(Workload(**(vars(workload) | lens)), "cpu")
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """Ours on the CPU; a peer that adds a per cent to its results, and has no softcapping."""
+
+    def peer(inputs, direction):
+        if inputs.workload.softcap:
+            raise NotImplementedError("no softcapping")
+        side = sides.ours(inputs, direction)
+        return Side(side.call, lambda: tuple(1.01 * x for x in side.results()))
+
+    monkeypatch.setattr(sides, "SIDES", {"dualkv": sides.ours, "fa4-prompt-copied": peer})
+    monkeypatch.setattr(sides.hopper, "unsupported", lambda q: None)
+    monkeypatch.setattr(features, "Inputs", Small)
+    monkeypatch.setattr(features, "cold_ms", lambda call: 2.0)
+    monkeypatch.setattr(features, "ratios", lambda calls, pairs, pause: [1.02] * pairs)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_costs_and_errors_of_features(on_the_cpu):
+    *_, figures = features.measure(4, "cpu")
+    for found in figures["errors"]:
+        if found["side"] == "dualkv":
+            assert all(0 < found[name] < 0.01 for name in features.NAMES)
+        elif found["softcap"] is None:
+            assert found["out"] == pytest.approx(0.01, rel=0.3)
+        else:
+            assert found["error"] == "NotImplementedError: no softcapping"
+    costs, errors = features.costs(figures).splitlines(), features.exactness(figures).splitlines()
+    cell = "+2.0 % (+2.0 to +2.0) of 2.00 ms"
+    assert costs[2] == f"| sinks, window: forward | {cell} | {cell} |"
+    assert costs[-1] == f"| softcap 50, window: backward | {cell} | not measured |"
+    assert errors[2].startswith("| 1 | none | 0.00")
+    assert errors[-1].startswith("| 50 | 50 | 0.00")
+    assert errors[-1].endswith("| not measured |")
+
+
+def test_features_are_the_only_difference():
+    for with_it, without in ([vars(parse(name)) for name in names] for names in features.PAIRS.values()):
+        assert {name for name in with_it if with_it[name] != without[name]} - {"name"} <= {"sinks", "softcap"}
