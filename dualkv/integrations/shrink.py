@@ -24,7 +24,7 @@ VOCABULARY = 64
 EXPERTS = 4
 LONGEST = 64  # size of tables of learned positions
 THRESHOLD = 6  # positions; the self-check's tree has paths of up to 16 tokens
-SELECTED = 16  # keys: longer paths are refused, and the tree's must not be
+SELECTED = 16  # by an indexer: the tree's paths are no longer, and longer ones are refused
 
 # Names of configuration fields. Model types have many authors, so one quantity has several names.
 DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
@@ -108,7 +108,7 @@ def _shrunk(name: str, value: Any) -> Any:
     elif MAMBA_CHUNK.match(name):
         most = 2 * THRESHOLD  # longer than some of the tree's segments and shorter than its paths
     elif name == "index_topk":
-        most = SELECTED
+        return SELECTED if _number(value) else None
     elif name == "topk_group":
         most = 1
     elif TOKEN_ID.match(name):

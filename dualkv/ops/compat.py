@@ -216,9 +216,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}, expected one device")
         like = "v_context" if name.startswith("v") else "q"
         if x.shape[2] != tensors[like].shape[2]:
-            raise ValueError(
-                f"{name} has head_dim {x.shape[2]} and {like} {tensors[like].shape[2]}, expected the same"
-            )
+            raise ValueError(f"{name} has head_dim {x.shape[2]} and {like} {tensors[like].shape[2]}, expected the same")
         if name != "q" and x.shape[1] != k_context.shape[1]:
             raise ValueError(f"{name} has {x.shape[1]} heads and k_context {k_context.shape[1]}, expected the same")
     for part in ("context", "decoded"):

@@ -34,7 +34,9 @@ def dense(q, kc, vc, kd, vd, q_lens, k_lens, scale, causal):
     return torch.cat(outs)
 
 
-def inputs(q_lens, context, k_lens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, device="cpu", seed=0, dv=None):
+def inputs(
+    q_lens, context, k_lens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, device="cpu", seed=0, dv=None
+):
     generator = torch.Generator().manual_seed(seed)
     rows = [(sum(q_lens), heads), *[(n, kv_heads) for n in (context, context, sum(k_lens), sum(k_lens))]]
     dims = [head_dim, head_dim, dv or head_dim, head_dim, dv or head_dim]

@@ -57,7 +57,11 @@ def test_the_ops_on_a_gpu(monkeypatch, kernel, head_dim, head_dim_v, gradients):
     torch.manual_seed(0)
     rows = TREE.num_tokens
     q, k, v = (torch.randn(rows, *shape).double() for shape in ((4, head_dim), (2, head_dim), (2, head_dim_v)))
-    dout, dlse, sinks = torch.randn(rows, 4, head_dim_v).double(), torch.randn(4, rows).double(), torch.randn(4).double()
+    dout, dlse, sinks = (
+        torch.randn(rows, 4, head_dim_v).double(),
+        torch.randn(4, rows).double(),
+        torch.randn(4).double(),
+    )
     layout, features = (TREE.offsets, TREE.parent, 0.3), (4, None, sinks, 1.5)
     out, lse = dispatch._fwd_cuda(q, k, v, *layout, False, *features)
     grads = dispatch._bwd_cuda(dout, q, k, v, out, lse, *layout, False, gradients, *features, dlse)
