@@ -116,7 +116,8 @@ def _side(
             return (packed,)
         dq = added(inputs.q, [(call.q_rows, call.dq) for call in calls.values()])
         dk, dv = (
-            added(inputs.k, [(call.k_rows, getattr(call, name)) for call in calls.values()]) for name in ("dk", "dv")
+            added(like, [(call.k_rows, getattr(call, name)) for call in calls.values()])
+            for name, like in (("dk", inputs.k), ("dv", inputs.v))
         )
         return dq, dk, dv
 

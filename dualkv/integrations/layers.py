@@ -246,9 +246,9 @@ def objections(model: nn.Module) -> Iterator[str]:
         layer = f"{name} ({type(module).__name__})"
         if not is_causal(module):
             yield f"{layer} is not causal self-attention, the only kind that dualkv.attention computes"
-        dim = getattr(module, "head_dim", None)
-        if isinstance(dim, int) and dim > HEAD_DIMS[-1]:
-            yield f"{layer} has head dim {dim}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
+        dims = (getattr(module, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+        if (widest := max((dim for dim in dims if isinstance(dim, int)), default=0)) > HEAD_DIMS[-1]:
+            yield f"{layer} has head dim {widest}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
         # Every layer of the stack must be a known attention layer: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in parents(model, name) if isinstance(parent, nn.ModuleList)), None)
         if stack is None:

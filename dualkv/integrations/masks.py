@@ -77,12 +77,11 @@ def answer(
     size = 0
     if not use_vmap and mask_function is causal_mask_function:
         size = FULL if allow_is_causal_skip else WANTED
-    elif not use_vmap and allow_is_causal_skip:
-        if type(local_size) is int and 0 < local_size < FULL:
-            windows = local_size == getattr(config, "sliding_window", None)
-            chunks = local_size == getattr(config, "attention_chunk_size", None)
-            if windows != chunks:
-                size = local_size + (FULL if windows else CHUNKED)
+    elif not use_vmap and allow_is_causal_skip and type(local_size) is int and 0 < local_size < FULL:
+        windows = local_size == getattr(config, "sliding_window", None)
+        chunks = local_size == getattr(config, "attention_chunk_size", None)
+        if windows != chunks:
+            size = local_size + (FULL if windows else CHUNKED)
     return torch.empty(1, 1, 0, size, device=device)
 
 

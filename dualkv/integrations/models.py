@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import layers, masks, recurrent, selfcheck
+from dualkv.integrations import indexers, layers, masks, recurrent, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
@@ -158,8 +158,10 @@ def _layers(model: nn.Module) -> list[str]:
     kinds: Counter[str] = Counter()
     for module in layers.attention_modules(model):
         dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        of_values = getattr(module, "v_head_dim", None) or dim
+        dims = f"head dim {dim}" if dim == of_values else f"head dims {dim} and {of_values} of values"
         groups = getattr(module, "num_key_value_groups", None)
-        about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
+        about = [dims] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
         kinds[", ".join([type(module).__name__, *about, *_features(module)])] += 1
     kinds.update(f"{type(module).__name__}, recurrent" for _, module in recurrent.mixers(model))
     return [f"{number} x {kind}" for kind, number in kinds.items()]
@@ -183,6 +185,10 @@ def _notes(model: PreTrainedModel) -> list[str]:
     media = [name for name in layers.arguments(type(model)) if integration.MEDIA.search(name)]
     inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
     notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
+    if (limit := indexers.longest_path(model.config.get_text_config())) is not None:
+        notes.append(
+            f"paths of more than {limit} tokens are refused: beyond that the indexer selects keys (index_topk)"
+        )
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0
     if dropout:
         notes.append(f"attention_dropout={dropout} is refused in training: set it to 0")

@@ -66,9 +66,8 @@ def attention(
     """softmax(q k^T * softmax_scale) v. Each response token attends to its prompt and to its own response up to itself.
 
     CPU tensors run a chunked reference. CUDA tensors run a kernel where the device has one, otherwise a composition of
-    PyTorch's attention calls, with one warning. On a GPU values of another head dim than the keys' are padded, or
-    queries and keys are, where no kernel has the pair. Under autocast q, k and v are first cast to its dtype, as by PyTorch's
-    own attention.
+    PyTorch's attention calls, with one warning. Where Dv is not D, a GPU's kernel gets the narrower tensors padded with
+    zeros to the wider head dim. Under autocast q, k and v are first cast to its dtype, as by PyTorch's own attention.
 
     Row q sees the keys of its path (its prompt, then its response up to itself) from a lowest position on: 0, or
     position(q) - window + 1, or floor(position(q) / chunk) * chunk. Positions are `layout.position_ids`, so a response
@@ -81,7 +80,7 @@ def attention(
     Args:
         q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 256.
         k: [T, Hk, D] packed keys, H a multiple of Hk (grouped-query attention), dtype and device of q.
-        v: [T, Hk, Dv] packed values; Dv a multiple of 8 up to 256, D or another one (as in multi-head latent attention).
+        v: [T, Hk, Dv] packed values; Dv a multiple of 8 up to 256, mostly D (in latent attention another one).
         layout: which of the T rows belong to which prompt and response.
         softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         deterministic: bitwise equal gradients from run to run. Without it the kernels' gradients of k and v are bitwise

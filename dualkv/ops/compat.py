@@ -64,8 +64,8 @@ def flash_attn_dualkv_varlen_func(
 
     Args:
         q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 256.
-        k_context, v_context: [P, Hk, D] of the shared context, H a multiple of Hk; dtype and device of q. Values may have
-            another head dim Dv, likewise.
+        k_context, v_context: [P, Hk, D] of the shared context, H a multiple of Hk; dtype and device of q. Values may
+            have another head dim Dv, likewise.
         k_decoded, v_decoded: [sum(R), Hk, D] of the sequences' own tokens; Dv for values.
         cu_seqlens_q: [N+1] int32, 0 and the running sums of len_q.
         cu_seqlens_k_decoded: [N+1] int32, 0 and the running sums of R.
