@@ -103,7 +103,7 @@ def test_models_that_differ_are_refused(case: str) -> None:
     [
         ("StableLm", {}, r"layer 0 \(StableLmAttention\) is not handed the layout"),
         ("Nemotron", {"num_key_value_heads": 8}, r"layer 0 \(NemotronAttention\) is not handed the layout"),
-        ("DeepseekV3", {}, r"v has head_dim 128 and q 192, expected the same"),
+        ("DeepseekV3", {"v_head_dim": 12}, r"v has head_dim 12, expected a multiple of 8 up to 256"),
     ],
 )
 def test_what_would_fail_in_the_first_call_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
