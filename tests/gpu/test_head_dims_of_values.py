@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS, kernel_head_dims
 from dualkv.ops import hopper
-from tests.gpu import test_windows
-from tests.gpu.test_windows import BF16, FP16, HOPPER, LAYOUTS, check
+from tests.gpu.test_windows import BF16, FP16, HOPPER, LAYOUTS, check, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
 
@@ -53,10 +51,9 @@ def test_the_kernel_gets_one_head_dim_and_no_more_than_it_needs(pair, monkeypatc
 @pytest.mark.parametrize("pair", [(192, 128), (64, 80)], ids=str)
 @pytest.mark.filterwarnings("ignore:dualkv. no kernel for")
 def test_the_composition(pair, features, monkeypatch):
-    """Its parts come rounded, and their sum is rounded again: within twice what a kernel may differ by."""
+    """Its parts come rounded, and their sum is rounded again: up to three roundings for plain PyTorch's one."""
     monkeypatch.setattr(hopper, "unsupported", lambda q: "this test")
     for name in ("ragged groups", "tree"):
-        for results in [test_windows.draw(LAYOUTS[name], features, pair[0], 8, 2, BF16, True, False, pair[1], 0)]:
-            for what, got, plain, want in results:
-                if what != "dsinks":  # in which terms of all rows cancel
-                    assert (got.double() - want).norm() <= 3 * (plain.double() - want).norm() + 1e-5 * want.norm(), what
+        for what, got, plain, want in draw(LAYOUTS[name], features, pair[0], 8, 2, BF16, True, False, pair[1], 0):
+            if what != "dsinks":  # in which terms of all rows cancel
+                assert (got.double() - want).norm() <= 3 * (plain.double() - want).norm() + 1e-5 * want.norm(), what
