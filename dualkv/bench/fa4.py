@@ -212,8 +212,8 @@ def prompt_copied(inputs: Inputs, direction: str) -> Side:
             x[call.k_rows]
 
     def summed() -> None:
-        for grad in (call.dk, call.dv):
-            added(inputs.k, [(call.k_rows, grad)])
+        for like, grad in ((inputs.k, call.dk), (inputs.v, call.dv)):
+            added(like, [(call.k_rows, grad)])
 
     extra: Apart = {"fwd": {"copy": copy}, "bwd": {"sum": summed}} if len(call.k_rows) > len(inputs.k) else {}
     return _side(inputs, direction, {"sequences": call}, lambda: [(call.q_rows, call.out)], call.ready, extra)

@@ -104,9 +104,9 @@ class Workload:
         both: the sum.
         """
         rows = self.layout().num_tokens
-        queries, keys = (2 * rows * heads * self.head_dim for heads in (self.heads, self.kv_heads))
+        once = 2 * rows * (self.heads + self.kv_heads) * sum(self.head_dims)  # q, k, v and out, or dq, dk, dv and dout
         lse = 4 * rows * self.heads
-        of = {"fwd": 2 * queries + 2 * keys + lse, "bwd": 4 * queries + 4 * keys + lse}
+        of = {"fwd": once + lse, "bwd": 2 * once + lse}
         return of.get(direction) or sum(of.values())
 
 

@@ -327,8 +327,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
-            A call with a layout raises ValueError for attention dropout in training, masks, caches, images, and a token
-            count or positions other than the layout's.
+            A call with a layout raises ValueError for attention dropout in training, masks, caches, images, a token
+            count or positions other than the layout's, and a path longer than the keys that an indexer selects.
     """
     layers.refuse(model)
     inner = layers.decoders(model)
@@ -384,7 +384,7 @@ def recompute_layers(model: Model, keep: str = "nothing") -> Model:
     Args:
         model: a transformers model, changed in place. Wrappers (FSDP, PEFT) may be applied before or after.
         keep: "nothing" keeps only the input of each layer. "attention" also keeps out and lse of
-            :func:`dualkv.attention`: T * H * (2 * D + 4) bytes a layer in bf16. "products" also keeps the results of
+            :func:`dualkv.attention`: T * H * (2 * Dv + 4) bytes a layer in bf16. "products" also keeps the results of
             all matrix products, so that only elementwise operations are computed again: T rows of every projection,
             about 86 kB a row and layer for Qwen3-8B.
 
