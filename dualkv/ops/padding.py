@@ -21,6 +21,8 @@ def for_kernel(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     A kernel of one native head dim takes one head dim for all its tensors, and reads columns up to its own as zeros.
     One of a native pair takes a head dim for q and k and another one for v.
     """
+    if head_dim == head_dim_v:
+        return head_dim, head_dim_v
     native, native_v = kernel_head_dims(head_dim, head_dim_v)
     return equal(head_dim, head_dim_v) if native == native_v else (head_dim, head_dim_v)
 

@@ -13,7 +13,9 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
+from dualkv.integrations import transformers as integration  # noqa: E402
 from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.test_transformers import double_throughout  # noqa: E402
 from tests.integrations.tiny import LAYOUT, SIZES, TREE, assert_close, gradients, hooks, paths, token_ids  # noqa: E402
 
@@ -94,6 +96,13 @@ def test_longer_paths_are_refused_and_calls_without_a_layout_select(name: str) -
     assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
     assert not torch.equal(dense(input_ids=ids, use_cache=False)[0], expected)
     assert hooks(disable(model)) == before
+
+
+def test_ranks_that_share_rows_refuse_longer_paths_too() -> None:
+    shard = Shard.__new__(Shard)  # of one rank; no other is asked
+    shard.layout = LAYOUT
+    with pytest.raises(ValueError, match=f"{LONGEST[LAYOUT]} tokens, expected at most 3 for Model"):
+        integration._positions(token_ids(LAYOUT), None, shard, "Model", 3)
 
 
 def test_compiled_in_one_graph() -> None:
