@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, WINDOW_TILES, forward_tile
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, SHORT_WINDOW_TILES, WINDOW_TILES, forward_tile
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.bench.executed import forward_pairs
@@ -16,7 +16,7 @@ from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
 from tests.strategies import binary_tree, groups, random_tree, trees
 
-TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), list(WINDOW_TILES.values())
+TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256]]
 
 
 def of(layout):
@@ -198,7 +198,7 @@ def test_trees_pay_for_what_they_see():
 )
 def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
     """Executed over useful products: by whole tiles, and by what each part of a tile walks."""
-    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"])
+    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"], window.short)
     work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
     executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
     useful = int((seg.position - window.lowest(seg.position) + 1).sum())
