@@ -150,7 +150,7 @@ groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
 ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
 @example([(129, [])], TILES[0], 1, 1, 132)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)

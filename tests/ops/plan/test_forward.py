@@ -129,7 +129,7 @@ lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63,
 groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example([(129, [])], TILES[0], 1)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4)

@@ -104,7 +104,7 @@ def check(seg, tokens, tile_n, window=None, parts=1):
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 112, 127, 128, 129, 256]))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4)
 @example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1)
@@ -120,7 +120,7 @@ windows = st.one_of(
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
 )
