@@ -7,13 +7,13 @@ again. That the others are as recorded follows from the sources, which are those
 After a change that is meant, `make manifest` records it.
 
 A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other
-boxes and divisions. So SPECS are every head dim with one packed head and with several; at one head dim packed heads
-that leave rows over (7) and the most (16), and fp16; and the forward of trees where its tile is of another kind.
+boxes and divisions. So SPECS are every head dim; at one head dim a single packed head, as many as leave rows over (7)
+and the most (16), and fp16; and the forward of trees where its tile is of another kind.
 
-Of the backward SPECS has every head dim's main kernel, with and without deterministic sums; of the small kernels
-around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16. Of parts
-of the gradients, those that are recorded at the head dim that training meets most and at a wide one, and the others,
-which are not recorded, at one head dim each. Of windows, sinks and softcapping, those of two head dims but for
+Of the backward SPECS has every head dim's main kernel, with deterministic sums where these differ in kind; of the small
+kernels around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16.
+Of parts of the gradients, those that are recorded at the head dim that training meets most and at a wide one, and the
+others, which are not recorded, at one head dim each. Of windows, sinks and softcapping, those of two head dims but for
 deterministic sums.
 """
 
@@ -32,11 +32,12 @@ from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
 ROOT = Path(__file__).parents[2]
 RECORD = manifest.read(Path(__file__).with_name("manifest.json"))
 SPECS = sorted(
-    {forward_spec("bf16", d, h) for d in HEAD_DIMS for h in (1, 4)}
-    | {forward_spec("bf16", 128, h) for h in (7, MAX_PACKED_HEADS)}
+    {forward_spec("bf16", d, 4) for d in HEAD_DIMS}
+    | {forward_spec("bf16", 128, h) for h in (1, 7, MAX_PACKED_HEADS)}
     | {forward_spec("fp16", d, 4) for d in (128, 256)}
     | {forward_spec("bf16", d, 4, trees=True) for d in (64, 128, 256)}
-    | {backward_specs("bf16", d, fixed).main for d in HEAD_DIMS for fixed in (False, True)}
+    | {backward_specs("bf16", d).main for d in HEAD_DIMS}
+    | {backward_specs("bf16", d, deterministic=True).main for d in (128, 192, 256)}
     | {spec for d in (64, 128, 192) for spec in backward_specs("bf16", d).present}
     | {backward_specs("bf16", 128, deterministic=True).partial_sum}
     | set(backward_specs("fp16", 128).present)
