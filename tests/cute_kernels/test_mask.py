@@ -74,7 +74,7 @@ def test_rows_keep_the_keys_of_their_window(work, layout, window):
             q = np.minimum(row + np.stack([LANES // 4, LANES // 4 + 8]), tile.row_end - 1)
             for i, key in enumerate(keys):
                 mask, scores = tile.mask(i), Scores(TILE_N // 2)
-                mask.apply(scores, q, bounds)
+                mask.apply(scores, q, bounds.of_rows(q))
                 if i >= tile.masked:
                     assert scores.kept.all(), "a whole block's mask keeps all of it, as the recompute pass needs"
                 for e in range(TILE_N // 2):
