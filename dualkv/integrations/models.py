@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import layers, masks, recurrent, selfcheck
+from dualkv.integrations import layers, masks, media, recurrent, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 
@@ -180,9 +180,16 @@ def _features(module: Any) -> list[str]:
 
 
 def _notes(model: PreTrainedModel) -> list[str]:
-    media = [name for name in layers.arguments(type(model)) if integration.MEDIA.search(name)]
-    inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
-    notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
+    inputs = [
+        name
+        for name in layers.arguments(type(model))
+        if media.MEDIA.search(name) and not name.startswith(("use_", "output_", "vision_feature", "mm_encoder"))
+    ]
+    runs = {name for part in model.modules() if (how := media.family(type(part))) for name in how.inputs}
+    packed = [name for name in inputs if name in runs]
+    refused = [name for name in inputs if name not in runs]
+    notes = [f"beside text, {', '.join(packed)} run packed"] if packed else []
+    notes += [f"{'text only: ' * (not packed)}{', '.join(refused)} beside a layout are refused"] if refused else []
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0
     if dropout:
         notes.append(f"attention_dropout={dropout} is refused in training: set it to 0")

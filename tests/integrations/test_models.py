@@ -140,7 +140,10 @@ def test_a_folder_and_the_class_that_it_names(tmp_path: Path) -> None:
 def test_what_runs_with_conditions_is_noted(written: Any) -> None:
     found = models.examine(written({"model_type": "qwen2_5_vl"}))
     assert found.runs
-    assert found.notes[0].startswith("text only: pixel_values, pixel_values_videos, image_grid_thw")
+    assert found.notes[0].startswith("beside text, pixel_values, pixel_values_videos, image_grid_thw")
+    assert (
+        models.examine(written({"model_type": "ernie4_5_vl_moe"})).notes[0].startswith("text only: mm_token_type_ids")
+    )
     assert models.examine(written({"model_type": "llama", "attention_dropout": 0.1})).notes == [
         "attention_dropout=0.1 is refused in training: set it to 0"
     ]

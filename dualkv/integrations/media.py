@@ -1,0 +1,283 @@
+"""Images and videos in packed calls of transformers models: which models run them, and the positions of their rows.
+
+Some models give the rows of an image positions of its grid (multimodal rotary embeddings). These positions, and those
+of the text behind, come from the model's own `get_rope_index`, which runs on replicated sequences: on one for each
+prompt, as positions of a response do not depend on other responses. In other models an image's rows count as text does.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dualkv.arrays import IntArray
+from dualkv.layout import Layout
+
+# Names that processors and models use for inputs other than text.
+MEDIA = re.compile(
+    r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|mm_token_type_ids|deepstack"
+    r"|mm_encoder"
+)
+KINDS = "mm_token_type_ids"
+
+
+class Family(NamedTuple):
+    """What a model does with images.
+
+    Attributes:
+        inputs: the names of inputs that run packed.
+        grid: rows of images have positions of their grids, from the model's `get_rope_index`.
+        frames_are_images: the placeholders of videos are those of images.
+    """
+
+    inputs: tuple[str, ...]
+    grid: bool = False
+    frames_are_images: bool = False
+
+
+_IMAGES, _VIDEOS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
+_GRID = Family((*_IMAGES, *_VIDEOS, KINDS), grid=True)
+_SECONDS = _GRID._replace(inputs=(*_GRID.inputs, "second_per_grid_ts"))
+_FRAMES = _GRID._replace(frames_are_images=True)
+
+# The classes that put features of images in the place of embeddings, each tested against replicated sequences.
+FAMILIES = {
+    "Qwen2VLModel": _GRID,
+    "Qwen2_5_VLModel": _SECONDS,
+    "Qwen3VLModel": _GRID,
+    "Qwen3VLMoeModel": _GRID,
+    "Glm4vModel": _FRAMES,
+    "Glm4vMoeModel": _FRAMES,
+}
+
+# The two kinds of rows: their number in mm_token_type_ids, patches, grids, the config's field of the placeholder.
+ROWS = ((1, *_IMAGES, "image_token_id"), (2, *_VIDEOS, "video_token_id"))
+
+
+class Placed:
+    """A layout with images in its rows. As a layout, it is passed through the model, to its decoder.
+
+    Attributes:
+        layout: of T rows.
+        position_ids: [1, T], or [3, 1, T] for frames, height and width.
+    """
+
+    # No pytree: wrappers move and copy those.
+    __slots__ = ("layout", "position_ids")
+
+    def __init__(self, layout: Layout, position_ids: torch.Tensor) -> None:
+        self.layout, self.position_ids = layout, position_ids
+
+
+# ---------------------------------------------------------------- models
+_FAMILY: dict[type, Family | None] = {}  # dictionaries, because dynamo reads them while it traces
+_CONTAINS: dict[type, bool] = {}
+
+
+def family(cls: type[nn.Module]) -> Family | None:
+    """How models of this class run images; None if they do not. Wrappers make subclasses of a model's class."""
+    if cls not in _FAMILY:
+        known = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
+        _FAMILY[cls] = next((FAMILIES[name] for name in known if name in FAMILIES), None)
+    return _FAMILY[cls]
+
+
+def passes_on(module: nn.Module) -> bool:
+    """Whether a model hands images to a part that runs them."""
+    cls = type(module)
+    if cls not in _CONTAINS:
+        _CONTAINS[cls] = any(family(type(part)) is not None for part in module.modules())
+    return _CONTAINS[cls]
+
+
+def given(named: dict[str, Any]) -> list[str]:
+    """The names of inputs of a call that hold images, videos or audio."""
+    return [name for name, value in named.items() if MEDIA.search(name) and _has_tensor(value)]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
+
+
+def refuse(module: nn.Module, named: dict[str, Any]) -> None:
+    """Raises ValueError for images, videos and audio in a call of a model that runs text alone."""
+    for name in given(named):
+        raise ValueError(
+            f"{name} came together with dualkv: {type(module).__name__} is not known to run packed with anything but"
+            " text; run such a batch without a layout"
+        )
+
+
+# ---------------------------------------------------------------- a call
+def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
+    """The layout of a call of `module` with its positions; None for a call without images.
+
+    Args:
+        module: of a known family.
+        named: the inputs of the call by name. Reading them waits for the device, once.
+        layout: as the call got it.
+
+    Raises:
+        ValueError: an input that does not run packed; placeholders and images that do not match, also where an image
+            would lie in several segments; positions other than the model's.
+    """
+    how = family(type(module))
+    assert how is not None
+    names = given(named)
+    name = type(module).__name__
+    for other in names:
+        if other not in how.inputs:
+            raise ValueError(
+                f"{other} came together with dualkv: {name} runs packed with {', '.join(how.inputs)} and text"
+            )
+    if all(name == KINDS for name in names) and not (KINDS in names and named[KINDS].any()):
+        return None
+    if not isinstance(layout, Layout):
+        raise ValueError(
+            f"{names[0]} came together with a Shard: images do not run packed with sequence parallelism, because each"
+            " rank would need the features of all images"
+        )
+    ids = named.get("input_ids")
+    if ids is None:
+        raise ValueError(f"{names[0]} came without input_ids, expected them: they say where images are")
+    if ids.shape != (1, layout.num_tokens):
+        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected [1, T] = {(1, layout.num_tokens)}")
+    own = _grid_positions(module, how, named, layout) if how.grid else layout.position_ids[None]
+    return Placed(layout, own.to(ids.device))
+
+
+def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Layout) -> torch.Tensor:
+    """[3, 1, T] int64 on the CPU: frames, height and width of each row, from the model's own function."""
+    ids, kinds = named["input_ids"].cpu(), named.get(KINDS)
+    if kinds is None:
+        raise ValueError(
+            f"{KINDS} is missing, expected [1, T]: the processor returns it, dualkv.pack takes it in media"
+        )
+    if kinds.shape != ids.shape:
+        raise ValueError(f"{KINDS} has shape {tuple(kinds.shape)}, expected {tuple(ids.shape)}")
+    kinds = kinds.cpu()
+    if how.frames_are_images and len({kind for kind, *_ in ROWS if (kinds == kind).any()}) > 1:
+        raise ValueError(
+            f"{KINDS} has images (1) and videos (2), which {type(module).__name__} cannot tell apart in one packed row:"
+            " expected one kind"
+        )
+    owners: dict[str, IntArray] = {}
+    grids: dict[str, torch.Tensor] = {}
+    for kind, patches, grid, token in ROWS:
+        rows = (kinds[0] == kind).nonzero()[:, 0]
+        _check_placeholders(module, how, ids[0], kinds[0], kind, token)
+        if named.get(grid) is None:
+            if len(rows):
+                raise ValueError(f"{KINDS} marks {len(rows)} rows with {kind}, and no {grid} came")
+            continue
+        grids[grid] = named[grid].cpu()
+        held, counts = len(named[patches]) if named.get(patches) is not None else 0, grids[grid].prod(1)
+        if held != int(counts.sum()):
+            raise ValueError(f"{patches} has {held} patches, {grid} counts {int(counts.sum())}")
+        merged = counts // module.config.vision_config.spatial_merge_size**2
+        if len(rows) != int(merged.sum()):
+            raise ValueError(
+                f"{grid} describes {len(merged)} images or videos of {int(merged.sum())} rows in all, input_ids has"
+                f" {len(rows)} of their placeholders"
+            )
+        owners[grid] = _owners(rows, merged, layout, grid)
+    return _from_replicated(module, named, layout, ids, kinds, grids, owners)
+
+
+def _check_placeholders(
+    module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, kind: int, token: str
+) -> None:
+    """Rows that get features, by their ids, are the rows that get an image's positions, by their kinds."""
+    marked = kinds == kind
+    if how.frames_are_images:
+        if kind > 1:
+            return
+        marked = kinds > 0
+    expected = getattr(module.config, token)
+    differs = (ids == expected) != marked
+    if differs.any():
+        at = int(differs.int().argmax())
+        raise ValueError(
+            f"row {at} of input_ids holds {int(ids[at])}, its {KINDS} is {int(kinds[at])}: expected {kind} for the"
+            f" {token} {expected}, and for this id alone"
+        )
+
+
+def _owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) -> IntArray:
+    """The segment of each image, whose rows are the next `counts` of the placeholders in `rows`."""
+    segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
+    ends = counts.cumsum(0)
+    first, last = segments[ends - counts], segments[ends - 1]
+    if not torch.equal(first, last):
+        at = int((first != last).int().argmax())
+        raise ValueError(
+            f"{name}[{at}] has {int(counts[at])} rows, in segments {int(first[at])} and {int(last[at])} of the layout:"
+            " expected each prompt's images next to each other, in the order of the prompts"
+        )
+    return first.numpy()
+
+
+def _from_replicated(
+    module: Any,
+    named: dict[str, Any],
+    layout: Layout,
+    ids: torch.Tensor,
+    kinds: torch.Tensor,
+    grids: dict[str, torch.Tensor],
+    owners: dict[str, IntArray],
+) -> torch.Tensor:
+    """[3, 1, T] int64, on the CPU, by `get_rope_index` of replicated sequences.
+
+    Of leaves below one segment that hold text alone, the longest stands for all: text is positions that count on.
+    """
+    offsets, parent = layout.offsets.tolist(), layout.parent.tolist()
+    found = layout.to("cpu").position_ids.repeat(3, 1, 1)
+    own = {int(s) for segments in owners.values() for s in segments}
+    paths: list[list[int]] = []
+    for s, up in enumerate(parent):
+        paths.append([*(paths[up] if up >= 0 else []), s])
+    longest: dict[int, int] = {}
+    inner = set(parent)
+    for s, up in enumerate(parent):
+        if s in inner or own.isdisjoint(paths[s]):
+            continue
+        alone = up < 0 or s in own
+        key = -1 - s if alone else up
+        rival = longest.get(key, s)
+        longest[key] = s if offsets[s + 1] - offsets[s] >= offsets[rival + 1] - offsets[rival] else rival
+    for key, leaf in longest.items():
+        path = paths[leaf]
+        rows = torch.cat([torch.arange(*offsets[s : s + 2]) for s in path])
+        position, _ = module.get_rope_index(**_inputs(module, named, ids[:, rows], kinds[:, rows], grids, owners, path))
+        found[:, :, rows] = position
+        if key >= 0:
+            before = len(rows) - (offsets[leaf + 1] - offsets[leaf])
+            for s, up in enumerate(parent):
+                if up == key and s not in inner and s not in own:
+                    begin, end = offsets[s : s + 2]
+                    found[:, :, begin:end] = position[:, :, before : before + end - begin]
+    return found
+
+
+def _inputs(
+    module: Any,
+    named: dict[str, Any],
+    ids: torch.Tensor,
+    kinds: torch.Tensor,
+    grids: dict[str, torch.Tensor],
+    owners: dict[str, IntArray],
+    path: list[int],
+) -> dict[str, Any]:
+    """The arguments of `get_rope_index` for the sequence of the segments in `path`."""
+    inputs: dict[str, Any] = {"input_ids": ids, KINDS: kinds}
+    for name, grid in grids.items():
+        held = [i for i, segment in enumerate(owners[name].tolist()) if segment in path]
+        inputs[name] = grid[held] if held else None
+        if name == "video_grid_thw" and (seconds := named.get("second_per_grid_ts")) is not None and held:
+            inputs["second_per_grid_ts"] = [seconds[i] for i in held]
+    return inputs
