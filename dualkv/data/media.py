@@ -168,6 +168,22 @@ def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
     return result
 
 
+def _padded(values: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """The same values with zeros behind, so that all but dimension `dim` are equally long."""
+    if len({value.dim() for value in values}) > 1:
+        return values
+    most = np.max([value.shape for value in values], 0).tolist()
+    result = []
+    for value in values:
+        shape = [*most[:dim], value.shape[dim], *most[dim + 1 :]]
+        if list(value.shape) != shape:
+            wide = value.new_zeros(shape)
+            wide[tuple(map(slice, value.shape))] = value
+            value = wide
+        result.append(value)
+    return result
+
+
 def _joined_of_tokens(name: str, found: Sequence[Entry], prompts: IntArray, layout: Layout) -> torch.Tensor:
     offsets = layout.offsets.tolist()
     kinds = next(entry[name] for entry in found if name in entry)
@@ -191,9 +207,9 @@ def _joined(name: str, found: Sequence[Entry], have: list[int], device: torch.de
             raise TypeError(f"media[...][{name!r}] is a list in some prompts and a tensor in others, expected one kind")
         return [x for value in values for x in value]
     dim = int(name in ("pixel_values", IN_ROWS) and IN_ROWS in found[have[0]])
-    if name == "pixel_values" and values[0].dim() == 5 and "image_sizes" in found[have[0]]:
-        most = max(value.shape[1] for value in values)  # tiles of an image; LLaVA-NeXT cuts them by the image's size
-        values = [torch.cat([v, v.new_zeros(len(v), most - v.shape[1], *v.shape[2:])], 1) for v in values]
+    if name in ("pixel_values", IN_ROWS) and not {"image_sizes", IN_ROWS}.isdisjoint(found[have[0]]):
+        # The model knows the size of each image, so processors pad images, and tiles of images, to one size.
+        values = _padded(values, dim)
     first = values[0]
     for i, value in zip(have, values, strict=True):
         rest = [list(x.shape[:dim] + x.shape[dim + 1 :]) for x in (first, value)]

@@ -31,17 +31,25 @@ class Family(NamedTuple):
         inputs: the names of inputs that run packed.
         grid: rows of images have positions of their grids, from the model's `get_rope_index`.
         frames_are_images: the placeholders of videos are those of images.
+        by_ids: `get_rope_index` finds images by their placeholders, and takes no mm_token_type_ids.
+        alike: every image of `pixel_values` has as many rows as any other.
     """
 
     inputs: tuple[str, ...]
     grid: bool = False
     frames_are_images: bool = False
+    by_ids: bool = False
+    alike: bool = False
 
 
 _IMAGES, _VIDEOS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
 _GRID = Family((*_IMAGES, *_VIDEOS, KINDS), grid=True)
 _SECONDS = _GRID._replace(inputs=(*_GRID.inputs, "second_per_grid_ts"))
 _FRAMES = _GRID._replace(frames_are_images=True)
+_OMNI = Family((*_IMAGES, *_VIDEOS, "video_second_per_grid"), grid=True, by_ids=True)
+_ALIKE = Family(("pixel_values",), alike=True)
+_SIZES = Family(("pixel_values", "image_sizes"))
+_MASKED = Family(("pixel_values", "pixel_attention_mask"), alike=True)
 
 # The classes that put features of images in the place of embeddings, each tested against replicated sequences.
 FAMILIES = {
@@ -51,6 +59,20 @@ FAMILIES = {
     "Qwen3VLMoeModel": _GRID,
     "Glm4vModel": _FRAMES,
     "Glm4vMoeModel": _FRAMES,
+    "Glm46VModel": _FRAMES,
+    "GlmOcrModel": _FRAMES,
+    "Qwen3_5Model": _GRID,
+    "Qwen3_5MoeModel": _GRID,
+    "Qwen2_5OmniThinkerModel": _OMNI,
+    "Qwen3OmniMoeThinkerModel": _OMNI,
+    "InternVLModel": _ALIKE,
+    "VipLlavaModel": _ALIKE,
+    "LlavaModel": _SIZES,
+    "LlavaNextModel": _SIZES,
+    "Mistral3Model": _SIZES,
+    "LlavaOnevisionModel": Family((*_SIZES.inputs, "batch_num_images", "pixel_values_videos", "image_sizes_videos")),
+    "Idefics3Model": _MASKED,
+    "SmolVLMModel": _MASKED,
 }
 
 # The two kinds of rows: their number in mm_token_type_ids, patches, grids, the config's field of the placeholder.
@@ -128,8 +150,10 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     """
     how = family(type(module))
     assert how is not None
-    names = given(named)
     name = type(module).__name__
+    if KINDS not in how.inputs:  # a processor's, which the model does not take
+        named.pop(KINDS, None)
+    names = given(named)
     for other in names:
         if other not in how.inputs:
             raise ValueError(
@@ -147,13 +171,31 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
         raise ValueError(f"{names[0]} came without input_ids, expected them: they say where images are")
     if ids.shape != (1, layout.num_tokens):
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected [1, T] = {(1, layout.num_tokens)}")
-    own = _grid_positions(module, how, named, layout) if how.grid else layout.position_ids[None]
-    return Placed(layout, own.to(ids.device))
+    if how.grid:
+        return Placed(layout, _grid_positions(module, how, named, layout).to(ids.device))
+    if how.alike and named.get("pixel_values") is not None:
+        _check_alike(module, named, layout)
+    return Placed(layout, layout.position_ids[None].to(ids.device))
+
+
+def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
+    images = named["pixel_values"]
+    if images.dim() == 5:  # [1, images, channels, height, width]; models leave out images of zeros
+        images = images.flatten(0, 1)[images.flatten(0, 1).flatten(1).any(1)]
+    rows = (named["input_ids"][0] == module.config.image_token_id).nonzero()[:, 0].cpu()
+    if len(images) == 0 or len(rows) % len(images):
+        raise ValueError(
+            f"pixel_values has {len(images)} images, input_ids {len(rows)} of their placeholders: expected as many"
+            " placeholders for each image"
+        )
+    _owners(rows, torch.full((len(images),), len(rows) // len(images)), layout, "pixel_values")
 
 
 def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Layout) -> torch.Tensor:
-    """[3, 1, T] int64 on the CPU: frames, height and width of each row, from the model's own function."""
+    """[3, 1, T] on the CPU: frames, height and width of each row, from the model's own function."""
     ids, kinds = named["input_ids"].cpu(), named.get(KINDS)
+    if how.by_ids:
+        kinds = sum(kind * (ids == getattr(module.config, token)) for kind, *_, token in ROWS)
     if kinds is None:
         raise ValueError(
             f"{KINDS} is missing, expected [1, T]: the processor returns it, dualkv.pack takes it in media"
@@ -186,7 +228,7 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
                 f" {len(rows)} of their placeholders"
             )
         owners[grid] = _owners(rows, merged, layout, grid)
-    return _from_replicated(module, named, layout, ids, kinds, grids, owners)
+    return _from_replicated(module, how, named, layout, ids, kinds, grids, owners)
 
 
 def _check_placeholders(
@@ -224,6 +266,7 @@ def _owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str)
 
 def _from_replicated(
     module: Any,
+    how: Family,
     named: dict[str, Any],
     layout: Layout,
     ids: torch.Tensor,
@@ -231,7 +274,7 @@ def _from_replicated(
     grids: dict[str, torch.Tensor],
     owners: dict[str, IntArray],
 ) -> torch.Tensor:
-    """[3, 1, T] int64, on the CPU, by `get_rope_index` of replicated sequences.
+    """[3, 1, T], on the CPU, by `get_rope_index` of replicated sequences.
 
     Of leaves below one segment that hold text alone, the longest stands for all: text is positions that count on.
     """
@@ -253,7 +296,8 @@ def _from_replicated(
     for key, leaf in longest.items():
         path = paths[leaf]
         rows = torch.cat([torch.arange(*offsets[s : s + 2]) for s in path])
-        position, _ = module.get_rope_index(**_inputs(module, named, ids[:, rows], kinds[:, rows], grids, owners, path))
+        position, _ = module.get_rope_index(**_inputs(how, named, ids[:, rows], kinds[:, rows], grids, owners, path))
+        found = found.to(position.dtype)  # Qwen3-Omni's are fp32
         found[:, :, rows] = position
         if key >= 0:
             before = len(rows) - (offsets[leaf + 1] - offsets[leaf])
@@ -265,7 +309,7 @@ def _from_replicated(
 
 
 def _inputs(
-    module: Any,
+    how: Family,
     named: dict[str, Any],
     ids: torch.Tensor,
     kinds: torch.Tensor,
@@ -274,10 +318,16 @@ def _inputs(
     path: list[int],
 ) -> dict[str, Any]:
     """The arguments of `get_rope_index` for the sequence of the segments in `path`."""
-    inputs: dict[str, Any] = {"input_ids": ids, KINDS: kinds}
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if how.by_ids:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    else:
+        inputs[KINDS] = kinds
     for name, grid in grids.items():
         held = [i for i, segment in enumerate(owners[name].tolist()) if segment in path]
         inputs[name] = grid[held] if held else None
         if name == "video_grid_thw" and (seconds := named.get("second_per_grid_ts")) is not None and held:
             inputs["second_per_grid_ts"] = [seconds[i] for i in held]
+        if name == "video_grid_thw" and (seconds := named.get("video_second_per_grid")) is not None and held:
+            inputs["second_per_grids"] = torch.as_tensor(seconds)[held]
     return inputs

@@ -199,7 +199,12 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
         return named  # which the decoder refuses
     placed = media.place(module, named, layout) or layout
-    return {**named, "dualkv": placed, "position_ids": _positions(tokens, named.get("position_ids"), placed)}
+    changed = {
+        "dualkv": placed,
+        "position_ids": _positions(tokens, named.get("position_ids"), placed),
+        "use_cache": named.get("use_cache") or False,  # some make a cache unless told otherwise
+    }
+    return {**named, **changed}
 
 
 HOOKS = (_enter_decoder, _enter_head)
