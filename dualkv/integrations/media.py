@@ -3,6 +3,8 @@
 Some models give the rows of an image positions of its grid (multimodal rotary embeddings). These positions, and those
 of the text behind, come from the model's own `get_rope_index`, which runs on replicated sequences: on one for each
 prompt, as positions of a response do not depend on other responses. In other models an image's rows count as text does.
+
+In Gemma 3 the rows of an image also see each other's rows behind them. :func:`attention` adds these keys.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from torch import nn
 
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout
+from dualkv.ops.attention import attention as causal_attention
 
 # Names that processors and models use for inputs other than text.
 MEDIA = re.compile(
     r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|mm_token_type_ids|deepstack"
     r"|mm_encoder"
 )
-KINDS = "mm_token_type_ids"
+KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
 
 
 class Family(NamedTuple):
@@ -33,6 +36,7 @@ class Family(NamedTuple):
         frames_are_images: the placeholders of videos are those of images.
         by_ids: `get_rope_index` finds images by their placeholders, and takes no mm_token_type_ids.
         alike: every image of `pixel_values` has as many rows as any other.
+        ahead: rows of an image that token_type_ids marks see all rows of their image.
     """
 
     inputs: tuple[str, ...]
@@ -40,6 +44,7 @@ class Family(NamedTuple):
     frames_are_images: bool = False
     by_ids: bool = False
     alike: bool = False
+    ahead: bool = False
 
 
 _IMAGES, _VIDEOS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
@@ -73,6 +78,7 @@ FAMILIES = {
     "LlavaOnevisionModel": Family((*_SIZES.inputs, "batch_num_images", "pixel_values_videos", "image_sizes_videos")),
     "Idefics3Model": _MASKED,
     "SmolVLMModel": _MASKED,
+    "Gemma3Model": Family(("pixel_values", BLOCKS), alike=True, ahead=True),
 }
 
 # The two kinds of rows: their number in mm_token_type_ids, patches, grids, the config's field of the placeholder.
@@ -85,13 +91,57 @@ class Placed:
     Attributes:
         layout: of T rows.
         position_ids: [1, T], or [3, 1, T] for frames, height and width.
+        ahead: the keys of rows that see rows behind them; None where no row does.
     """
 
     # No pytree: wrappers move and copy those.
-    __slots__ = ("layout", "position_ids")
+    __slots__ = ("ahead", "layout", "position_ids")
 
-    def __init__(self, layout: Layout, position_ids: torch.Tensor) -> None:
-        self.layout, self.position_ids = layout, position_ids
+    def __init__(self, layout: Layout, position_ids: torch.Tensor, ahead: Ahead | None = None) -> None:
+        self.layout, self.position_ids, self.ahead = layout, position_ids, ahead
+
+
+class Ahead(NamedTuple):
+    """What rows of images see behind themselves, as causal attention: rows of images backwards, each in a segment.
+
+    Row i of an image of n rows sees rows i + 1 to n - 1 of it. Backwards, these queries n - 2, ..., 0 and keys
+    n - 1, ..., 1 are causal: the query at index j sees the keys up to j.
+
+    Attributes:
+        queries: [A] packed rows.
+        keys: [A] packed rows.
+        layout: of A rows, a segment for each image.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    layout: Layout
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed, **features: Any) -> torch.Tensor:
+    """:func:`dualkv.attention`, in which rows of images also see the rows of their image behind them.
+
+    Args:
+        q: [T, H, D].
+        k: [T, Hk, D].
+        v: [T, Hk, D].
+        placed: of a model whose images look ahead.
+        features: as for :func:`dualkv.attention`. A window or chunk hides no key behind a row.
+
+    Returns:
+        out [T, H, D].
+    """
+    ahead = placed.ahead
+    assert ahead is not None
+    out, lse = causal_attention(q, k, v, placed.layout, **features, return_lse=True)
+    features |= {"window": None, "chunk": None, "sinks": None}  # a sink takes its part once
+    mine, theirs = (x.index_select(0, ahead.keys) for x in (k, v))
+    more, its_lse = causal_attention(
+        q.index_select(0, ahead.queries), mine, theirs, ahead.layout, **features, return_lse=True
+    )
+    share = torch.sigmoid(its_lse - lse.index_select(1, ahead.queries)).t()[..., None]
+    merged = torch.lerp(out.index_select(0, ahead.queries).to(share.dtype), more.to(share.dtype), share)
+    return out.index_copy(0, ahead.queries, merged.to(out.dtype))
 
 
 # ---------------------------------------------------------------- models
@@ -159,8 +209,10 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
             raise ValueError(
                 f"{other} came together with dualkv: {name} runs packed with {', '.join(how.inputs)} and text"
             )
-    if all(name == KINDS for name in names) and not (KINDS in names and named[KINDS].any()):
+    kinds = named.pop(BLOCKS, None) if how.ahead else named.get(KINDS)
+    if not [name for name in names if name != KINDS] and not (isinstance(kinds, torch.Tensor) and kinds.any()):
         return None
+    names = names or [BLOCKS]
     if not isinstance(layout, Layout):
         raise ValueError(
             f"{names[0]} came together with a Shard: images do not run packed with sequence parallelism, because each"
@@ -175,7 +227,27 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
         return Placed(layout, _grid_positions(module, how, named, layout).to(ids.device))
     if how.alike and named.get("pixel_values") is not None:
         _check_alike(module, named, layout)
-    return Placed(layout, layout.position_ids[None].to(ids.device))
+    ahead = None if kinds is None or not how.ahead else _ahead(module, how, ids, kinds, layout)
+    return Placed(layout, layout.position_ids[None].to(ids.device), ahead)
+
+
+def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, layout: Layout) -> Ahead | None:
+    """The rows of each image, which lie next to each other; other images begin behind text."""
+    if kinds.shape != ids.shape:
+        raise ValueError(f"{BLOCKS} has shape {tuple(kinds.shape)}, expected {tuple(ids.shape)}")
+    marks = kinds[0].cpu()
+    _check_placeholders(module, how, ids[0].cpu(), marks, 1, "image_token_id", BLOCKS)
+    rows = (marks == 1).nonzero()[:, 0]
+    segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
+    new = torch.ones(len(rows), dtype=torch.bool)
+    new[1:] = (rows.diff() > 1) | (segments.diff() > 0)
+    begin = new.nonzero()[:, 0].tolist()
+    images = [image.flip(0) for image in rows.tensor_split(begin)[1:] if len(image) > 1]
+    if not images:
+        return None
+    queries, keys = (torch.cat([image[cut] for image in images]) for cut in (slice(1, None), slice(0, -1)))
+    of_images = Layout.from_lengths([len(image) - 1 for image in images], [[]] * len(images), ids.device)
+    return Ahead(queries.to(ids.device), keys.to(ids.device), of_images)
 
 
 def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
@@ -232,7 +304,7 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
 
 
 def _check_placeholders(
-    module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, kind: int, token: str
+    module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, kind: int, token: str, name: str = KINDS
 ) -> None:
     """Rows that get features, by their ids, are the rows that get an image's positions, by their kinds."""
     marked = kinds == kind
@@ -245,7 +317,7 @@ def _check_placeholders(
     if differs.any():
         at = int(differs.int().argmax())
         raise ValueError(
-            f"row {at} of input_ids holds {int(ids[at])}, its {KINDS} is {int(kinds[at])}: expected {kind} for the"
+            f"row {at} of input_ids holds {int(ids[at])}, its {name} is {int(kinds[at])}: expected {kind} for the"
             f" {token} {expected}, and for this id alone"
         )
 

@@ -154,7 +154,7 @@ def _enter_decoder(
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
     position_ids = _positions(tokens, kwargs.get("position_ids"), layout)
-    if isinstance(layout, Placed):
+    if isinstance(layout, Placed) and layout.ahead is None:
         layout = layout.layout
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": layout}
     return args, {**kwargs, **changed}
@@ -234,7 +234,7 @@ def _packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    layout: Layout | Shard,
+    layout: Layout | Shard | Placed,
     deterministic: bool,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -250,7 +250,9 @@ def _packed_attention(
     if layers.has_temperature(module):
         positions = _positions(q[None], None, layout)[0]
         q = (q * layers.temperature(module, positions)[:, None, None]).to(q.dtype)
-    run = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
+    run: Any = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
+    if isinstance(layout, Placed):
+        run = partial(media.attention, placed=layout)
     out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
     return out.unsqueeze(0), None
 
@@ -267,7 +269,7 @@ def _register(base: str, deterministic: bool) -> str:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        dualkv: Layout | Shard | None = None,
+        dualkv: Layout | Shard | Placed | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:

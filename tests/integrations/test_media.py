@@ -60,14 +60,26 @@ PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Mistral3": ("mistral", PIXTRAL | {"image_size": 16}, {"spatial_merge_size": 2}),
     "Idefics3": ("llama", SQUARE | {"patch_size": 2}, {}),
     "SmolVLM": ("llama", SQUARE | {"patch_size": 2}, {}),
+    "Gemma3": ("gemma3_text", SQUARE | {"patch_size": 2}, {"mm_tokens_per_image": 4}),
 }
 
 
 def make(family: str) -> Any:
     torch.manual_seed(0)
+    model = _made(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any() and parameter.dim() > 1:  # Gemma 3's projection of images
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def _made(family: str) -> Any:
     if family in PLAIN:
         text, vision, settings = PLAIN[family]
         text_config = SIZES | {"model_type": text}
+        if family == "Gemma3":
+            text_config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
         token = {"image_token_id": IMAGE} if family in ("InternVL", "Idefics3", "SmolVLM") else {
             "image_token_index": IMAGE, "video_token_index": VIDEO}  # fmt: skip
         config = getattr(tf, f"{family}Config")(text_config=text_config, vision_config=vision, **settings, **token)
@@ -126,7 +138,7 @@ def plain_media(draw: torch.Generator, family: str, *media: tuple[int, int, int]
     sizes = torch.tensor([(2 * h, 2 * w) for _, h, w in media])
     if family == "InternVL":
         return {"pixel_values": pixels(sum(1 + (h * w > 8) for _, h, w in media), 3, 8, 8)}
-    if family in ("Llava", "VipLlava"):
+    if family in ("Llava", "VipLlava", "Gemma3"):
         return {"pixel_values": pixels(len(media), 3, 8, 8)}
     if family in ("Idefics3", "SmolVLM"):
         mask = torch.zeros(1, len(media), 8, 8, dtype=torch.int64)
@@ -157,6 +169,8 @@ def plain_prompt(
         each = [len(x) for x in found] if len(found) == len(media) else [rows // len(media)] * len(media)
         for count in each:
             ids += [*[VIDEO if film else IMAGE] * count, *torch.randint(3, 80, (2,), generator=draw).tolist()]
+    if family == "Gemma3":  # its rows of an image see each other
+        entry["token_type_ids"] = (torch.tensor(ids) == IMAGE).long()[None]
     return torch.tensor(ids), entry
 
 
@@ -178,8 +192,8 @@ def without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
 def alone(model: Any, ids: torch.Tensor, response: torch.Tensor, media: dict[str, Any]) -> torch.Tensor:
     """Hidden states of one sequence."""
     inputs = media | {"input_ids": torch.cat([ids, response])[None]}
-    if "mm_token_type_ids" in media:
-        inputs["mm_token_type_ids"] = pad(media["mm_token_type_ids"], (0, len(response)))
+    for name in {"mm_token_type_ids", "token_type_ids"} & media.keys():
+        inputs[name] = pad(media[name], (0, len(response)))
     if "Omni" in type(model).__name__:  # which counts positions of images only with a mask
         inputs = without(inputs, "mm_token_type_ids") | {"attention_mask": torch.ones_like(inputs["input_ids"])}
     return model.model(use_cache=False, **inputs).last_hidden_state[0]
