@@ -85,6 +85,16 @@ FAMILIES = {
 ROWS = ((1, *_IMAGES, "image_token_id"), (2, *_VIDEOS, "video_token_id"))
 
 
+# Decoders that get embeddings alone and count their rows as text unless they are told positions.
+BLIND = ("Qwen2_5OmniThinkerTextModel", "Qwen3OmniMoeThinkerTextModel")
+
+# torch.compile leaves out hooks behind a graph break, and `forward` called in place of the model does.
+UNPLACED = (
+    "with a layout, and no hook has placed images: call the enabled model that holds the vision tower, and compile its"
+    " decoder alone (model.get_decoder().compile())"
+)
+
+
 class Placed:
     """A layout with images in its rows. As a layout, it is passed through the model, to its decoder.
 
@@ -179,10 +189,24 @@ def _has_tensor(value: Any) -> bool:
 def refuse(module: nn.Module, named: dict[str, Any]) -> None:
     """Raises ValueError for images, videos and audio in a call of a model that runs text alone."""
     for name in given(named):
+        if name in ("visual_pos_masks", "deepstack_visual_embeds"):
+            raise ValueError(f"{name} came to {type(module).__name__} {UNPLACED}")
         raise ValueError(
             f"{name} came together with dualkv: {type(module).__name__} is not known to run packed with anything but"
             " text; run such a batch without a layout"
         )
+
+
+def decodes_blindly(module: nn.Module) -> bool:
+    """Whether a model of a known family has a decoder of BLIND, which takes placed layouts only."""
+    how = family(type(module))
+    return how is not None and how.by_ids
+
+
+def refuse_unplaced(decoder: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raises ValueError where a decoder cannot see whether its embeddings hold images, and no model placed them."""
+    if type(decoder).__name__ in BLIND and inputs.get("inputs_embeds") is not None:
+        raise ValueError(f"inputs_embeds came to {type(decoder).__name__} {UNPLACED}")
 
 
 # ---------------------------------------------------------------- a call

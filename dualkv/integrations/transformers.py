@@ -133,6 +133,7 @@ def _enter_decoder(
         recurrent.install(module)
     if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
+        media.refuse_unplaced(module, kwargs)
     if _base(module.config) is None:
         raise ValueError(
             f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
@@ -153,7 +154,10 @@ def _enter_decoder(
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
-    position_ids = _positions(tokens, kwargs.get("position_ids"), layout)
+    if isinstance(layout, Placed):  # given ones are compared with these where the images are placed
+        position_ids = _positions(tokens, None, layout)
+    else:
+        position_ids = _positions(tokens, kwargs.get("position_ids"), layout)
     if isinstance(layout, Placed) and layout.ahead is None:
         layout = layout.layout
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": layout}
@@ -198,7 +202,13 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
         return named  # which the decoder refuses
-    placed = media.place(module, named, layout) or layout
+    with_media = media.given(named) or named.get(media.BLOCKS) is not None
+    if with_media and torch.compiler.is_compiling():
+        raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
+    found = media.place(module, named, layout) if with_media else None
+    placed = layout if found is None else found
+    if isinstance(placed, Layout) and media.decodes_blindly(module):
+        placed = Placed(placed, placed.position_ids[None].to(tokens.device))
     changed = {
         "dualkv": placed,
         "position_ids": _positions(tokens, named.get("position_ids"), placed),

@@ -415,7 +415,27 @@ def test_models_and_parts_that_run_text_alone() -> None:
         ):
             call(dualkv=layout)
     decoder = enable(make("Qwen3VL")).model.language_model
-    with pytest.raises(
-        ValueError, match="deepstack_visual_embeds came together with dualkv: Qwen3VLTextModel is not kn"
-    ):
+    with pytest.raises(ValueError, match="deepstack_visual_embeds came to Qwen3VLTextModel with a layout, and no hook"):
         decoder(input_ids=ids, dualkv=layout, deepstack_visual_embeds=[images])
+    thinker = enable(make("Qwen2_5OmniThinker"))
+    with pytest.raises(
+        ValueError, match="inputs_embeds came to Qwen2_5OmniThinkerTextModel with a layout, and no hook"
+    ):
+        thinker.model.forward(input_ids=ids, dualkv=layout)  # as PEFT calls the outermost model
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3"])
+def test_a_compiled_decoder(family: str) -> None:
+    """The whole model reads where images are, which graphs cannot."""
+    prompts, responses, media = rollouts(family, ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}
+    model = enable(make(family).eval())
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        if family == "Qwen3VL":
+            with pytest.raises(ValueError, match="and no hook has placed images: call the enabled model that holds"):
+                torch.compile(model, backend="eager")(**inputs)
+            torch._dynamo.reset()
+        model.get_decoder().compile(backend="eager", fullgraph=True)
+        assert torch.equal(model(**inputs).logits, expected)
