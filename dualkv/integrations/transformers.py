@@ -335,6 +335,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
     Wrapped models (DDP, FSDP, PEFT, `torch.compile`) may be enabled before or after the wrapping. A second call only
     sets `deterministic` again.
 
+    Images and videos of prompts run packed in the models of :data:`dualkv.integrations.media.FAMILIES`: pass
+    `**batch.media` too.
+
     Args:
         model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of
             its config, and forward pre-hooks.
@@ -351,8 +354,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
-            A call with a layout raises ValueError for attention dropout in training, masks, caches, images, and a token
-            count or positions other than the layout's.
+            A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
+            match their placeholders or that the model is not known to run packed, and a token count or positions other
+            than the layout's.
     """
     layers.refuse(model)
     inner = layers.decoders(model)
