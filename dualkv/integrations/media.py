@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout
@@ -167,11 +168,16 @@ def family(cls: type[nn.Module]) -> Family | None:
     return _FAMILY[cls]
 
 
-def passes_on(module: nn.Module) -> bool:
-    """Whether a model hands images to a part that runs them."""
+def runs(model: nn.Module) -> bool:
+    """Whether a model or a part of it runs images packed."""
+    return any(family(type(part)) is not None for part in model.modules())
+
+
+def passes_on(module: PreTrainedModel) -> bool:
+    """:func:`runs`, once for each class of transformers' models."""
     cls = type(module)
     if cls not in _CONTAINS:
-        _CONTAINS[cls] = any(family(type(part)) is not None for part in module.modules())
+        _CONTAINS[cls] = runs(module)
     return _CONTAINS[cls]
 
 
