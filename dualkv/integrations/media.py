@@ -168,16 +168,16 @@ def family(cls: type[nn.Module]) -> Family | None:
     return _FAMILY[cls]
 
 
-def runs(model: nn.Module) -> bool:
-    """Whether a model or a part of it runs images packed."""
-    return any(family(type(part)) is not None for part in model.modules())
+def families(model: nn.Module) -> list[Family]:
+    """Of the model and its parts; empty for a model that runs no images packed."""
+    return [how for part in model.modules() if (how := family(type(part))) is not None]
 
 
 def passes_on(module: PreTrainedModel) -> bool:
-    """:func:`runs`, once for each class of transformers' models."""
+    """Whether a model hands images to a part that runs them; read once for each class of transformers' models."""
     cls = type(module)
     if cls not in _CONTAINS:
-        _CONTAINS[cls] = runs(module)
+        _CONTAINS[cls] = bool(families(module))
     return _CONTAINS[cls]
 
 

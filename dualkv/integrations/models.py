@@ -185,7 +185,7 @@ def _notes(model: PreTrainedModel) -> list[str]:
         for name in layers.arguments(type(model))
         if media.MEDIA.search(name) and not name.startswith(("use_", "output_", "vision_feature", "mm_encoder"))
     ]
-    runs = {name for part in model.modules() if (how := media.family(type(part))) for name in how.inputs}
+    runs = {name for how in media.families(model) for name in how.inputs}
     packed = [name for name in inputs if name in runs]
     refused = [name for name in inputs if name not in runs]
     notes = [f"beside text, {', '.join(packed)} run packed"] if packed else []

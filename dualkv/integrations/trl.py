@@ -66,7 +66,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         _refuse_model(model)
         super().__init__(model, *args, **kwargs)
-        if self._is_vlm and not media.runs(self.model):
+        if self._is_vlm and not media.families(self.model):
             raise ValueError(
                 f"processing_class is a multimodal processor, and images of {type(self.model).__name__} are not known"
                 " to run packed: use trl.GRPOTrainer"
