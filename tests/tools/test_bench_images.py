@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from tools.bench.images import Sizes, measure
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_both_ways_compute_the_same() -> None:
     sizes = Sizes(layers=1, responses=3, response_len=5, images=2, side=2, text=7, micro_batch=2, repeats=1, tiny=True)
     figures = measure(sizes, torch.device("cpu"))

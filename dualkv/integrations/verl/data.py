@@ -276,4 +276,4 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
     leaders = tree.source[np.flatnonzero(tree.parent < 0)]
     of_prompts = extract_multi_modal_inputs([media[i] for i in leaders]) if media else {}
     layout = Layout.from_segments(tree.offsets, tree.parent)
-    return PackedRollouts(input_ids, layout, *others, position_ids, of_prompts)
+    return PackedRollouts(input_ids, layout, *others, position_ids=position_ids, media=of_prompts)
