@@ -17,6 +17,7 @@ from codegen.spec import (
     joined,
     table,
 )
+from codegen.tiles import kernel_head_dims
 
 NAMES = tuple(dict.fromkeys((*FEATURES["fwd_paths"], *FEATURES["bwd_preprocess"])))  # of all features
 DIRECTIONS = ("forward", "backward")
@@ -25,13 +26,20 @@ DIRECTIONS = ("forward", "backward")
 class Shape(NamedTuple):
     """Shape of attention layers: a head dim (a multiple of 8 up to 256), a GQA ratio, and features of calls (NAMES).
 
-    The backward's kernels do not depend on the GQA ratio. A call with a window of either kind that hides a key asks for
-    the feature "window", other calls of the layer do not.
+    `head_dim_v` is the head dim of values, None if it is that of queries and keys. The backward's kernels do not depend
+    on the GQA ratio. A call with a window of either kind that hides a key asks for the feature "window", other calls of
+    the layer do not.
     """
 
     head_dim: int
     heads_per_kv: int
     features: tuple[str, ...] = ()
+    head_dim_v: int | None = None
+
+    @property
+    def native(self) -> int:
+        """The native head dim of the kernels, which take pairs of equal head dims."""
+        return kernel_head_dims(self.head_dim, self.head_dim_v)[0]
 
 
 # Layers of models with windows, sinks and softcapping, one for each way in which features and tiles shape the code:
@@ -93,7 +101,7 @@ def select(
             if "backward" in directions:
                 for asked in gradients:
                     for fixed in (False, True) if deterministic else (False,):
-                        found += backward_specs(dtype, shape.head_dim, fixed, asked, shape.features).present
+                        found += backward_specs(dtype, shape.native, fixed, asked, shape.features).present
     return list(dict.fromkeys(found))
 
 
@@ -101,7 +109,7 @@ def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
     """The forward's kernels of a shape; one kernel serves windows in layouts of any depth."""
     which = (True,) if "window" in shape.features else (False, True) if trees else (False,)
     return [
-        forward_spec(dtype, shape.head_dim, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features))
+        forward_spec(dtype, shape.native, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features))
         for deep in which
     ]
 

@@ -46,6 +46,8 @@ FORWARD_TILES = {
     256: ForwardTile(tile_n=64),
 }
 HEAD_DIMS = tuple(FORWARD_TILES)  # native ones, in ascending order; TMA fills smaller head dims with zeros
+# Native pairs: head dim of q and k, head dim of v. A kernel for values of another head dim is one more pair.
+HEAD_DIM_PAIRS = tuple((head_dim, head_dim) for head_dim in HEAD_DIMS)
 
 WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks: 128 keys and a tile of 24 or 32 rows are two blocks
     64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),
@@ -65,6 +67,18 @@ def kernel_head_dim(head_dim: int) -> int:
     if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
         raise ValueError(f"head_dim is {head_dim}, expected a multiple of 8 from 8 to {HEAD_DIMS[-1]}")
     return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def kernel_head_dims(head_dim: int, head_dim_v: int | None = None) -> tuple[int, int]:
+    """The native pair whose kernel runs q and k of `head_dim` and v of `head_dim_v` (None: the same) at least cost.
+
+    Raises:
+        ValueError: no kernel takes one of them.
+    """
+    wanted = head_dim, head_dim if head_dim_v is None else head_dim_v
+    for one in wanted:
+        kernel_head_dim(one)
+    return min((pair for pair in HEAD_DIM_PAIRS if pair[0] >= wanted[0] and pair[1] >= wanted[1]), key=sum)
 
 
 def packed_heads(heads_per_kv: int) -> int:

@@ -109,6 +109,14 @@ class Item:
         return cutlass.select_(m_block < self.previous_end, self.order, self.previous + 1)
 
 
+class TableRow(NamedTuple):
+    """A row of the table of query blocks: see abi.BlockFields."""
+
+    m_block: Int32
+    flags: Int32
+    shift: Int32
+
+
 class Mask(NamedTuple):
     """Which query rows see a thread's two keys, in an accumulator whose rows are keys.
 

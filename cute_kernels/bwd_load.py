@@ -8,7 +8,7 @@ from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.abi import STAT_COLUMNS
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Shared
+from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Shared, TableRow
 from cute_kernels.bwd_stats import stats_of
 from cute_kernels.cluster import Clustered
 from cute_kernels.pipeline import Pipeline, Signal, Stage
@@ -26,7 +26,7 @@ class Producer(Clustered):
     want_dp: bool
     heads_inside: bool
     windowed: bool
-    table_row: Callable[..., list[Int32]]
+    table_row: Callable[..., TableRow]
     store_row: Callable[..., Int32]
 
     @cute.jit
@@ -62,9 +62,13 @@ class Producer(Clustered):
                 stage, do_stage = p.Q.stage(it), p.dO.stage(it)
                 if const_expr(self.windowed):
                     row = self.table_row(g, m_block)  # before the wait, which hides the latency
-                    m_block = row[0]
+                    following = row.flags
+                    if const_expr(self.heads_inside):
+                        last = cutlass.select_(head + 1 == heads_per_kv, m_block - 1, m_block)
+                        following = self.table_row(g, cutlass.max(last, item.block_begin)).flags
+                    m_block = row.m_block
                     p.Q.producer_acquire(stage)
-                    own = self.store_row(s, row, own, stage)
+                    own = self.store_row(s, row, following, own, stage)
                 self.load_rows(loads.Q, h, m_block, s.Q, p.Q, stage, stat_bytes)
                 row = stats_of(g.stats, h, m_block)  # lse and dpsum come with Q
                 with cute.arch.elect_one():

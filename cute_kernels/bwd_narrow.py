@@ -31,7 +31,7 @@ from cute_kernels.bwd_frame import BackwardFrame, split_rows
 from cute_kernels.bwd_softcap import Softcap, slope_of, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block
-from cute_kernels.bwd_window import OWN_STEP
+from cute_kernels.bwd_window import FLAGS, OWN_STEP
 from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
 from cute_kernels.ptx import thread_here
 
@@ -285,11 +285,12 @@ class NarrowBackward(NarrowDq):
         One loop over steps, whose registers are few, and not one over rows with one over heads inside.
         """
         steps = (item.block_end - item.block_begin) * heads_per_kv
-        following = g.blocks[item.block_end - 1, BlockFields.FLAGS]
+        following, flags = g.blocks[item.block_end - 1, BlockFields.FLAGS], Int32(0)
         for it in cutlass.range(0, steps, 1, unroll=1):
             flags = self.uniform(following)
-            row = item.block_end - 1 - cutlass.min(it + 1, steps - 1) // heads_per_kv
-            following = g.blocks[row, BlockFields.FLAGS]  # of the next step, which this one hides the latency of
+            stage = p.Q.stage(it)
+            p.Q.consumer_wait(stage)
+            following = s.blocks[FLAGS, stage.index]  # of the next step
             rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
             if not self.is_own(flags, self.rank()):
                 self.release_block(p, it)
@@ -301,8 +302,7 @@ class NarrowBackward(NarrowDq):
                 self.block(s, p, x, mask, it, None, x.whole, scale_log2, flags)
             else:
                 self.block(s, p, x, mask, it, None, x.last_rows, scale_log2, flags)
-        last = p.Q.stage((item.block_end - item.block_begin) * heads_per_kv - 1).index
-        flags, own = s.blocks[BlockFields.FLAGS, last], s.blocks[OWN_STEP, last]
+        own = s.blocks[OWN_STEP, p.Q.stage(steps - 1).index]
         own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
         if own > 0:
             self.finish_last_dq(p, x, own - 1)
@@ -331,7 +331,8 @@ class NarrowBackward(NarrowDq):
         acc_S, acc_dP, dP = [cute.make_rmem_tensor(mma.partition_shape_C((64, 16 * count)), Float32) for _ in range(3)]
 
         # S^T and dP^T
-        p.Q.consumer_wait(stage)
+        if not self.windowed:  # else `walk_table` has waited
+            p.Q.consumer_wait(stage)
         gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.softcap else [lse])
         if not self.softcap:
             self.issue_dP(p, x, rows, acc_dP, stage)

@@ -12,11 +12,11 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.accumulator import column
-from cute_kernels.bwd_arguments import Global, Mask, Shared
+from cute_kernels.bwd_arguments import Global, Mask, Shared, TableRow
 from cute_kernels.cluster import Clustered
 from cute_kernels.pipeline import Stage
 
-OWN_STEP = 3  # word beside Q, behind fields of the table; see `NarrowBackward.own_step`
+M_BLOCK, FLAGS, SHIFT, OWN_STEP = range(4)  # words beside Q; see `Windows.store_row`
 NO_LIMIT = 2**31 - 1  # unmasked_end of a block that needs no mask
 
 
@@ -27,20 +27,21 @@ class Windows(Clustered):
     windowed: bool
 
     # ---------------------------------------------------------------- rows of the table
-    def table_row(self, g: Global, index: Int32) -> list[Int32]:
-        """M_BLOCK, FLAGS and SHIFT of a row of the table."""
-        return [g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)]
+    def table_row(self, g: Global, index: Int32) -> TableRow:
+        """A row of the table."""
+        return TableRow(*[g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)])
 
-    def store_row(self, s: Shared, row: list[Int32], own: Int32, stage: Stage) -> Int32:
+    def store_row(self, s: Shared, row: TableRow, following: Int32, own: Int32, stage: Stage) -> Int32:
         """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after.
 
+        following: up to head dim 128 the flags of the next step, which MMA warps read a step ahead; beyond, `row`'s.
         own: steps so far in which this CTA makes dQ. Returns what it is in the next step.
         """
         with cute.arch.elect_one():
-            for f, x in enumerate([*row, own]):
+            for f, x in ((M_BLOCK, row.m_block), (FLAGS, following), (SHIFT, row.shift), (OWN_STEP, own)):
                 s.blocks[f, stage.index] = x
         cute.arch.sync_warp()
-        return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))
+        return own + cutlass.select_(self.is_own(row.flags, self.rank()), Int32(1), Int32(0))
 
     def uniform(self, flags: Int32) -> Int32:
         """`flags`, of which all lanes have the same, as a reduction of the warp.
@@ -53,8 +54,8 @@ class Windows(Clustered):
     def block_of_stage(self, s: Shared, mask: Mask, stage: Stage, flags: Int32 | None = None) -> tuple[Int32, Mask]:
         """Number of the query block in a full stage, and its mask. flags: FLAGS of the block, if they are known."""
         if flags is None:
-            flags = self.uniform(s.blocks[fields.FLAGS, stage.index])
-        m_block, shift = s.blocks[fields.M_BLOCK, stage.index], s.blocks[fields.SHIFT, stage.index]
+            flags = self.uniform(s.blocks[FLAGS, stage.index])
+        m_block, shift = s.blocks[M_BLOCK, stage.index], s.blocks[SHIFT, stage.index]
         masked = (flags >> (fields.MASKED + self.rank())) & 1
         return m_block, mask._replace(
             unmasked_end=cutlass.select_(masked != 0, Int32(0), Int32(NO_LIMIT)),

@@ -58,10 +58,24 @@ class ForwardLoads(ForwardFrame):
         V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
         keys, previous = s.pipes.K, tile.key_row(Int32(0))
         self.load_block(*K, previous, it)
-        for wg in cutlass.range_constexpr(self.warp_groups):
+        # The last warp groups' places, if they are not two a warp group, are free only when the first ones begin this
+        # tile, which then find their first blocks there.
+        early = self.q_places - self.warp_groups
+        for wg in cutlass.range_constexpr(early):
             self.load_queries(atoms, g, s, tile, head_group, field, wg, count)
+        begin = Int32(1)
+        if const_expr(early < self.warp_groups):
+            if tile.blocks > 1:
+                row = tile.key_row(Int32(1))
+                self.load_block(*K, row, keys.next(it))
+                self.load_block(*V, previous, it)
+                previous = row
+                it = keys.next(it)
+            begin = Int32(2)
+            for wg in cutlass.range_constexpr(early, self.warp_groups):
+                self.load_queries(atoms, g, s, tile, head_group, field, wg, count)
         field = self.read_item(g, following)
-        for i in cutlass.range(1, tile.blocks, 1, unroll=1):  # K is a block ahead of V, as the MMA warps use them
+        for i in cutlass.range(begin, tile.blocks, 1, unroll=1):  # K is a block ahead of V, as the MMA warps use them
             row = tile.key_row(i)
             self.load_block(*K, row, keys.next(it))
             self.load_block(*V, previous, it)

@@ -76,7 +76,7 @@ class Shard:
         Args:
             q: [num_tokens, H, D], H a multiple of the number of ranks.
             k: [num_tokens, Hk, D]. Where Hk is no multiple of the number of ranks, heads are sent to several of them.
-            v: [num_tokens, Hk, D].
+            v: [num_tokens, Hk, Dv].
             softmax_scale: as for :func:`dualkv.attention`.
             deterministic: as for :func:`dualkv.attention`.
             window: as for :func:`dualkv.attention`.
@@ -86,7 +86,7 @@ class Shard:
             softcap: as for :func:`dualkv.attention`.
 
         Returns:
-            out [num_tokens, H, D].
+            out [num_tokens, H, Dv].
 
         Raises:
             ValueError: heads that the ranks cannot share, another number of rows, and what the attention refuses.
@@ -106,10 +106,12 @@ class Shard:
         repeats = self.world_size // math.gcd(kv_heads, self.world_size)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        shares = [x.unflatten(1, (self.world_size, -1)) for x in (q, k, v)]
+        head_dims = [x.shape[2] for x in (q, k, v)]
+        shares = [x.unflatten(1, (self.world_size, -1)).flatten(2) for x in (q, k, v)]
         sizes = [x.shape[2] for x in shares]
         mine = _Exchange.apply(torch.cat(shares, 2).transpose(0, 1), self.group)
-        q, k, v = mine.flatten(0, 1).split(sizes, 1)
+        columns = zip(mine.flatten(0, 1).split(sizes, 1), head_dims, strict=True)
+        q, k, v = (x.unflatten(1, (-1, head_dim)) for x, head_dim in columns)
         if sinks is not None:
             sinks = sinks.unflatten(0, (self.world_size, -1))[self.rank]
         features: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}

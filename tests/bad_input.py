@@ -132,7 +132,9 @@ BAD = [
     _attention(ValueError, "q|4|k|0", k=GOOD[:, :0], v=GOOD[:, :0]),
     _attention(ValueError, "v|4|k|2", k=GOOD[:, :2]),
     _attention(ValueError, "k|4|q|5", k=GOOD[:4]),
-    _attention(ValueError, "v|head_dim|8|q|16", v=GOOD[:, :, :8]),
+    _attention(ValueError, "k|head_dim|8|q|16", k=GOOD[:, :, :8]),
+    *(_attention(ValueError, f"v|head_dim|{d}|8|256", v=torch.zeros(5, 4, d)) for d in (0, 12, 264)),
+    Bad("bwd", {"v": GOOD[:, :, :8]}, ValueError, "dout|(5, 4, 16)|[T, H, Dv]|(5, 4, 8)"),
     _attention(ValueError, "k|strides|last dimension", k=STRIDED),
     *(
         _attention(ValueError, f"q|head_dim|{d}|8|256", *[torch.zeros(5, 4, d)] * 3)
@@ -199,6 +201,7 @@ BAD += [
     _compat(TypeError, "k_context|torch.float16|q|torch.float64", k_context=tensor(3).half()),
     _compat(ValueError, "v_decoded|meta|q|cpu", v_decoded=tensor(4, device="meta")),
     _compat(ValueError, "k_decoded|head_dim|8|q|16", k_decoded=tensor(4, head_dim=8)),
+    _compat(ValueError, "v_decoded|head_dim|8|v_context|16", v_decoded=tensor(4, head_dim=8)),
     _compat(ValueError, "k_decoded|1|k_context|2", k_decoded=tensor(4, 1)),
     _compat(ValueError, "q|3|k_context|2", q=tensor(7, 3)),
     _compat(ValueError, "v_context|4|k_context|3", v_context=tensor(4)),
@@ -233,6 +236,9 @@ BAD += [
             **{name: tensor(4, head_dim=d) for name in ("k_decoded", "v_decoded")},
         )
         for d in (0, 12, 264)
+    ),
+    _compat(
+        ValueError, "v_context|head_dim|12|8|256", v_context=tensor(3, head_dim=12), v_decoded=tensor(4, head_dim=12)
     ),
 ]  # fmt: skip
 BAD += [

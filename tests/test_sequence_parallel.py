@@ -14,7 +14,7 @@ import dualkv
 from dualkv.sequence_parallel import Shard, padded
 
 RANKS = 4
-HEADS, HEAD_DIM = 12, 8
+HEADS, HEAD_DIM, HEAD_DIM_V = 12, 8, 16
 KV_HEADS = (1, 2, 3, 4, 6, 12)  # fewer than ranks, more, and neither a multiple nor a divisor of them
 # Features of each call, and whether the heads have sinks.
 CASES = [(kv_heads, {}, False) for kv_heads in KV_HEADS] + [
@@ -30,7 +30,8 @@ def inputs(kv_heads: int) -> list[torch.Tensor]:
     """q, k, v and the output's gradient, fp64, two rows of nothing behind them, which have no part in a loss."""
     generator = torch.Generator().manual_seed(kv_heads)
     rows = LAYOUT.num_tokens + 2
-    shapes = [(rows, h, HEAD_DIM) for h in (HEADS, kv_heads, kv_heads, HEADS)]
+    shapes = [(rows, HEADS, HEAD_DIM), (rows, kv_heads, HEAD_DIM), (rows, kv_heads, HEAD_DIM_V)]
+    shapes.append((rows, HEADS, HEAD_DIM_V))
     found = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     found[-1][-2:] = 0
     return found

@@ -25,10 +25,10 @@ MODULES = (
 HEAD = """# API
 
 Every public name with its signature. The docstrings have arguments, shapes, dtypes and errors: `help(dualkv.pack)`.
-Their letters: T packed tokens, H query heads, Hk KV heads, D head dim, G groups, S segments, N rollouts, M response
-tokens, C hidden size, V vocabulary. `python -m tools.api` makes this page. [veRL](verl.md) is used by its
-configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are internal
-and may change with any version.
+Their letters: T packed tokens, H query heads, Hk KV heads, D head dim, Dv head dim of values, G groups, S segments, N
+rollouts, M response tokens, C hidden size, V vocabulary. `python -m tools.api` makes this page. [veRL](verl.md) is used
+by its configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are
+internal and may change with any version.
 """
 
 Definition = ast.FunctionDef | ast.ClassDef

@@ -60,7 +60,8 @@ def listing(workloads: Sequence[Workload]) -> Table:
     name = Column("workload", no_wrap=True)  # to be copied behind -w
     shown = Table(name, "heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP")
     for w in workloads:
-        layout, kind = w.layout(), f"{w.heads}/{w.kv_heads} x {w.head_dim} {w.dtype}"
+        layout, dims = w.layout(), "/".join(map(str, dict.fromkeys(w.head_dims)))
+        kind = f"{w.heads}/{w.kv_heads} x {dims} {w.dtype}"
         work = (f"{w.flops(direction) / 1e12:.3g}" for direction in ("fwd", "bwd"))
         shown.add_row(w.name, kind, str(layout.num_tokens), f"{layout.dedup_ratio:.2f}", *work)
     return shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from codegen.spec import backward_specs, forward_spec, joined
-from codegen.tiles import BackwardTile, ForwardTile
+from codegen.tiles import BackwardTile, ForwardTile, kernel_head_dims
 from cute_kernels.abi import WG_ROWS, part_rows
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
@@ -24,16 +24,14 @@ def executed_over_useful(workload: Workload, direction: str, num_sms: int = 132)
     window, layout = workload.reach, workload.layout()
     if window is None or direction not in ("fwd", "bwd"):
         return None
-    segments = segments_of(layout.offsets, layout.parent)
+    segments, native = segments_of(layout.offsets, layout.parent), kernel_head_dims(*workload.head_dims)[0]
     features = tuple(name for name in ("window", "sinks", "softcap") if name == "window" or getattr(workload, name))
     if direction == "fwd":
-        spec = forward_spec(
-            workload.dtype, workload.head_dim, workload.heads // workload.kv_heads, True, joined(*features)
-        )
+        spec = forward_spec(workload.dtype, native, workload.heads // workload.kv_heads, True, joined(*features))
         tile, packed = spec.tile, spec.packed_heads
         done = forward_pairs(path_work(segments, tile.tokens(packed), tile.tile_n, window, tile.parts), tile, packed)
     else:
-        main = backward_specs(workload.dtype, workload.head_dim, features=features).main.tile
+        main = backward_specs(workload.dtype, native, features=features).main.tile
         work = windowed_work(segments, window, main, workload.heads, workload.kv_heads, num_sms)
         done = backward_pairs(work, main)
     return done / workload.visible_pairs()

@@ -116,7 +116,8 @@ def _side(
             return (packed,)
         dq = added(inputs.q, [(call.q_rows, call.dq) for call in calls.values()])
         dk, dv = (
-            added(inputs.k, [(call.k_rows, getattr(call, name)) for call in calls.values()]) for name in ("dk", "dv")
+            added(like, [(call.k_rows, getattr(call, name)) for call in calls.values()])
+            for name, like in (("dk", inputs.k), ("dv", inputs.v))
         )
         return dq, dk, dv
 
@@ -211,8 +212,8 @@ def prompt_copied(inputs: Inputs, direction: str) -> Side:
             x[call.k_rows]
 
     def summed() -> None:
-        for grad in (call.dk, call.dv):
-            added(inputs.k, [(call.k_rows, grad)])
+        for like, grad in ((inputs.k, call.dk), (inputs.v, call.dv)):
+            added(like, [(call.k_rows, grad)])
 
     extra: Apart = {"fwd": {"copy": copy}, "bwd": {"sum": summed}} if len(call.k_rows) > len(inputs.k) else {}
     return _side(inputs, direction, {"sequences": call}, lambda: [(call.q_rows, call.out)], call.ready, extra)

@@ -25,7 +25,7 @@ class Side:
     Attributes:
         call: what is timed: one forward, one backward, or both one after the other.
         results: of the last call, in packed order: (out [T, H, D],) of a forward, else (dq [T, H, D], dk and dv
-            [T, Hk, D]); for a comparison.
+            [T, Hk, D]); for a comparison. v, out and their gradients may have another head dim.
         parts: pieces to time apart, by name; `extra` names those that `call` leaves out.
     """
 
@@ -42,7 +42,9 @@ class Inputs:
         self.workload, self.layout, self.device = workload, workload.layout(device), device
         self.scale = workload.head_dim**-0.5
         self._generator = torch.Generator(device).manual_seed(seed)
-        self.q, self.k, self.v = (self._draw(n) for n in (workload.heads, workload.kv_heads, workload.kv_heads))
+        head_dim, head_dim_v = workload.head_dims
+        self.q, self.k = self._draw(workload.heads, head_dim), self._draw(workload.kv_heads, head_dim)
+        self.v = self._draw(workload.kv_heads, head_dim_v)
         offsets = self.layout.offsets.numpy().astype(np.int64)
         self._rows: list[Rows] = [np.arange(a, b) for a, b in itertools.pairwise(offsets)]  # of each segment
         self._parent = self.layout.parent.numpy()
@@ -69,10 +71,10 @@ class Inputs:
     @cached_property
     def dout(self) -> torch.Tensor:
         """The gradient of out."""
-        return self._draw(self.workload.heads)
+        return self._draw(self.workload.heads, self.workload.head_dims[1])
 
-    def _draw(self, heads: int) -> torch.Tensor:
-        shape, dtype = (self.layout.num_tokens, heads, self.workload.head_dim), DTYPES[self.workload.dtype]
+    def _draw(self, heads: int, head_dim: int) -> torch.Tensor:
+        shape, dtype = (self.layout.num_tokens, heads, head_dim), DTYPES[self.workload.dtype]
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def check_plain(self) -> None:
@@ -133,8 +135,8 @@ class Inputs:
         return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=self.device)
 
     def empty(self) -> torch.Tensor:
-        """For out [T, H, D]: NaN until it is written."""
-        return torch.full_like(self.q, float("nan"))
+        """For out: NaN until it is written."""
+        return self.q.new_full((*self.q.shape[:2], self.v.shape[2]), float("nan"))
 
 
 def take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

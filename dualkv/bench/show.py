@@ -30,7 +30,8 @@ COLORS = ("#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#76
 
 def _title(result: dict[str, Any]) -> str:
     w = result["workload"]
-    heads = f"H={w['heads']} Hk={w['kv_heads']} D={w['head_dim']} {w['dtype']}"
+    dims = "/".join(str(w[name]) for name in ("head_dim", "head_dim_v") if name in w)
+    heads = f"H={w['heads']} Hk={w['kv_heads']} D={dims} {w['dtype']}"
     work = f"{w['tokens']} tokens, {result['flops'] / 1e12:.2f} TFLOP"
     if result["executed"]:
         work += f", executed {result['executed']:.2f} times"

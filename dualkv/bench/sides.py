@@ -152,8 +152,14 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
 
 
 def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
-    """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt."""
+    """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt.
+
+    Raises:
+        ValueError: a workload with other features, or with values of another head dim.
+    """
     inputs.check_plain()
+    if inputs.workload.head_dim_v is not None:
+        raise ValueError(f"takes one head dim, {inputs.workload.name} has {inputs.workload.head_dims}")
     sequences = inputs.replicated()
     rows, lengths = inputs.index(sequences), [len(r) for r in sequences]
     qkv = [take(x, rows) for x in (inputs.q, inputs.k, inputs.v)]

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from codegen.tiles import kernel_head_dim
+from codegen.tiles import kernel_head_dims
 from dualkv.data.microbatch import plan_micro_batches
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
 from dualkv.ops.window import Window
 
 DTYPES = ("bf16", "fp16")
-DIRECTIONS = ("fwd", "bwd", "both")
-FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
+# Products of a pair of a query and a key, by direction: over the head dim of q and k, over that of v.
+PRODUCTS = {"fwd": (1, 1), "bwd": (3, 2), "both": (4, 3)}
+DIRECTIONS = tuple(PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Workload:
         response_lens: tokens of each group's responses; of a tree, of every segment below the prompt in packed order.
         parent: of trees of more than two levels, the segment that each segment continues, -1 for a prompt; else empty.
         heads, kv_heads, head_dim, dtype: of q, and k and v.
+        head_dim_v: of v, None if it is head_dim.
         window, chunk, sinks, softcap: of `dualkv.attention`; sinks: whether there are any.
     """
 
@@ -48,13 +50,19 @@ class Workload:
     chunk: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}, expected a multiple of it")
-        kernel_head_dim(self.head_dim)
+        kernel_head_dims(*self.head_dims)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim, self.head_dim_v or self.head_dim
 
     @property
     def reach(self) -> Window | None:
@@ -62,7 +70,7 @@ class Workload:
         return Window(self.window, self.chunk) if self.window or self.chunk else None
 
     def with_shape(self, **given: int | str | None) -> Workload:
-        """The same groups with other heads, kv_heads, head_dim or dtype (None: as it is); the name says which."""
+        """The same groups with other heads, kv_heads, head dims or dtype (None: as it is); the name says which."""
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return replace(self, name=" ".join([self.name, *(f"{n}={v}" for n, v in changes.items())]), **changes)
 
@@ -80,12 +88,13 @@ class Workload:
     def flops(self, direction: str) -> int:
         """What the deduplicated work costs, each prompt once: the unit of every TFLOP/s of the benchmark.
 
-        fwd:  4 * D * H * pairs: two products (q k^T, p v) of a multiply and an add for each pair and element of a head.
-        bwd:  2.5 times that: five products (q k^T again, dout v^T, p^T dout, ds^T q, ds k).
-        both: 3.5 times that.
+        A product is a multiply and an add for each pair, head, and element of a head:
+        fwd:  2 (D + Dv) a pair and head (q k^T, p v).
+        bwd:  2 (3 D + 2 Dv) (q k^T again, ds^T q, ds k; dout v^T, p^T dout); 2.5 times the forward's if Dv is D.
+        both: the sum of them.
         """
-        forward = 4 * self.head_dim * self.heads * self.visible_pairs()
-        return round(FLOPS_OF_FORWARD[direction] * forward)
+        products = sum(n * head_dim for n, head_dim in zip(PRODUCTS[direction], self.head_dims, strict=True))
+        return 2 * products * self.heads * self.visible_pairs()
 
     def bytes(self, direction: str) -> int:
         """What has to cross the GPU's memory if each tensor does once: the unit of every GB/s of the benchmark.
@@ -95,9 +104,9 @@ class Workload:
         both: the sum.
         """
         rows = self.layout().num_tokens
-        queries, keys = (2 * rows * heads * self.head_dim for heads in (self.heads, self.kv_heads))
+        once = 2 * rows * (self.heads + self.kv_heads) * sum(self.head_dims)  # q, k, v and out, or dq, dk, dv and dout
         lse = 4 * rows * self.heads
-        of = {"fwd": 2 * queries + 2 * keys + lse, "bwd": 4 * queries + 4 * keys + lse}
+        of = {"fwd": once + lse, "bwd": 2 * once + lse}
         return of.get(direction) or sum(of.values())
 
 

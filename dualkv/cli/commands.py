@@ -243,6 +243,7 @@ def bench(
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of the workload's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, likewise.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=8, help="Head dim, likewise.")] = None,
+    head_dim_v: Annotated[int | None, typer.Option(min=8, help="Head dim of values, if it is another one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16 or fp16, likewise.")] = None,
     direction: Annotated[
         str, typer.Option("--direction", "-d", help="Of fwd, bwd and both (one after the other), by commas.")
@@ -263,7 +264,7 @@ def bench(
 
     groups = command.chosen(workload, (prompt_len, responses, response_len), rollouts, tokenizer, budget)
     groups = groups or list(NAMED.values())[: None if listing else 1]
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
     workloads = [w.with_shape(**shape) for w in groups]
     directions, sides = command.directions(direction), command.sides(side)
     console = _console(json_to)
@@ -304,7 +305,10 @@ def precompile(
         str, typer.Option(help="Names by commas (qwen3-8b, llama-3-8b, ...), or paths of a config.json.")
     ] = "",
     tp: Annotated[str, typer.Option(help="Tensor-parallel degrees of the models, by commas.")] = "1",
-    head_dims: Annotated[str, typer.Option(help="Head dims by commas, each with every --gqa.")] = "",
+    head_dims: Annotated[
+        str,
+        typer.Option(help="Head dims by commas, each with every --gqa; 192/128 for values of another head dim."),
+    ] = "",
     gqa: Annotated[str, typer.Option(help="GQA ratios (query heads a KV head) by commas.")] = "",
     features: Annotated[
         str,
@@ -337,7 +341,7 @@ def precompile(
     from dualkv.cli import precompile as kernels
 
     specs = kernels.requested(
-        _commas(models), _numbers("tp", tp), _numbers("head-dims", head_dims), _numbers("gqa", gqa),
+        _commas(models), _numbers("tp", tp), _head_dims(head_dims), _numbers("gqa", gqa),
         _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
         tuple(_commas(features)),
     )  # fmt: skip
@@ -422,6 +426,16 @@ def _numbers(option: str, text: str) -> list[int]:
     if not all(word.isdecimal() for word in words):
         raise ValueError(f"--{option} is {text!r}, expected integers by commas")
     return [int(word) for word in words]
+
+
+def _head_dims(text: str) -> list[int | tuple[int, int]]:
+    found: list[int | tuple[int, int]] = []
+    for word in _commas(text):
+        numbers = word.split("/")
+        if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+            raise ValueError(f"--head-dims is {text!r}, expected integers by commas, or pairs such as 192/128")
+        found.append(int(word) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1])))
+    return found
 
 
 def _check_folder(path: Path) -> None:

@@ -19,12 +19,14 @@ from dualkv.models import CONFIGS
 
 
 class Heads(NamedTuple):
-    """Attention of some of a model's layers: query heads, KV heads, head dim and features (codegen.select.NAMES)."""
+    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), and the
+    head dim of values (None: the same)."""
 
     heads: int
     kv_heads: int
     head_dim: int
     features: tuple[str, ...] = ()
+    head_dim_v: int | None = None
 
 
 # From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
@@ -65,11 +67,17 @@ HEADS = {
     "phi-3-mini-4k": Heads(32, 32, 96, ("window",)),
     "llama-4-scout": Heads(40, 8, 128, ("window",)),
     "llama-4-maverick": Heads(40, 8, 128, ("window",)),
+    "deepseek-v2-lite": Heads(16, 16, 192, (), 128),
+    "deepseek-v3": Heads(128, 128, 192, (), 128),
+    "kimi-k2.5": Heads(64, 64, 192, (), 128),
+    "minicpm3-4b": Heads(40, 40, 96, (), 64),
     # Defaults of transformers' classes.
     "muse-glimmer-30b": Heads(32, 2, 128, ("window",)),
     "muse-spark-816b": Heads(128, 16, 64, ("window",)),
 }
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+OF_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
+WITH_OTHER_HEADS = ("mimo_v2_flash",)  # model types whose window layers have twice the KV heads
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")  # model types; no field of a config.json says so
 
 
@@ -114,22 +122,26 @@ def heads_of_config(config: Any, where: str) -> Heads:
     config = config.get("text_config", config)
     if feature := _not_computed(config):
         raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
-    if any(set(own) & {"num_attention_heads", "num_key_value_heads", "head_dim"} for own in _of_single_layers(config)):
-        raise ValueError(
-            f"{where} has layers with other heads (per_layer_config), expected --head-dims and --gqa instead"
-        )
+    own = [fields for fields in _of_single_layers(config) if set(fields) & OF_HEADS]
+    if own or config.get("model_type") in WITH_OTHER_HEADS:
+        what = "per_layer_config" if own else config["model_type"]
+        raise ValueError(f"{where} has layers with other heads ({what}), expected --head-dims and --gqa instead")
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim")
-    if head_dim is None and isinstance(heads, int) and heads > 0 and isinstance(config.get("hidden_size"), int):
+    head_dim, head_dim_v = config.get("head_dim"), config.get("v_head_dim")
+    if config.get("kv_lora_rank") is not None:  # latent attention: every query head has keys and values of its own
+        parts = [config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        head_dim, kv_heads = sum(parts) if all(type(part) is int for part in parts) else None, heads
+    elif head_dim is None and isinstance(heads, int) and heads > 0 and isinstance(config.get("hidden_size"), int):
         head_dim = config["hidden_size"] // heads
     found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    found |= {} if head_dim_v is None else {"v_head_dim": head_dim_v}
     for name, value in found.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{where} has {name}={value!r}, expected an integer of 1 or more")
     if heads % kv_heads:
         raise ValueError(f"{where} has {heads} query heads for {kv_heads} KV heads, expected a multiple")
-    return Heads(heads, kv_heads, head_dim, _features(config))
+    return Heads(heads, kv_heads, head_dim, _features(config), None if head_dim_v == head_dim else head_dim_v)
 
 
 def _features(config: dict[str, Any]) -> tuple[str, ...]:
@@ -153,11 +165,6 @@ def _of_single_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _not_computed(config: dict[str, Any]) -> str | None:
     """What a configuration asks of attention that is not computed, in words."""
-    if config.get("kv_lora_rank") is not None:
-        return "latent attention with values of another head dim (kv_lora_rank)"
-    value = config.get("v_head_dim")
-    if value is not None and value != config.get("head_dim"):
-        return f"values of another head dim (v_head_dim={value!r})"
     widest = max([config.get("global_head_dim") or 0, *(own.get("head_dim", 0) for own in _of_single_layers(config))])
     if widest > HEAD_DIMS[-1]:
         return f"layers of head dim {widest}"
@@ -180,7 +187,7 @@ def shape(heads: Heads, tensor_parallel: int = 1) -> Shape:
             f"tp is {tensor_parallel}, expected a divisor or a multiple of the model's {heads.kv_heads} KV heads"
         )
     kv_heads = max(1, heads.kv_heads // tensor_parallel)
-    return Shape(heads.head_dim, heads.heads // tensor_parallel // kv_heads, heads.features)
+    return Shape(heads.head_dim, heads.heads // tensor_parallel // kv_heads, heads.features, heads.head_dim_v)
 
 
 def _without_window(shape: Shape) -> Shape:
@@ -190,7 +197,7 @@ def _without_window(shape: Shape) -> Shape:
 def requested(
     models: Iterable[str] = (),
     tensor_parallel: Iterable[int] = (1,),
-    head_dims: Iterable[int] = (),
+    head_dims: Iterable[int | tuple[int, int]] = (),
     gqa: Iterable[int] = (),
     dtypes: Iterable[str] = DTYPES[:1],
     directions: Iterable[str] = DIRECTIONS,
@@ -204,6 +211,7 @@ def requested(
     Models with windows get kernels without them too, for layers of full attention and for shorter paths than a window.
 
     Args:
+        head_dims: a pair is that of queries and keys, and that of values.
         gqa: may be left out where only the backward is asked for, whose kernels serve every ratio.
         features: of the layers of `head_dims`.
 
@@ -216,7 +224,8 @@ def requested(
         raise ValueError(f"head_dims is {head_dims} and gqa is {gqa}, expected both or neither")
     shapes = [shape(heads, ranks) for heads in map(heads_of, models) for ranks in tensor_parallel]
     shapes = [of for given in shapes for of in dict.fromkeys((_without_window(given), given))]
-    shapes += [Shape(head_dim, ratio, features) for head_dim in head_dims for ratio in gqa]
+    pairs = [(of, None) if isinstance(of, int) else of for of in head_dims]
+    shapes += [Shape(head_dim, ratio, features, of_values) for head_dim, of_values in pairs for ratio in gqa]
     return select(shapes, dtypes, directions, gradients, deterministic, trees)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
-from dualkv.integrations import masks, recurrent
+from dualkv.integrations import indexers, masks, recurrent
 
 # Entries of `config.layer_types` that packed groups run.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -147,10 +147,10 @@ def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
     """
     layer = describe(module)
     for name, value in given.items():
-        known = name in NEUTRAL or name in ("sliding_window", *REPEATED)
+        known = name in NEUTRAL or name in ("sliding_window", *REPEATED) or indexers.is_empty(value)
         if not known and (feature := unsupported(name, value)) is not None:
             raise ValueError(f"{layer} uses {feature}")
-    visible = masks.read(mask)
+    visible = masks.read(mask, selected=indexers.is_empty(given.get("indices")))
     if visible is None:
         if masks.is_answer(mask):
             raise ValueError(
@@ -223,8 +223,9 @@ def objections(model: nn.Module) -> Iterator[str]:
     for decoder in decoders(model):
         config, name = decoder.config, type(decoder).__name__
         hybrid = bool(recurrent.mixers(decoder))
+        of_indexers = (indexers.LAYER_TYPE,) * any(map(indexers.of_layer, attention_modules(decoder)))
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
-            if kind not in LAYER_TYPES and not (hybrid and kind in recurrent.LAYER_TYPES):
+            if kind not in (*LAYER_TYPES, *of_indexers) and not (hybrid and kind in recurrent.LAYER_TYPES):
                 yield f"layer {at} of {name} is {kind}, dualkv.attention computes {', '.join(LAYER_TYPES)}"
         if decoder._is_stateful and not hybrid:
             yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
@@ -245,15 +246,15 @@ def objections(model: nn.Module) -> Iterator[str]:
         layer = f"{name} ({type(module).__name__})"
         if not is_causal(module):
             yield f"{layer} is not causal self-attention, the only kind that dualkv.attention computes"
-        dim = getattr(module, "head_dim", None)
-        if isinstance(dim, int) and dim > HEAD_DIMS[-1]:
-            yield f"{layer} has head dim {dim}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
+        dims = (getattr(module, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+        if (widest := max((dim for dim in dims if isinstance(dim, int)), default=0)) > HEAD_DIMS[-1]:
+            yield f"{layer} has head dim {widest}, dualkv.attention computes up to {HEAD_DIMS[-1]}"
         # Every layer of the stack must be a known attention layer: another kind of layer may mix rows in its own way.
         stack = next((up for up, parent in parents(model, name) if isinstance(parent, nn.ModuleList)), None)
         if stack is None:
             continue
         for index, other in model.get_submodule(stack).named_children():
-            if not any(found.startswith(f"{stack}.{index}.") for found in known):
+            if not any(f"{found}.".startswith(f"{stack}.{index}.") for found in known):
                 yield (
                     f"{stack}.{index} ({type(other).__name__}) has no causal attention that goes through transformers'"
                     " attention registry"

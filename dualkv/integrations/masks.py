@@ -20,6 +20,8 @@ REQUEST = (1, 0)
 # adds to, repeats or shortens has another shape or names no size, so that nothing is read from it.
 FULL = 1 << 29
 CHUNKED = 1 << 30
+# Of a causal mask that the model wants made, to change it or to hand it to an indexer.
+WANTED = FULL - 1
 
 
 class Visible(NamedTuple):
@@ -69,17 +71,17 @@ def answer(
     """The mask of a packed call; takes the arguments of transformers' mask functions.
 
     transformers sets `use_vmap` or clears `allow_is_causal_skip` where a model adds a rule of its own to a mask, or
-    changes the mask afterwards. The answer then says nothing, and the layer that gets it is refused.
+    changes the mask afterwards. The answer then says nothing, or WANTED, and the layer that gets it is refused unless
+    it has an indexer.
     """
     size = 0
-    if not use_vmap and allow_is_causal_skip:
-        if mask_function is causal_mask_function:
-            size = FULL
-        elif type(local_size) is int and 0 < local_size < FULL:
-            windows = local_size == getattr(config, "sliding_window", None)
-            chunks = local_size == getattr(config, "attention_chunk_size", None)
-            if windows != chunks:
-                size = local_size + (FULL if windows else CHUNKED)
+    if not use_vmap and mask_function is causal_mask_function:
+        size = FULL if allow_is_causal_skip else WANTED
+    elif not use_vmap and allow_is_causal_skip and type(local_size) is int and 0 < local_size < FULL:
+        windows = local_size == getattr(config, "sliding_window", None)
+        chunks = local_size == getattr(config, "attention_chunk_size", None)
+        if windows != chunks:
+            size = local_size + (FULL if windows else CHUNKED)
     return torch.empty(1, 1, 0, size, device=device)
 
 
@@ -94,11 +96,16 @@ def is_of_packed_call(masks: Any) -> bool:
     return all(is_request(mask) or is_answer(mask) for mask in found)
 
 
-def read(mask: Any) -> Visible | None:
-    """The keys that a layer sees by its mask; None for a mask that does not say."""
-    if not is_answer(mask) or mask.shape[3] < FULL:
+def read(mask: Any, selected: bool = False) -> Visible | None:
+    """The keys that a layer sees by its mask; None for a mask that does not say.
+
+    selected: whether the layer uses the mask only to select keys, of which it selects all.
+    """
+    if not is_answer(mask):
         return None
-    size = mask.shape[3]
+    size = FULL if selected and mask.shape[3] == WANTED else mask.shape[3]
+    if size < FULL:
+        return None
     if size == FULL:
         return Visible()
     return Visible(window=size - FULL) if size < CHUNKED else Visible(chunk=size - CHUNKED)

@@ -16,9 +16,11 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import layers, masks, media, recurrent, selfcheck
+from codegen.tiles import HEAD_DIMS
+from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
+from dualkv.ops import padding
 
 # The auto classes that may build a configuration's model; the first that knows the configuration does.
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
@@ -157,12 +159,19 @@ def _layers(model: nn.Module) -> list[str]:
     """The layers that can run packed groups: a count for each class, head dim, GQA ratio and features."""
     kinds: Counter[str] = Counter()
     for module in layers.attention_modules(model):
-        dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        dim, of_values = _head_dims(module)
+        dims = f"head dim {dim}" if dim == of_values else f"head dims {dim} and {of_values} of values"
         groups = getattr(module, "num_key_value_groups", None)
-        about = [f"head dim {dim}"] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
+        about = [dims] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
         kinds[", ".join([type(module).__name__, *about, *_features(module)])] += 1
     kinds.update(f"{type(module).__name__}, recurrent" for _, module in recurrent.mixers(model))
     return [f"{number} x {kind}" for kind, number in kinds.items()]
+
+
+def _head_dims(module: Any) -> tuple[int | None, int | None]:
+    """A layer's head dim of queries and keys, and of values, as far as it has fields of known names."""
+    dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    return dim, getattr(module, "v_head_dim", None) or dim
 
 
 def _features(module: Any) -> list[str]:
@@ -190,6 +199,15 @@ def _notes(model: PreTrainedModel) -> list[str]:
     refused = [name for name in inputs if name not in runs]
     notes = [f"beside text, {', '.join(packed)} run packed"] if packed else []
     notes += [f"{'text only: ' * (not packed)}{', '.join(refused)} beside a layout are refused"] if refused else []
+    if (limit := indexers.longest_path(model.config.get_text_config())) is not None:
+        notes.append(
+            f"paths of more than {limit} tokens are refused: beyond that the indexer selects keys (index_topk)"
+        )
+    for dim, of_values in dict.fromkeys(map(_head_dims, layers.attention_modules(model))):
+        if not dim or not of_values or dim % 8 or of_values % 8 or max(dim, of_values) > HEAD_DIMS[-1]:
+            continue  # unknown, or refused
+        if (given := padding.for_kernel(dim, of_values)) != (dim, of_values):
+            notes.append(f"kernels take head dims {dim} and {of_values} of values padded to {given[0]}")
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0
     if dropout:
         notes.append(f"attention_dropout={dropout} is refused in training: set it to 0")

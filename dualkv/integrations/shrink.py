@@ -24,6 +24,7 @@ VOCABULARY = 64
 EXPERTS = 4
 LONGEST = 64  # size of tables of learned positions
 THRESHOLD = 6  # positions; the self-check's tree has paths of up to 16 tokens
+SELECTED = 16  # by an indexer: the tree's paths are no longer, and longer ones are refused
 
 # Names of configuration fields. Model types have many authors, so one quantity has several names.
 DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
@@ -47,7 +48,7 @@ TOKEN_ID = re.compile(r".*_token_id$")
 POSITIONS = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions)$")
 THRESHOLDS = re.compile(
     r"(.*_)?(sliding_window|window_size|window_len|attention_chunk_size)(_size)?$|floor_scale$|log_scaling_n_floor$"
-    r"|index_topk$|index_topk_blocks$|index_block_size$|original_max_position_embeddings$|local_attention$|rel_extent$"
+    r"|index_topk_blocks$|index_block_size$|original_max_position_embeddings$|local_attention$|rel_extent$"
     r"|(position_bias|relative)_max_distance$"
 )
 # Fields of rules that give a layer's kind by its index: every n-th layer, or all layers from the n-th on.
@@ -106,6 +107,8 @@ def _shrunk(name: str, value: Any) -> Any:
         most = 2
     elif MAMBA_CHUNK.match(name):
         most = 2 * THRESHOLD  # longer than some of the tree's segments and shorter than its paths
+    elif name == "index_topk":
+        return SELECTED if _number(value) else None
     elif name == "topk_group":
         most = 1
     elif TOKEN_ID.match(name):

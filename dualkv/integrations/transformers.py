@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from dualkv.integrations import layers, masks, media, recurrent, selfcheck
+from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
@@ -50,20 +50,32 @@ def _base(config: Any) -> str | None:
 # ---------------------------------------------------------------- a call with a layout
 @torch.library.custom_op("dualkv::position_ids", mutates_args=())
 def _position_ids(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    offsets: torch.Tensor,
+    parent: torch.Tensor,
+    model: str,
+    limit: int | None,
 ) -> torch.Tensor:
-    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ.
+    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ, or if a path is
+    longer than the limit of the model of that name.
 
     This is an op, so that a compiled model also checks every batch. On a GPU the comparison is an asynchronous
     assertion, which stops the process at the next synchronisation. The host does not wait for the device here.
     """
     layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
+    indexers.check_path(model, layout._segments.longest_path, limit)
     return _checked_positions(tokens, position_ids, layout.position_ids[None])
 
 
 @_position_ids.register_fake
 def _(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    offsets: torch.Tensor,
+    parent: torch.Tensor,
+    model: str,
+    limit: int | None,
 ) -> torch.Tensor:
     return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
 
@@ -107,17 +119,21 @@ def _checked_positions(
 
 
 def _positions(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None, layout: Layout | Shard | Placed
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    layout: Layout | Shard | Placed,
+    model: str = "",
+    limit: int | None = None,
 ) -> torch.Tensor:
-    """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit.
-
-    With images it may be [3, 1, T].
-    """
+    """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit, or if
+    a path is longer than the model's `limit`. With images the positions may be [3, 1, T]."""
     if isinstance(layout, Placed):
+        indexers.check_path(model, layout.layout._segments.longest_path, limit)
         return _checked_positions(tokens, position_ids, layout.position_ids, layout.layout.position_ids[None])
     if isinstance(layout, Shard):
+        indexers.check_path(model, layout.layout._segments.longest_path, limit)
         return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
-    return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent))
+    return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent, model, limit))
 
 
 def _enter_decoder(
@@ -154,10 +170,9 @@ def _enter_decoder(
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
-    if isinstance(layout, Placed):  # given ones are compared with these where the images are placed
-        position_ids = _positions(tokens, None, layout)
-    else:
-        position_ids = _positions(tokens, kwargs.get("position_ids"), layout)
+    # With images, given positions are compared with the model's where the images are placed.
+    given = None if isinstance(layout, Placed) else kwargs.get("position_ids")
+    position_ids = _positions(tokens, given, layout, name, indexers.longest_path(module.config))
     if isinstance(layout, Placed) and layout.ahead is None:
         layout = layout.layout
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": layout}
@@ -217,7 +232,7 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     return {**named, **changed}
 
 
-HOOKS = (_enter_decoder, _enter_head)
+HOOKS = (_enter_decoder, _enter_head, indexers.select_nothing)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -292,6 +307,8 @@ def _register(base: str, deterministic: bool) -> str:
         route = layers.route(type(module))
         assert route is not None, f"{type(module).__name__} was called without going through the registry"
         interface, eager = route
+        if in_place and (indices := kwargs.pop("indices", None)) is not None and attention_mask is not None:
+            attention_mask = indexers.restricted(attention_mask, indices, query, key.shape[2])
         own = interface.get_interface(base, eager)
         seen_as = module if in_place else _UnderOwnName(module, base)
         return own(seen_as, query, key, value, attention_mask, **kwargs)
@@ -355,8 +372,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
-            match their placeholders or that the model is not known to run packed, and a token count or positions other
-            than the layout's.
+            match their placeholders or that the model is not known to run packed, a token count or positions other than
+            the layout's, and a path longer than the keys that an indexer selects.
     """
     layers.refuse(model)
     inner = layers.decoders(model)
@@ -368,6 +385,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
         recurrent.install(decoder)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
+    for module in layers.attention_modules(model):
+        if (indexer := indexers.of_layer(module)) is not None:
+            indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
     for module in model.modules():
         if module in inner:
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
@@ -409,7 +429,7 @@ def recompute_layers(model: Model, keep: str = "nothing") -> Model:
     Args:
         model: a transformers model, changed in place. Wrappers (FSDP, PEFT) may be applied before or after.
         keep: "nothing" keeps only the input of each layer. "attention" also keeps out and lse of
-            :func:`dualkv.attention`: T * H * (2 * D + 4) bytes a layer in bf16. "products" also keeps the results of
+            :func:`dualkv.attention`: T * H * (2 * Dv + 4) bytes a layer in bf16. "products" also keeps the results of
             all matrix products, so that only elementwise operations are computed again: T rows of every projection,
             about 86 kB a row and layer for Qwen3-8B.
 

@@ -66,8 +66,8 @@ def attention(
     """softmax(q k^T * softmax_scale) v. Each response token attends to its prompt and to its own response up to itself.
 
     CPU tensors run a chunked reference. CUDA tensors run a kernel where the device has one, otherwise a composition of
-    PyTorch's attention calls, with one warning. Under autocast q, k and v are first cast to its dtype, as by PyTorch's
-    own attention.
+    PyTorch's attention calls, with one warning. Where Dv is not D, a GPU's kernel gets the narrower tensors padded with
+    zeros to the wider head dim. Under autocast q, k and v are first cast to its dtype, as by PyTorch's own attention.
 
     Row q sees the keys of its path (its prompt, then its response up to itself) from a lowest position on: 0, or
     position(q) - window + 1, or floor(position(q) / chunk) * chunk. Positions are `layout.position_ids`, so a response
@@ -80,7 +80,7 @@ def attention(
     Args:
         q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 256.
         k: [T, Hk, D] packed keys, H a multiple of Hk (grouped-query attention), dtype and device of q.
-        v: [T, Hk, D] packed values.
+        v: [T, Hk, Dv] packed values; Dv a multiple of 8 up to 256, mostly D (in latent attention another one).
         layout: which of the T rows belong to which prompt and response.
         softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         deterministic: bitwise equal gradients from run to run. Without it the kernels' gradients of k and v are bitwise
@@ -94,7 +94,7 @@ def attention(
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
 
     Returns:
-        out [T, H, D] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
+        out [T, H, Dv] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
 
     Results over disjoint sets of keys merge to the result over all of them: lse = logaddexp(lse_1, lse_2) and
     out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse), each factor transposed to [T, H, 1]. Autograd gives the

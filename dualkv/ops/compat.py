@@ -23,7 +23,7 @@ from dualkv.arrays import IntArray, Lengths, cumulative_array, positions
 from dualkv.layout import Layout
 from dualkv.ops import hopper
 from dualkv.ops.attention import attention, casts, check_local
-from dualkv.ops.dispatch import DTYPES, HEAD_DIM_MAX, HEAD_DIM_STEP, check_scale
+from dualkv.ops.dispatch import DTYPES, check_head_dim, check_scale
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -64,8 +64,9 @@ def flash_attn_dualkv_varlen_func(
 
     Args:
         q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 256.
-        k_context, v_context: [P, Hk, D] of the shared context, H a multiple of Hk; dtype and device of q.
-        k_decoded, v_decoded: [sum(R), Hk, D] of the sequences' own tokens.
+        k_context, v_context: [P, Hk, D] of the shared context, H a multiple of Hk; dtype and device of q. Values may
+            have another head dim Dv, likewise.
+        k_decoded, v_decoded: [sum(R), Hk, D] of the sequences' own tokens; Dv for values.
         cu_seqlens_q: [N+1] int32, 0 and the running sums of len_q.
         cu_seqlens_k_decoded: [N+1] int32, 0 and the running sums of R.
         max_seqlen_q: at least the largest len_q.
@@ -75,7 +76,7 @@ def flash_attn_dualkv_varlen_func(
         causal: whether a query is hidden from the positions after its own.
 
     Returns:
-        [sum(len_q), H, D] in q's dtype, differentiable in all five tensors.
+        [sum(len_q), H, Dv] in q's dtype, differentiable in all five tensors.
 
     Raises:
         ValueError: shapes, devices or lengths that do not match; a scale out of range.
@@ -174,7 +175,8 @@ def _unmasked(
         if out.requires_grad:
             out.register_hook(_aligned)
         outs.append(out)
-    return torch.cat([q[:0], *outs])
+    nothing = q[:0, :, :1].expand(-1, -1, v_context.shape[2])  # differentiable where there are no sequences
+    return torch.cat([nothing, *outs])
 
 
 def _aligned(grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -212,17 +214,18 @@ def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
             raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}, expected one dtype")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}, expected one device")
-        if x.shape[2] != q.shape[2]:
-            raise ValueError(f"{name} has head_dim {x.shape[2]} and q {q.shape[2]}, expected the same")
+        like = "v_context" if name.startswith("v") else "q"
+        if x.shape[2] != tensors[like].shape[2]:
+            raise ValueError(f"{name} has head_dim {x.shape[2]} and {like} {tensors[like].shape[2]}, expected the same")
         if name != "q" and x.shape[1] != k_context.shape[1]:
             raise ValueError(f"{name} has {x.shape[1]} heads and k_context {k_context.shape[1]}, expected the same")
     for part in ("context", "decoded"):
         k_rows, v_rows = tensors[f"k_{part}"].shape[0], tensors[f"v_{part}"].shape[0]
         if k_rows != v_rows:
             raise ValueError(f"v_{part} has {v_rows} tokens and k_{part} {k_rows}, expected the same")
-    (_, heads, head_dim), kv_heads = q.shape, k_context.shape[1]
-    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
-        raise ValueError(f"q has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+    for name in ("q", "v_context"):
+        check_head_dim(name, tensors[name].shape[2])
+    heads, kv_heads = q.shape[1], k_context.shape[1]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k_context {kv_heads}, expected q's to be a multiple of k_context's")
 

@@ -10,7 +10,7 @@ import torch
 
 from codegen.tiles import HEAD_DIMS
 from dualkv.layout import Segments, segments_of
-from dualkv.ops import composition, hopper, reference
+from dualkv.ops import composition, hopper, padding, reference
 from dualkv.ops.window import Window
 
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, HEAD_DIMS[-1]
@@ -60,7 +60,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         shape = x.shape
         if len(shape) != 3:
-            expected = "[T, H, D]" if name == "q" else "[T, Hk, D]"
+            expected = {"q": "[T, H, D]", "k": "[T, Hk, D]", "v": "[T, Hk, Dv]"}[name]
             raise ValueError(f"{name} has shape {tuple(shape)}, expected {expected}: packed tokens, no batch dimension")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}, expected bfloat16, float16, float32 or float64")
@@ -70,19 +70,25 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {x.device} and q on {device}, expected one device")
         if shape[0] != whole[0]:
             raise ValueError(f"{name} has {shape[0]} tokens and q {whole[0]}, expected the same")
-        if shape[2] != whole[2]:
-            raise ValueError(f"{name} has head_dim {shape[2]} and q {whole[2]}, expected the same")
         if x.stride(2) != 1:
             raise ValueError(
                 f"{name} has strides {x.stride()}, expected a contiguous last dimension (call .contiguous() on it)"
             )
     (_, heads, head_dim), kv_heads = whole, k.shape[1]
-    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
-        raise ValueError(f"q has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+    if k.shape[2] != head_dim:
+        raise ValueError(f"k has head_dim {k.shape[2]} and q {head_dim}, expected the same")
+    for name, x in (("q", q), ("v", v)):
+        check_head_dim(name, x.shape[2])
     if v.shape[1] != kv_heads:
         raise ValueError(f"v has {v.shape[1]} heads and k {kv_heads}, expected the same")
     if kv_heads == 0 or heads % kv_heads or heads == 0:
         raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+    """Raises ValueError for a head dim that `dualkv.attention` does not take; `name` is the tensor's."""
+    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
+        raise ValueError(f"{name} has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
 
 
 def check_scale(softmax_scale: float) -> None:
@@ -138,16 +144,17 @@ def _checked(
 
 
 def _check_backward(
-    dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: str,
+    dout: torch.Tensor, q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, gradients: str,
     dlse: torch.Tensor | None,
 ) -> None:  # fmt: skip
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}, expected one of {', '.join(GRADIENTS)}")
+    shape = (*q.shape[:2], v.shape[2])
     for name, x in (("dout", dout), ("out", out)):
-        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+        if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
-                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device},"
-                f" expected q's {tuple(q.shape)} {q.dtype} on {q.device}"
+                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, expected [T, H, Dv] = {tuple(shape)}"
+                f" and q's {q.dtype} on {q.device}"
             )
     for name, y in (("lse", lse), ("dlse", dlse)):
         if y is None:
@@ -205,7 +212,7 @@ def _bwd_cpu(
     softcap: float | None = None, dlse: torch.Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    _check_backward(dout, q, out, lse, gradients, dlse)
+    _check_backward(dout, q, v, out, lse, gradients, dlse)
     return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale, *features, dlse))
 
 
@@ -220,9 +227,12 @@ def _fwd_cuda(
     no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
-            return hopper.forward(q, k, v, segments, softmax_scale, *features)
-    composed = _is_composed(q, softcap, no_kernel)
-    return (composition if composed else reference).forward(q, k, v, segments, softmax_scale, *features)
+            dims = padding.for_kernel(q.shape[2], v.shape[2])
+            return padding.forward(hopper.forward, dims, q, k, v, segments, softmax_scale, *features)
+    if _is_composed(q, softcap, no_kernel):
+        dims = padding.equal(q.shape[2], v.shape[2])
+        return padding.forward(composition.forward, dims, q, k, v, segments, softmax_scale, *features)
+    return reference.forward(q, k, v, segments, softmax_scale, *features)
 
 
 def _bwd_cuda(
@@ -232,7 +242,7 @@ def _bwd_cuda(
     softcap: float | None = None, dlse: torch.Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    _check_backward(dout, q, out, lse, gradients, dlse)
+    _check_backward(dout, q, v, out, lse, gradients, dlse)
     call = dout, q, k, v, out, lse, segments, softmax_scale
     if segments.total == 0:
         return _requested(gradients, reference.backward(*call, *features, dlse))
@@ -240,9 +250,11 @@ def _bwd_cuda(
     no_kernel = hopper.unsupported(q)
     if no_kernel is None:
         with torch.cuda.device_of(q):
-            return hopper.backward(*call, deterministic, gradients, *features, dlse)
+            dims = padding.for_kernel(q.shape[2], v.shape[2])
+            return padding.backward(hopper.backward, dims, *call, deterministic, gradients, *features, dlse)
     if _is_composed(q, softcap, no_kernel):
-        grads = composition.backward(*call, deterministic, *features, dlse)
+        dims = padding.equal(q.shape[2], v.shape[2])
+        grads = padding.backward(composition.backward, dims, *call, deterministic, *features, dlse)
     else:
         grads = reference.backward(*call, *features, dlse)
     return _requested(gradients, grads)
@@ -264,7 +276,7 @@ def _fwd_fake(
     _check_host(offsets, parent)
     _check_tensors(q, k, v)
     _check_features(q, window, chunk, sinks, softcap)
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
 
 
 @torch.library.register_fake("dualkv::bwd", lib=_lib)
@@ -275,7 +287,7 @@ def _bwd_fake(
     softcap: float | None = None, dlse: torch.Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     _check_features(q, window, chunk, sinks, softcap)
-    _check_backward(dout, q, out, lse, gradients, dlse)
+    _check_backward(dout, q, v, out, lse, gradients, dlse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = q.new_empty(0 if sinks is None else q.shape[1], dtype=_lse_dtype(q))
     return _requested(gradients, (dq, dk, dv, dsinks))

@@ -309,7 +309,7 @@ def forward(
     spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named)
     planned = forward_plan(segments, device, spec, heads, k.shape[1], window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((rows, heads, v.shape[2]))
     lse = q.new_empty((heads, rows), dtype=torch.float32)
     if not segments.prompts_ask:  # no tile has the prompts' rows
         out.zero_()

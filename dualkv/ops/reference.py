@@ -174,11 +174,11 @@ def forward(
     softcap: float | None = None,
     by_segment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, D] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs; sinks [H] in the dtype
+    """-> out [T, H, Dv] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs; sinks [H] in the dtype
     of lse."""
     total, heads, _ = q.shape
     kv_heads, acc = k.shape[1], _accumulate_dtype(q.dtype)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
     for chunk in chunks(segments, q.device, by_segment, window, 1 if by_segment and window else CHUNK):
         here = slice(chunk.begin, chunk.end)
@@ -210,8 +210,8 @@ def backward(
     dlse: torch.Tensor | None = None,
     by_segment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) in the dtype of
-    lse; the order of all sums is fixed.
+    """-> dq [T, H, D], dk [T, Hk, D] and dv [T, Hk, Dv], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) in
+    the dtype of lse; the order of all sums is fixed.
 
     With P = exp(S - lse) and delta = rowsum(dO * O) - dlse: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K,
     dK = scale dS^T Q (FlashAttention-2, algorithm 2; S depends on lse too, and dlse/dS = P). A cap multiplies dS by

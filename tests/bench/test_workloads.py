@@ -37,6 +37,8 @@ def test_flops_against_brute_force(groups):
     assert workload.flops("fwd") == pairs * 6 * 40 * 4
     assert workload.flops("bwd") == pairs * 6 * 40 * 10  # five products instead of two
     assert workload.flops("both") == pairs * 6 * 40 * 14
+    pair = workload.with_shape(head_dim=192, head_dim_v=128)
+    assert [pair.flops(way) for way in ("fwd", "bwd")] == [pairs * 6 * 2 * (192 + 128), pairs * 6 * 2 * (576 + 256)]
 
 
 def test_trees_have_the_known_shape():

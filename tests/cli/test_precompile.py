@@ -34,6 +34,7 @@ def test_models_by_name():
     assert heads_of("meta-llama/Llama-3.2-1B") == Heads(32, 8, 64)
     assert heads_of("openai/gpt-oss-20b") == heads_of("gpt-oss-120b") == Heads(64, 8, 64, ("window", "sinks"))
     assert heads_of("gemma-3-12b") == Heads(16, 8, 256, ("window",))
+    assert heads_of("deepseek-ai/DeepSeek-V3") == Heads(128, 128, 192, (), 128)
     assert not set(precompile.HEADS) & set(CONFIGS), "said twice"
     for name in precompile.names():
         assert requested([name]), name
@@ -81,10 +82,27 @@ def test_features_of_configs_that_transformers_writes(tmp_path, kind, features):
     assert with_defaults(tmp_path, kind).features == features
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text", "mimo_v2_flash", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["gemma4_text", "qwen3_next"])
 def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
     with pytest.raises(ValueError, match=r"asks for .*, which dualkv does not compute"):
         with_defaults(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        ("deepseek_v3", Heads(128, 128, 192, (), 128)),
+        ("deepseek_v32", Heads(128, 128, 192, (), 128)),
+        ("minicpm3", Heads(40, 40, 96, (), 64)),
+        ("glm4_moe_lite", Heads(20, 20, 256)),
+    ],
+)
+def test_values_of_another_head_dim(tmp_path, kind, heads):
+    """Padded, they need the kernels of the larger head dim."""
+    assert with_defaults(tmp_path, kind) == heads
+    wide = max(heads.head_dim, heads.head_dim_v or 0)
+    assert requested([str(tmp_path)]) == requested(head_dims=[wide], gqa=[1])
+    assert requested(head_dims=[(96, 200)], gqa=[4]) == requested(head_dims=[256], gqa=[4])
 
 
 def test_model_types_with_sinks_are_those_that_have_the_parameter():
@@ -109,10 +127,9 @@ def test_model_types_with_sinks_are_those_that_have_the_parameter():
             {"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"05": {"head_dim": 128}}},
             "expected --head-dims",
         ),
-        (
-            {"num_attention_heads": 8, "head_dim": 64, "v_head_dim": 32},
-            r"asks for values of another head dim \(v_head_dim=32\)",
-        ),
+        ({"num_attention_heads": 8, "head_dim": 64, "model_type": "mimo_v2_flash"}, "expected --head-dims"),
+        ({"num_attention_heads": 8, "head_dim": 64, "v_head_dim": "32"}, "has v_head_dim='32'"),
+        ({"num_attention_heads": 8, "head_dim": 64, "kv_lora_rank": 32}, "has head_dim=None"),
     ],
 )
 def test_configs_that_say_no_shape(tmp_path, config, says):

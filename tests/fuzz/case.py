@@ -6,7 +6,7 @@ import json
 import math
 import random
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -33,7 +33,7 @@ def gpu_ratios(dtype, head_dim):
     return (1, 4)
 
 
-FEATURES = ("window", "chunk", "sinks", "softcap", "lse_grad")  # of cases of attention
+FEATURES = ("window", "chunk", "sinks", "softcap", "lse_grad", "head_dim_v")  # of cases, if not None or False
 TREE_RATIOS = (1, 4)  # likewise, of trees of more than two levels
 
 
@@ -70,9 +70,14 @@ class Case:
     sinks: float | None = None
     softcap: float | None = None
     lse_grad: bool = False
+    head_dim_v: int | None = None  # None: that of q and k
 
     def to_json(self):
         return json.dumps(asdict(self), indent=1)
+
+    @property
+    def head_dims(self):
+        return self.head_dim, self.head_dim_v or self.head_dim
 
     @classmethod
     def from_json(cls, text):
@@ -203,7 +208,7 @@ def draw(rng, device):
         common["scale"] = 2.0 ** (rng.uniform(-12, 8) if common["dtype"] == "fp16" else rng.uniform(-98, 98))
     if rng.random() < 0.2:
         lengths, q_lens, causal = _compat(rng, longest, tokens)
-        return Case("compat", lengths=lengths, q_lens=q_lens, causal=causal, **common)
+        return _with_pair(rng, Case("compat", lengths=lengths, q_lens=q_lens, causal=causal, **common))
     lengths, parent = _segments(rng, longest, tokens)
     if gpu and common["values"] == "far keys" and rng.random() < 0.5:
         # A first response so long that warp groups walk its blocks without a mask, apart from the context's last one.
@@ -220,10 +225,24 @@ def draw(rng, device):
         and needs == "qkv"
     )
     features = _features(rng, gpu, lengths) if featured and rng.random() < 0.7 else {}
-    return Case(
+    case = Case(
         "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4,
         lse_grad=featured and rng.random() < 0.3, **features, **common
     )  # fmt: skip
+    return _with_pair(rng, case)
+
+
+def _with_pair(rng, case):
+    """Sometimes another head dim for v. The larger one of the pair stays, and with it the kernels where they pad."""
+    if rng.random() >= 0.35:
+        return case
+    smaller = [d for d in (8, 64, 96, 128) if d < case.head_dim]
+    if not smaller:
+        return replace(case, head_dim_v=8 * rng.randint(1, 4)) if case.device == "cpu" else case
+    other = rng.choice((*smaller, 8 * rng.randint(1, case.head_dim // 8)))
+    if rng.random() < 0.7:
+        return replace(case, head_dim_v=other)
+    return replace(case, head_dim=other, head_dim_v=case.head_dim)
 
 
 # ---------------------------------------------------------------- run
@@ -239,14 +258,15 @@ def _strided(x, strides):
 
 
 def _inputs(case, *shapes):
-    """Tensors of [rows, heads], and the gradient of the output, all from the case's seed."""
+    """q, then keys and values in turns, of [rows, heads], and the gradient of the output, all from the case's seed."""
     generator = torch.Generator(case.device).manual_seed(case.seed)
+    of_qk, of_v = case.head_dims
 
-    def random(rows, heads):
-        x = torch.randn(rows, heads, case.head_dim, device=case.device, dtype=torch.float32, generator=generator)
+    def random(rows, heads, head_dim):
+        x = torch.randn(rows, heads, head_dim, device=case.device, dtype=torch.float32, generator=generator)
         return x.to(DTYPES[case.dtype])
 
-    q, *kv = [random(*shape) for shape in shapes]
+    q, *kv = [random(*shape, of_v if at and at % 2 == 0 else of_qk) for at, shape in enumerate(shapes)]
     keys = kv[0]
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     if case.values == "large scores":
@@ -268,11 +288,12 @@ def _inputs(case, *shapes):
             x.mul_(2.0 ** -(power - power // 2))
     tensors = [q, *kv]
     if case.strides == "fused" and case.kind == "attention":
-        fused = torch.cat([x.flatten(1) for x in tensors], 1).unflatten(1, (-1, case.head_dim))
-        tensors = list(fused.split([x.shape[1] for x in tensors], 1))
+        columns = [x.flatten(1) for x in tensors]
+        fused = torch.cat(columns, 1).split([x.shape[1] for x in columns], 1)
+        tensors = [x.unflatten(1, (-1, like.shape[2])) for x, like in zip(fused, tensors, strict=True)]
     else:
         tensors = [_strided(x, case.strides) for x in tensors]
-    return tensors, _strided(random(*shapes[0]), case.strides)
+    return tensors, _strided(random(*shapes[0], of_v), case.strides)
 
 
 def far_heights(case, n):
@@ -466,7 +487,7 @@ def _simpler(case):
         ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False), ("scale", None),
         ("window", None), ("chunk", None), ("sinks", None), ("softcap", None), ("lse_grad", False),
         ("needs", "qkv"), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
-        ("head_dim", 64 if case.device == "cuda" else 8),
+        ("head_dim_v", None), ("head_dim", 64 if case.device == "cuda" else 8),
     ):  # fmt: skip
         if base[name] != value:
             heads = case.heads // case.kv_heads * value if name == "kv_heads" else case.heads

@@ -57,11 +57,12 @@ def kernels(compile_all):
     compile_all(specs)
 
 
-def draw(layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse, seed):
+def draw(layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse, head_dim_v, seed):
     """(name, result, plain PyTorch's in the same dtype, float64's) of out and all gradients, of one draw of inputs."""
     made = torch.Generator("cuda").manual_seed(seed * 1000 + head_dim + heads + layout.num_tokens)
     total = layout.num_tokens
-    shapes = [(total, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    of_v = head_dim_v or head_dim
+    shapes = [(total, *n) for n in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, of_v), (heads, of_v))]
     q, k, v, dout = [torch.randn(shape, device="cuda", dtype=dtype, generator=made) for shape in shapes]
     dlse = torch.randn(heads, total, device="cuda", generator=made) if with_dlse else None
     features = dict(features)
@@ -99,10 +100,13 @@ def draw(layout, features, head_dim, heads, kv_heads, dtype, deterministic, with
     return [one for one in found if one[0] != "lse"]
 
 
-def check(layout, features, head_dim=128, heads=8, kv_heads=2, dtype=BF16, deterministic=False, with_dlse=False):
+def check(
+    layout, features, head_dim=128, heads=8, kv_heads=2, dtype=BF16, deterministic=False, with_dlse=False,
+    head_dim_v=None,
+):  # fmt: skip
     """Errors are at most twice plain PyTorch's in the same dtype; and the bits are the same twice."""
     draws = 16 if layout.num_tokens < 16 else 1  # the largest of few errors is luck
-    call = layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse
+    call = layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse, head_dim_v
     for results in zip(*(draw(*call, seed) for seed in range(draws)), strict=True):
         name = results[0][0]
         x, p, w = (torch.cat([one[i].double().flatten() for one in results]) for i in (1, 2, 3))

@@ -58,9 +58,10 @@ def test_published_shapes(name: str, written: Any) -> None:
 
 
 def test_every_reason_is_said_with_its_layers(written: Any) -> None:
-    found = models.examine(written(MODELS["deepseek-v3.2"]["config"]))
-    assert found.architecture == "DeepseekV32ForCausalLM"
-    assert [sentence.rpartition(" (")[2] for sentence in found.refusals] == ["61 such layers)"]
+    found = models.examine(written({"model_type": "deepseek_v4"}))
+    assert found.architecture == "DeepseekV4ForCausalLM"
+    counts = [sentence.rpartition(" (")[2] for sentence in found.refusals if sentence.endswith("layers)")]
+    assert counts == ["23 such layers)", "20 such layers)", "43 such layers)"]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,10 @@ def test_every_reason_is_said_with_its_layers(written: Any) -> None:
                            "12 x Llama4TextAttention, head dim 128, 5 query heads a KV head"]),
         ("qwen3-next-80b", ["12 x Qwen3NextAttention, head dim 256, 8 query heads a KV head",
                             "36 x Qwen3NextGatedDeltaNet, recurrent"]),
+        ("mimo-v2-flash", ["9 x MiMoV2FlashAttention, head dims 192 and 128 of values, 16 query heads a KV head",
+                           "39 x MiMoV2FlashAttention, head dims 192 and 128 of values, 8 query heads a KV head,"
+                           " window 129, sinks"]),
+        ("deepseek-v3", ["61 x DeepseekV3Attention, head dims 192 and 128 of values, 1 query heads a KV head"]),
         ("mistral-7b-v0.1", ["32 x MistralAttention, head dim 128, 4 query heads a KV head, window 4096"]),
     ],
 )  # fmt: skip
@@ -144,6 +149,10 @@ def test_what_runs_with_conditions_is_noted(written: Any) -> None:
     assert (
         models.examine(written({"model_type": "ernie4_5_vl_moe"})).notes[0].startswith("text only: mm_token_type_ids")
     )
+    assert models.examine(written(MODELS["deepseek-v3.2"]["config"])).notes == [
+        "paths of more than 2048 tokens are refused: beyond that the indexer selects keys (index_topk)",
+        "kernels take head dims 192 and 128 of values padded to 192",
+    ]
     assert models.examine(written({"model_type": "llama", "attention_dropout": 0.1})).notes == [
         "attention_dropout=0.1 is refused in training: set it to 0"
     ]

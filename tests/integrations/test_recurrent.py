@@ -49,11 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**GATED, **EXPERTS, **SHARED, "head_dim": 16, "layer_types": LAYERS},
     "qwen3_next": {**GATED, **EXPERTS, **SHARED, "head_dim": 16, "layer_types": LAYERS},
     "olmo_hybrid": {"layer_types": LAYERS},
-    # Values of the keys' head dim, which published models do not have.
+    # Values of another head dim than the keys'.
     "kimi_linear": {
         "layer_types": LAYERS, "linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+        "qk_nope_head_dim": 8, "v_head_dim": 24, "num_key_value_heads": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "head_dim": 8,

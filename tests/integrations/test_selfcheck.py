@@ -103,7 +103,7 @@ def test_models_that_differ_are_refused(case: str) -> None:
     [
         ("StableLm", {}, r"layer 0 \(StableLmAttention\) is not handed the layout"),
         ("Nemotron", {"num_key_value_heads": 8}, r"layer 0 \(NemotronAttention\) is not handed the layout"),
-        ("DeepseekV3", {}, r"v has head_dim 128 and q 192, expected the same"),
+        ("DeepseekV3", {"v_head_dim": 12}, r"v has head_dim 12, expected a multiple of 8 up to 256"),
     ],
 )
 def test_what_would_fail_in_the_first_call_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
@@ -246,7 +246,7 @@ def test_the_small_copy_keeps_what_attention_is(name: str) -> None:
 
 
 def test_thresholds_are_found_wherever_they_lie() -> None:
-    fields = {"sliding_window": 4096, "attention_chunk_size": 8192, "floor_scale": 8192.0, "index_topk": 2048}
+    fields = {"sliding_window": 4096, "attention_chunk_size": 8192, "floor_scale": 8192.0}
     table = {"full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4,
                                 "original_max_position_embeddings": 4096}}  # fmt: skip
     config = tf.LlamaConfig(**fields)
@@ -254,6 +254,10 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}
     assert dict(thresholds(shrink(config))) == dict.fromkeys([*fields, "original_max_position_embeddings"], THRESHOLD)
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}  # the model's stays
+
+
+def test_an_indexer_selects_as_many_keys_as_the_tree_has_on_its_longest_path() -> None:
+    assert shrink(tf.DeepseekV32Config()).index_topk == max(map(len, selfcheck._paths(selfcheck.tree())))
 
 
 def test_layers_of_one_kind_behind_many_of_another_are_kept() -> None:

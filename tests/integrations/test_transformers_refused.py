@@ -132,10 +132,13 @@ def test_layers_that_contradict_themselves_are_refused(case: str) -> None:
         model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 
-@pytest.mark.parametrize("rule", ["or_mask_function", "and_mask_function", "block_sequence_ids"])
+@pytest.mark.parametrize(
+    "rule", ["or_mask_function", "and_mask_function", "block_sequence_ids", "allow_is_causal_skip"]
+)
 def test_a_mask_with_a_rule_of_its_own_is_refused(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     modeling, make = tf.models.qwen3.modeling_qwen3, tf.masking_utils.create_causal_mask
-    extra = {rule: token_ids(LAYOUT) if rule == "block_sequence_ids" else lambda batch, head, q, k: q >= k}
+    values = {"block_sequence_ids": token_ids(LAYOUT), "allow_is_causal_skip": False}
+    extra = {rule: values.get(rule, lambda batch, head, q, k: q >= k)}
     monkeypatch.setattr(modeling, "create_causal_mask", lambda **given: make(**given, **extra))
     with pytest.raises(ValueError, match=r"layer 0 \(Qwen3Attention\) gets a mask with a rule of the model's own"):
         enable(make_model(), check=False)(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)

@@ -64,9 +64,10 @@ FEATURED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama4": ("Llama4Text", "attention_chunk_size", {
         "layer_types": ["chunked_attention", FULL], "no_rope_layers": [1, 0], "floor_scale": 2, "attn_scale": 0.5,
         "intermediate_size_mlp": 32, "interleave_moe_layer_step": 2, **LOCAL_EXPERTS}),
-    # Window layers have sinks, and twice the KV heads.
+    # Window layers have sinks, and twice the KV heads; values have another head dim and a factor.
     "mimo_v2_flash": ("MiMoV2Flash", "sliding_window", {
-        "layer_types": [FULL, SLIDING], "num_key_value_heads": 1, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 2}),
+        "layer_types": [FULL, SLIDING], "num_key_value_heads": 1, "v_head_dim": 16, "mlp_layer_types": ["dense"] * 2,
+        "attention_value_scale": 0.707}),
 }  # fmt: skip
 # Ragged groups: an empty response, prompts of one token, a group of one, a group without responses, a shared part of 0.
 LAYOUT = dualkv.Layout.from_lengths([7, 1, 5, 3, 0], [[4, 0, 9], [2, 6], [3], [], [3, 2]])

@@ -19,14 +19,14 @@ from tests.dispatched import Dispatched
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 
 
-def qkv(layout, heads=6, kv_heads=2, head_dim=16, dtype=torch.float64, seed=0):
+def qkv(layout, heads=6, kv_heads=2, head_dim=16, dtype=torch.float64, seed=0, head_dim_v=None):
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(h):
-        x = torch.randn(layout.num_tokens, h, head_dim, dtype=torch.float64, generator=generator)
+    def draw(h, dim=head_dim):
+        x = torch.randn(layout.num_tokens, h, dim, dtype=torch.float64, generator=generator)
         return x.to(dtype).requires_grad_()
 
-    return draw(heads), draw(kv_heads), draw(kv_heads)
+    return draw(heads), draw(kv_heads), draw(kv_heads, head_dim_v or head_dim)
 
 
 def check(layout, dtype=torch.float64, scale=None, features=None, with_dlse=False, **shape):
@@ -58,9 +58,12 @@ def check(layout, dtype=torch.float64, scale=None, features=None, with_dlse=Fals
 
 
 @settings(max_examples=60, deadline=None)
-@given(strategies.groups(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1)]))
-def test_groups_agree_with_the_replicated_sequences(groups, dtype, heads):
-    check(Layout.from_lengths(*groups), dtype, heads=heads[0], kv_heads=heads[1], head_dim=8)
+@given(
+    strategies.groups(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1)]),
+    st.sampled_from([8, 24]),
+)  # fmt: skip
+def test_groups_agree_with_the_replicated_sequences(groups, dtype, heads, head_dim_v):
+    check(Layout.from_lengths(*groups), dtype, heads=heads[0], kv_heads=heads[1], head_dim=8, head_dim_v=head_dim_v)
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,9 +89,10 @@ def test_edges(groups, dtype):
     check(Layout.from_lengths(*groups), dtype)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
-def test_head_dims_and_scale(head_dim):
-    check(Layout.from_lengths([9], [[4, 7]]), head_dim=head_dim, scale=0.3)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (64, 64), (80, 256), (256, 8), (192, 128)])
+def test_head_dims_and_scale(head_dim, head_dim_v):
+    for scale in (0.3, None):  # by default that of q's and k's
+        check(Layout.from_lengths([9], [[4, 7]]), head_dim=head_dim, head_dim_v=head_dim_v, scale=scale)
 
 
 def test_large_scores_stay_finite_and_right():
@@ -125,6 +129,7 @@ def test_slices_of_a_fused_projection():
     layout = Layout.from_lengths([11], [[3, 5]])
     fused = torch.randn(layout.num_tokens, 8, 16, dtype=torch.float64, requires_grad=True)
     q, k, v = fused.split([4, 2, 2], dim=1)
+    v = v[..., :8]
     out = dualkv.attention(q, k, v, layout)
     plain = dualkv.attention(q.contiguous(), k.contiguous(), v.contiguous(), layout)
     assert torch.equal(out, plain)

@@ -22,7 +22,7 @@ def cumulative(lens, device="cpu"):
 
 def dense(q, kc, vc, kd, vd, q_lens, k_lens, scale, causal):
     """The meaning, one sequence at a time, written apart from the library; differentiable."""
-    ratio, context, outs = q.shape[1] // kc.shape[1], kc.shape[0], [q[:0]]
+    ratio, context, outs = q.shape[1] // kc.shape[1], kc.shape[0], [q[:0, :, :1].expand(-1, -1, vc.shape[2])]
     for qs, ks, vs in zip(q.split(q_lens), kd.split(k_lens), vd.split(k_lens), strict=True):
         k, v = (torch.cat(pair).repeat_interleave(ratio, 1) for pair in ((kc, ks), (vc, vs)))
         scores = torch.einsum("qhd,khd->hqk", qs, k) * scale
@@ -34,10 +34,13 @@ def dense(q, kc, vc, kd, vd, q_lens, k_lens, scale, causal):
     return torch.cat(outs)
 
 
-def inputs(q_lens, context, k_lens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, device="cpu", seed=0):
+def inputs(
+    q_lens, context, k_lens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float64, device="cpu", seed=0, dv=None
+):
     generator = torch.Generator().manual_seed(seed)
     rows = [(sum(q_lens), heads), *[(n, kv_heads) for n in (context, context, sum(k_lens), sum(k_lens))]]
-    drawn = [torch.randn(n, h, head_dim, dtype=torch.float64, generator=generator) for n, h in rows]
+    dims = [head_dim, head_dim, dv or head_dim, head_dim, dv or head_dim]
+    drawn = [torch.randn(*r, d, dtype=torch.float64, generator=generator) for r, d in zip(rows, dims, strict=True)]
     return [x.to(device, dtype).requires_grad_() for x in drawn]
 
 
@@ -55,7 +58,7 @@ def placement(q_lens, context, k_lens):
 def check(q_lens, context, k_lens, causal, dtype=torch.float64, scale=None, **shape):
     tensors = inputs(q_lens, context, k_lens, dtype=dtype, **shape)
     out = call(tensors, q_lens, context, k_lens, scale, causal)
-    assert out.shape == tensors[0].shape
+    assert out.shape == (*tensors[0].shape[:2], tensors[2].shape[2])
     assert out.dtype == dtype
     wide = [x.detach().double().requires_grad_() for x in tensors]
     want = dense(*wide, q_lens, k_lens, scale or tensors[0].shape[2] ** -0.5, causal)
@@ -83,7 +86,7 @@ def calls(draw):
 @settings(max_examples=150, deadline=None)
 @given(calls(), st.booleans(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2)]))
 def test_any_alignment(lens, causal, dtype, heads):
-    check(*lens, causal, dtype, heads=heads[0], kv_heads=heads[1], head_dim=8)
+    check(*lens, causal, dtype, heads=heads[0], kv_heads=heads[1], head_dim=8, dv=16)
 
 
 EDGES = {

@@ -29,7 +29,7 @@ OTHERS = st.fixed_dictionaries(
 @settings(max_examples=120, deadline=None)
 @given(strategies.groups(), strategies.windows(), OTHERS, st.booleans(), st.sampled_from(list(BOUND)))
 def test_groups_agree_with_the_replicated_sequences(groups, window, others, with_dlse, dtype):
-    check(Layout.from_lengths(*groups), dtype, features=window | others, with_dlse=with_dlse, head_dim=8)
+    check(Layout.from_lengths(*groups), dtype, features=window | others, with_dlse=with_dlse, head_dim=8, head_dim_v=16)
 
 
 @settings(max_examples=80, deadline=None)
@@ -52,7 +52,7 @@ def test_gradcheck(layout, features):
     def attend(q, k, v, sinks):
         return dualkv.attention(q, k, v, layout, sinks=sinks, return_lse=True, **features)
 
-    torch.autograd.gradcheck(attend, (*qkv(layout, heads=2, kv_heads=1, head_dim=8), sinks), fast_mode=True)
+    torch.autograd.gradcheck(attend, (*qkv(layout, 2, 1, 8, head_dim_v=16), sinks), fast_mode=True)
 
 
 def test_parts_merge_and_a_sink_belongs_to_one():
@@ -136,7 +136,7 @@ def test_backwards_get_what_is_asked(monkeypatch):
 
 # ---------------------------------------------------------------- transforms
 def arguments(dtype, window=3, chunk=None, softcap=1.5):
-    q, k, v = qkv(LAYOUT, dtype=dtype)
+    q, k, v = qkv(LAYOUT, dtype=dtype, head_dim_v=24)
     sinks = torch.randn(6).to(dtype).requires_grad_()
     return q, k, v, LAYOUT.offsets, LAYOUT.parent, 0.25, False, window, chunk, sinks, softcap
 
@@ -159,7 +159,7 @@ def step(q, k, v, sinks):
 
 
 def test_compile_checkpoint_and_torch_func_agree_with_autograd():
-    leaves = *qkv(LAYOUT), torch.randn(6, dtype=torch.float64, requires_grad=True)
+    leaves = *qkv(LAYOUT, head_dim_v=8), torch.randn(6, dtype=torch.float64, requires_grad=True)
     want = torch.autograd.grad(step(*leaves), leaves)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     checkpointed = torch.utils.checkpoint.checkpoint(step, *leaves, use_reentrant=False)
@@ -181,10 +181,10 @@ class Attend(torch.nn.Module):
 def test_one_exported_program_serves_other_layouts():
     sinks, rows, auto = torch.randn(6), torch.export.Dim("T", min=2), torch.export.Dim.AUTO
     program = torch.export.export(
-        Attend(), (*(x.detach() for x in qkv(LAYOUT)), LAYOUT.offsets, LAYOUT.parent, sinks),
+        Attend(), (*(x.detach() for x in qkv(LAYOUT, head_dim_v=8)), LAYOUT.offsets, LAYOUT.parent, sinks),
         dynamic_shapes=({0: rows}, {0: rows}, {0: rows}, {0: auto}, {0: auto}, None),
     )  # fmt: skip
-    other = *(x.detach() for x in qkv(TREE)), TREE.offsets, TREE.parent, sinks
+    other = *(x.detach() for x in qkv(TREE, head_dim_v=8)), TREE.offsets, TREE.parent, sinks
     assert all(map(torch.equal, program.module()(*other), Attend()(*other)))
 
 

@@ -15,7 +15,7 @@ LAYOUT = Layout.from_lengths([7], [[3, 0, 5]])
 
 def inputs():
     torch.manual_seed(0)
-    return [torch.randn(LAYOUT.num_tokens, heads, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    return [torch.randn(LAYOUT.num_tokens, *shape, dtype=torch.float64) for shape in ((4, 16), (2, 16), (2, 24))]
 
 
 def asked_of_backward(step):

@@ -19,7 +19,7 @@ LAYOUT = Layout.from_lengths([5], [[3, 2]])
 
 def qkv(layout=LAYOUT):
     torch.manual_seed(0)
-    return [torch.randn(layout.num_tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    return [torch.randn(layout.num_tokens, *shape, dtype=torch.float64) for shape in ((4, 8), (2, 8), (2, 16))]
 
 
 def loss(q, k, v):
@@ -123,11 +123,11 @@ def test_the_backward_is_exported_too():
 def test_fake_tensors():
     with FakeTensorMode():
         layout = Layout.from_lengths([5], [[3, 2]])
-        q, k, v = (torch.empty(10, h, 8, requires_grad=True) for h in (4, 2, 2))
+        q, k, v = (torch.empty(10, *shape, requires_grad=True) for shape in ((4, 8), (2, 8), (2, 16)))
         out, lse = dualkv.attention(q, k, v, layout, return_lse=True)
         grads = torch.autograd.grad(out.sum(), (q, k, v))
         there = dualkv.attention(*(torch.empty(10, h, 8, device="cuda") for h in (4, 2, 2)), layout)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 10), torch.float32)
+    assert (out.shape, lse.shape, lse.dtype) == ((10, 4, 16), (4, 10), torch.float32)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
     assert there.device == torch.device("cuda", 0)
 

@@ -333,8 +333,8 @@ PLANTED = [
         "a row of the table is read before it is there",
         NARROW_WINDOW,
         "bwd_narrow.py",
-        "        p.Q.consumer_wait(stage)  # a stage may be released once it is full\n",
-        "",
+        "            p.Q.consumer_wait(stage)\n            following",
+        "            following",
     ),
     one(
         "a row of the table is read before it is there",
@@ -347,7 +347,7 @@ PLANTED = [
         "steps of the other CTA are counted as own",
         "bwd_narrow d96 window",
         "bwd_window.py",
-        "return own + cutlass.select_(self.is_own(row[fields.FLAGS], self.rank()), Int32(1), Int32(0))",
+        "return own + cutlass.select_(self.is_own(row.flags, self.rank()), Int32(1), Int32(0))",
         "return own + 1",
     ),
     one(
