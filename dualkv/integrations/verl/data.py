@@ -263,17 +263,17 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
         (np.cumsum(is_head) - 1)[predicts],
         sequence_rows,
     )
-    input_ids, *others = (torch.from_numpy(x) for x in arrays)
+    input_ids, source, head_rows, value, of_sequences = (torch.from_numpy(x) for x in arrays)
     position_ids = None
     if data["position_ids"].dim() == 3:
-        of_sequences = _host(data["position_ids"].values())  # [rows, tokens]
+        replicated = _host(data["position_ids"].values())  # [rows, tokens]
         cuts = np.cumsum(p + r)[:-1]
-        of_packed = np.stack([tree_tokens(tree, np.split(row, cuts)) for row in of_sequences])
-        if not np.array_equal(of_packed[:, tree_rows(tree)], of_sequences):
+        of_packed = np.stack([tree_tokens(tree, np.split(row, cuts)) for row in replicated])
+        if not np.array_equal(of_packed[:, tree_rows(tree)], replicated):
             raise ValueError("position_ids differ between rollouts with equal prompts, expected equal positions")
         position_ids = torch.from_numpy(of_packed)
     media = _modalities(data)
     leaders = tree.source[np.flatnonzero(tree.parent < 0)]
     of_prompts = extract_multi_modal_inputs([media[i] for i in leaders]) if media else {}
     layout = Layout.from_segments(tree.offsets, tree.parent)
-    return PackedRollouts(input_ids, layout, *others, position_ids=position_ids, media=of_prompts)
+    return PackedRollouts(input_ids, layout, source, head_rows, value, of_sequences, position_ids, of_prompts)
