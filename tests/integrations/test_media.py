@@ -440,3 +440,27 @@ def test_a_compiled_decoder(family: str) -> None:
             torch._dynamo.reset()
         model.get_decoder().compile(backend="eager", fullgraph=True)
         assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_a_tree_with_images_in_its_turns() -> None:
+    """Segments: a prompt with an image, a text answer, two turns with images behind both, a leaf behind one of them."""
+    draw = torch.Generator().manual_seed(4)
+    parts = [prompt(draw, "Qwen3VL", *grids) for grids in (ONE, NONE, TWO, NONE, ((1, 6, 2),), NONE)]
+    parents = [-1, 0, 0, 2, 1, 1]
+    order = [0, 1, 4, 5, 2, 3]  # depth first
+    at = {segment: i for i, segment in enumerate(order)}
+    offsets = torch.tensor([0, *(len(parts[s][0]) for s in order)]).cumsum(0)
+    layout = dualkv.Layout.from_segments(offsets, [at[parents[s]] if parents[s] >= 0 else -1 for s in order])
+    names = ("pixel_values", "image_grid_thw")
+    joined = {name: torch.cat([parts[s][1][name] for s in order if name in parts[s][1]]) for name in names}
+    joined["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in order], 1)
+    ids = torch.cat([parts[s][0] for s in order])[None]
+    model = enable(make("Qwen3VL").eval())
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids, dualkv=layout, **joined).last_hidden_state[0]
+        for path in ([0, 1, 4], [0, 1, 5], [0, 2, 3]):
+            media = {name: torch.cat([parts[s][1][name] for s in path if name in parts[s][1]]) for name in names}
+            media["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in path], 1)
+            expected = alone(model, torch.cat([parts[s][0] for s in path]), torch.zeros(0, dtype=torch.int64), media)
+            rows = torch.cat([torch.arange(*offsets[at[s] : at[s] + 2].tolist()) for s in path])
+            assert_close(f"hidden states of path {path}", hidden[rows], expected, 1e-5)
