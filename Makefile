@@ -29,14 +29,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
 	touch $(STAMP)
 
-# Environments of other libraries are what `pip install '.[verl]'` and `'.[trl]'` make, in pinned versions. They see the
-# first one's packages behind their own, which pip takes for installed: veRL asks for another transformers, both bring more.
+# Environments of other libraries are what `pip install '.[verl]'` and `'.[trl]'` make, in pinned versions (all of them
+# listed, so that nothing is to be resolved). They see the first one's packages behind their own: veRL asks for another
+# transformers, both bring more.
 .venv-%/.installed: $(STAMP) pyproject.toml tests/integrations/%/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip .venv-$*
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		"$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
-	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet \
-		--requirement tests/integrations/$*/requirements.txt --editable '.[$*]'
+	$(BIN)/uv pip install --quiet --python .venv-$*/bin/python --no-deps \
+		--requirement tests/integrations/$*/requirements.txt --editable .
 	touch $@
 
 demo: $(STAMP)

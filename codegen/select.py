@@ -106,11 +106,12 @@ def select(
 
 
 def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
-    """The forward's kernels of a shape; one kernel serves windows in layouts of any depth."""
-    which = (True,) if "window" in shape.features else (False, True) if trees else (False,)
+    """The forward's kernels of a shape; those of windows, long and short ones, serve layouts of any depth."""
+    window = "window" in shape.features
+    which = ((True, False), (True, True)) if window else ((False, False), (True, False)) if trees else ((False, False),)
     return [
-        forward_spec(dtype, shape.native, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features))
-        for deep in which
+        forward_spec(dtype, shape.native, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features), short)
+        for deep, short in which
     ]
 
 

@@ -141,16 +141,17 @@ def joined(*features: str) -> str:
 
 
 def forward_spec(
-    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = ""
+    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = "", short: bool = False
 ) -> KernelSpec[ForwardTile]:
     """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles.
 
     Args:
         trees: the kernel for layouts deeper than two levels, which also serves windows.
         features: see :class:`KernelSpec`.
+        short: see `forward_tile`.
     """
     operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
-    tile = forward_tile(head_dim, features.split("+"))
+    tile = forward_tile(head_dim, features.split("+"), short)
     return KernelSpec(operation, dtype, native, packed, tile, features=features)
 
 

@@ -51,7 +51,12 @@ HEAD_DIM_PAIRS = tuple((head_dim, head_dim) for head_dim in HEAD_DIMS)
 
 WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks: 128 keys and a tile of 24 or 32 rows are two blocks
     64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),
+    128: ForwardTile(tile_n=64, warp_groups=3, stages=4, cluster=1),  # a cluster's CTAs see other keys: 3 to 8 % slower
     192: ForwardTile(tile_n=80),
+}
+SHORT_WINDOW = 1024
+SHORT_WINDOW_TILES = WINDOW_TILES | {  # up to SHORT_WINDOW: fewer keys that not all rows see; from 4096 on 5 % slower
+    256: ForwardTile(tile_n=48, cluster=1),
 }
 SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
     64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
@@ -89,12 +94,16 @@ def packed_heads(heads_per_kv: int) -> int:
     return max(divisors, key=lambda n: (64 // n * n, n))
 
 
-def forward_tile(head_dim: int, features: Collection[str] = ()) -> ForwardTile:
+def forward_tile(head_dim: int, features: Collection[str] = (), short: bool = False) -> ForwardTile:
     """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share it.
 
-    features: see codegen.spec.KernelSpec.
+    Args:
+        features: see codegen.spec.KernelSpec.
+        short: the window or chunk is of SHORT_WINDOW keys or fewer.
     """
-    tiles = WINDOW_TILES if "window" in features else SOFTCAP_TILES if "softcap" in features else FORWARD_TILES
+    tiles = SOFTCAP_TILES if "softcap" in features else FORWARD_TILES
+    if "window" in features:
+        tiles = SHORT_WINDOW_TILES if short else WINDOW_TILES
     return tiles[kernel_head_dim(head_dim)]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -70,21 +68,17 @@ def test_the_dockerfile_copies_what_exists_and_is_let_through():
             assert step in stage, step
 
 
-def test_verify_refuses_an_environment_with_the_compiler(kernels):
-    def verify(**settings: str) -> str:
-        done = subprocess.run(
-            [sys.executable, str(DEPLOY / "verify.py")], cwd=ROOT, capture_output=True, text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | settings,
-        )  # fmt: skip
-        assert done.returncode == 1
-        return done.stderr.strip()
+def test_verify_refuses_an_environment_with_the_compiler(kernels, monkeypatch):
+    def verify(jit: str, folder: object) -> str:
+        monkeypatch.setenv("DUALKV_JIT", jit)
+        monkeypatch.setenv("DUALKV_KERNEL_DIR", str(folder))
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(DEPLOY / "verify.py"), run_name="__main__")
+        return str(caught.value)
 
-    for settings in (
-        {"DUALKV_JIT": "1", "DUALKV_KERNEL_DIR": str(kernels)},
-        {"DUALKV_JIT": "0", "DUALKV_KERNEL_DIR": ""},
-    ):
-        assert verify(**settings) == "expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0"
-    assert verify(DUALKV_JIT="0", DUALKV_KERNEL_DIR=str(kernels)).startswith("cutlass can be imported here")
+    for settings in (("1", kernels), ("0", "")):
+        assert verify(*settings) == "expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0"
+    assert verify("0", kernels).startswith("cutlass can be imported here")
 
 
 def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():

@@ -34,7 +34,6 @@ SMALL = {
 MADE = {
     "help": ("", "make test"),
     "demo": (SMALL["dualkv demo"], "EXACT TO ROUNDING"),
-    "fuzz": ("--cases 2 --device cpu --seed 0", "2 cases"),
 }
 FOREIGN = ("pre-commit",)  # programs of others
 CONSTRAINTS = ROOT / "constraints.txt"

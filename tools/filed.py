@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 1000  # characters of a part that stays on one line: what a side of a benchmark made, say
-DIGITS = 9  # of numbers: more than any clock here is good for, so that tables round to what they did
+DIGITS = 6  # of numbers: more than any clock here is good for, so that tables round to what they did
 COLUMNS, ROWS, ABSENT = "columns", "rows", "-"
 RUNS, ENVIRONMENT = "runs", "environment"
 

@@ -27,7 +27,8 @@ def executed_over_useful(workload: Workload, direction: str, num_sms: int = 132)
     segments, native = segments_of(layout.offsets, layout.parent), kernel_head_dims(*workload.head_dims)[0]
     features = tuple(name for name in ("window", "sinks", "softcap") if name == "window" or getattr(workload, name))
     if direction == "fwd":
-        spec = forward_spec(workload.dtype, native, workload.heads // workload.kv_heads, True, joined(*features))
+        ratio = workload.heads // workload.kv_heads
+        spec = forward_spec(workload.dtype, native, ratio, True, joined(*features), window.short)
         tile, packed = spec.tile, spec.packed_heads
         done = forward_pairs(path_work(segments, tile.tokens(packed), tile.tile_n, window, tile.parts), tile, packed)
     else:

@@ -237,11 +237,12 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 # ---------------------------------------------------------------- launches
 @cache
 def _kernel(
-    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False, features: str = ""
-) -> tuple[KernelSpec[ForwardTile], Kernel]:
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False, features: str = "",
+    short: bool = False,
+) -> tuple[KernelSpec[ForwardTile], Kernel]:  # fmt: skip
     """The specification and the loaded kernel for these; independent of a batch's lengths."""
     _refuse_capture(device, "the kernel is not loaded")
-    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features)
+    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features, short)
     return spec, store.load(spec)
 
 
@@ -306,7 +307,8 @@ def forward(
     trees = segments.max_depth > 2 or window is not None
     features = {"window": window, "sinks": sinks, "softcap": softcap}
     named = joined(*(name for name, x in features.items() if x is not None))
-    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named)
+    short = window is not None and window.short
+    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named, short)
     planned = forward_plan(segments, device, spec, heads, k.shape[1], window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, v.shape[2]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from codegen.tiles import SHORT_WINDOW
 from dualkv.arrays import IntArray
 
 
@@ -36,6 +37,16 @@ class Window:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected 1 or more")
 
+    @property
+    def max_keys(self) -> int:
+        """The most keys that a query sees."""
+        return self.size or self.chunk or 0
+
+    @property
+    def short(self) -> bool:
+        """Whether the forward takes the tile of short windows."""
+        return self.max_keys <= SHORT_WINDOW
+
     def lowest(self, position: IntArray) -> IntArray:
         """The lowest position that a query at each position sees, 0 or more."""
         if self.size is not None:
@@ -52,4 +63,4 @@ class Window:
 
     def hides(self, longest_path: int) -> bool:
         """Whether it hides any key on paths of up to so many tokens; if not, attention is full."""
-        return longest_path > (self.size if self.size is not None else self.chunk or 0)
+        return longest_path > self.max_keys

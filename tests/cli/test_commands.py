@@ -1,7 +1,6 @@
 """The command line: what it prints, where, and that every failure is one sentence and a non-zero exit."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -199,13 +198,6 @@ def test_doctor_reads_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert doctor._driver() == ("580.65", ["NVIDIA H200, compute capability 9.0, 143771 MiB"])
     tool.write_text("#!/bin/sh\necho 'no devices were found'; exit 6\n")
     assert doctor._driver() == (None, [])
-
-
-def test_python_dash_m() -> None:
-    done = subprocess.run([sys.executable, "-m", "dualkv", "demo", "--steps", "0"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "dualkv: steps is 0, expected 1 or more\n"
-    assert done.stdout == ""
 
 
 def test_defaults_of_the_demo_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

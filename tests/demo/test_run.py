@@ -48,8 +48,7 @@ def write(path: Path, rollouts: Rollouts) -> str:
 
 
 # ---------------------------------------------------------------------- both ways
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("algorithm", "dtype"), [("grpo", "float32"), ("dapo", "float64")])
 def test_live_rollouts_agree(algorithm: str, dtype: str) -> None:
     result = run_demo(DemoSettings(algorithm=algorithm, dtype=dtype, kl_coef=0.1, **SMALL))
     first, second = result.updates["packed"]

@@ -91,6 +91,7 @@ def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path
 
     monkeypatch.setattr(reference, function, damaged)
     monkeypatch.setattr(fuzz, "CASES", tmp_path)
+    monkeypatch.setattr(fuzz, "FAILURES", 1)
     monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
     assert fuzz.main() == 1
     assert "case" in capsys.readouterr().out

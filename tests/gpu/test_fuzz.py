@@ -41,8 +41,9 @@ def feature_specs():
         for head_dim in GPU_FEATURE_HEAD_DIMS:
             for trees in (False, True) if "window" not in features else (True,):
                 for ratio in TREE_RATIOS:
-                    spec = forward_spec("bf16", head_dim, ratio, trees, joined(*features))
-                    found[spec.symbol] = spec
+                    for short in (False, True):
+                        spec = forward_spec("bf16", head_dim, ratio, trees, joined(*features), short)
+                        found[spec.symbol] = spec
             for fixed in (False, True):
                 for more in ((), ("dlse",)):
                     for spec in backward_specs("bf16", head_dim, fixed, features=features + more).present:

@@ -45,13 +45,13 @@ FEATURES = [
 def kernels(compile_all):
     if not HOPPER:
         return
-    specs = [forward_spec("bf16", d, h, trees=True, features="window") for d in HEAD_DIMS for h in (1, 4)]
+    specs = [forward_spec("bf16", d, h, True, "window", short) for d in HEAD_DIMS for h in (1, 4) for short in (0, 1)]
     for d in HEAD_DIMS:
         for names in [("window",)] + (FEATURES if d in OTHER_HEAD_DIMS else []):
             # A window that hides nothing on a layout is dropped.
             for kept in {names, tuple(name for name in names if name != "window")} - {()}:
                 for trees in (True,) if "window" in kept else (False, True):
-                    specs.append(forward_spec("bf16", d, 4, trees=trees, features="+".join(kept)))
+                    specs += [forward_spec("bf16", d, 4, trees, "+".join(kept), short) for short in (False, True)]
                 for fixed in (False, True):
                     specs += backward_specs("bf16", d, fixed, features=(*kept, *["dlse"] * fixed)).present
     compile_all(specs)

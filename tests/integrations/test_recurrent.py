@@ -138,7 +138,7 @@ def worst(model: Any, layout: dualkv.Layout, dtype: torch.dtype = torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "recompute"), [(torch.float64, False), (torch.float64, True), (torch.float32, True)])
+@pytest.mark.parametrize(("dtype", "recompute"), [(torch.float64, False), (torch.float32, True)])
 def test_packed_equals_replicated(family: str, dtype: torch.dtype, recompute: bool) -> None:
     model = make(family, dtype)
     if recompute:
@@ -400,7 +400,7 @@ def test_autocast(family: str) -> None:
     assert_close("log-probs", packed, expected, 2 * ((alone - expected).norm() / expected.norm()).item() + 1e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "minimax"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "minimax"])
 def test_compiled(family: str) -> None:
     """The graph breaks at recurrent layers; results and gradients stay."""
     model = enable(make(family), check=False)

@@ -200,8 +200,3 @@ def test_lengths_on_a_device_are_read_again_after_a_write(monkeypatch):
         for _ in range(2):
             assert compat._lengths("cu", frozen).tolist() == [3, 2]
     assert len(reads) == 4
-
-
-def test_it_is_found_at_the_top_level():
-    assert dualkv.flash_attn_dualkv_varlen_func is flash_attn_dualkv_varlen_func
-    assert "flash_attn_dualkv_varlen_func" in dualkv.__all__

@@ -53,22 +53,6 @@ def test_vmap_computes_each_of_a_batch():
         assert all(torch.equal(got[i], want) for got, want in zip(each, gradients(*one), strict=True))
 
 
-def test_a_module_called_functionally():
-    class Attend(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-        def forward(self, q, k, v):
-            return loss(q * self.scale, k, v)
-
-    module = Attend()
-    want = torch.autograd.grad(module(*qkv()), module.scale)[0]
-    parameters = {name: x.detach() for name, x in module.named_parameters()}
-    got = torch.func.grad(lambda p: torch.func.functional_call(module, p, tuple(qkv())))(parameters)
-    assert torch.allclose(got["scale"], want, rtol=1e-12)
-
-
 def test_second_derivatives_and_forward_mode_raise():
     """The op by itself would give tangents of zero, which are wrong."""
     q, k, v = qkv()

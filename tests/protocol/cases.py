@@ -363,14 +363,14 @@ class Outputs:
 
 def forward(
     name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
-    parents: list[int] | None = None, window: Window | None = None, features: tuple[str, ...] = (),
+    parents: list[int] | None = None, window: Window | None = None, features: tuple[str, ...] = (), short: bool = True,
 ) -> Case:  # fmt: skip
     """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles.
 
     features: besides a window.
     """
     has = (*([] if window is None else ["window"]), *features)
-    config = tiles.forward_tile(head_dim, has)
+    config = tiles.forward_tile(head_dim, has, short)
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -454,6 +454,7 @@ def cases() -> list[Case]:
         window, lengths, parents = Window(size=40), [130, 90, 20, 0, 70], [-1, 0, 1, 0, 0]
         more = {"heads": 4, "kv_heads": 1, "parents": parents, "window": window}
         found.append(forward(f"fwd_paths d{d} window", d, lengths, **more))
+    found.append(forward("fwd_paths d256 long window", 256, lengths, **more, short=False))
     found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
     both = {"heads": 4, "kv_heads": 1, "features": ("sinks", "softcap")}
     found.append(forward("fwd d128 sinks softcap", 128, ([130, 30], [[40, 7], [10]]), **both))

@@ -92,11 +92,7 @@ PLANTED = [
         "            pass",
     ),
     one(
-        "a stage is loaded before it is empty",
-        NARROW,
-        "bwd_load.py",
-        "        pipeline.producer_acquire(stage)\n",
-        "",
+        "a stage is loaded before it is empty", NARROW, "bwd_load.py", "        pipeline.producer_acquire(stage)\n", ""
     ),
     one(
         "too many bytes expected",
@@ -119,13 +115,7 @@ PLANTED = [
         "            self.sync_cluster()  # the index is there\n",
         "",
     ),
-    one(
-        "Q is not released",
-        WIDE,
-        "bwd_wide.py",
-        END_OF_STEP,
-        "        warpgroup.wait_group(0)\n",
-    ),
+    one("Q is not released", WIDE, "bwd_wide.py", END_OF_STEP, "        warpgroup.wait_group(0)\n"),
     one(
         "Q is released before it is read",
         WIDE,
@@ -140,13 +130,7 @@ PLANTED = [
         "            p.dS.wait(it)\n            bar",
         "            bar",
     ),
-    one(
-        "P is read before it is there",
-        WIDE,
-        "bwd_wide.py",
-        "            p.P.wait(it)\n",
-        "",
-    ),
+    one("P is read before it is there", WIDE, "bwd_wide.py", "            p.P.wait(it)\n", ""),
     one(
         "P is overwritten before it is read",
         WIDE,
@@ -154,13 +138,7 @@ PLANTED = [
         "                p.dS.wait(it - 1)\n            for c",
         "                pass\n            for c",
     ),
-    one(
-        "dS of the other CTA before it is there",
-        WIDE,
-        "bwd_wide.py",
-        "        p.peer_dS.wait(it)\n",
-        "",
-    ),
+    one("dS of the other CTA before it is there", WIDE, "bwd_wide.py", "        p.peer_dS.wait(it)\n", ""),
     one(
         "two buffers for dS of the other CTA",
         WIDE,
@@ -210,20 +188,8 @@ PLANTED = [
         "while load_acquire(lock) != before:",
         "while load_acquire(lock) < before - 1:",
     ),
-    one(
-        "grants run ahead",
-        WIDE_IN_ORDER,
-        "bwd_wide.py",
-        "                p.dq_order.passed.wait_previous(it)\n",
-        "",
-    ),
-    one(
-        "Q is not released",
-        NARROW,
-        "bwd_narrow.py",
-        END_OF_STEP,
-        "        warpgroup.wait_group(0)\n",
-    ),
+    one("grants run ahead", WIDE_IN_ORDER, "bwd_wide.py", "                p.dq_order.passed.wait_previous(it)\n", ""),
+    one("Q is not released", NARROW, "bwd_narrow.py", END_OF_STEP, "        warpgroup.wait_group(0)\n"),
     one(
         "Q is released before it is read",
         NARROW,
@@ -238,13 +204,7 @@ PLANTED = [
         "        p.dO.consumer_release(stage)\n        p.Q.consumer_release(stage)\n\n",
         "        p.Q.consumer_release(stage)\n\n",
     ),
-    one(
-        "dS is overwritten before it is read",
-        NARROW,
-        "bwd_narrow.py",
-        "        p.dS.wait_previous(it)\n",
-        "",
-    ),
+    one("dS is overwritten before it is read", NARROW, "bwd_narrow.py", "        p.dS.wait_previous(it)\n", ""),
     one(
         "one buffer for dS",
         NARROW,
@@ -301,13 +261,7 @@ PLANTED = [
         "            while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:\n                pass\n",
         "",
     ),
-    one(
-        "said to be cleared too early",
-        NARROW,
-        "bwd_dq.py",
-        "val=Int32(CLAIMED)",
-        "val=Int32(CLEARED)",
-    ),
+    one("said to be cleared too early", NARROW, "bwd_dq.py", "val=Int32(CLAIMED)", "val=Int32(CLEARED)"),
     one(
         "predecessors are not awaited",
         NARROW_IN_ORDER,
@@ -393,13 +347,7 @@ PLANTED = [
         "before = g.blocks[row, BlockFields.BEFORE] if",
         "before = g.blocks[item.block_begin, BlockFields.BEFORE] if",
     ),
-    one(
-        "V is not released",
-        FWD,
-        "fwd.py",
-        f"        {RELEASE_V}",
-        "",
-    ),
+    one("V is not released", FWD, "fwd.py", f"        {RELEASE_V}", ""),
     one(
         "V is released before it is read",
         FWD,
@@ -407,20 +355,8 @@ PLANTED = [
         f"        warpgroup.wait_group(0)\n        {RELEASE_V}",
         f"        {RELEASE_V}        warpgroup.wait_group(0)\n",
     ),
-    one(
-        "K is released before it is read",
-        FWD,
-        "fwd.py",
-        "        warpgroup.wait_group(1)\n",
-        "",
-    ),
-    one(
-        "V is read before it is there",
-        FWD,
-        "fwd.py",
-        "        V.consumer_wait(v_stage)\n",
-        "",
-    ),
+    one("K is released before it is read", FWD, "fwd.py", "        warpgroup.wait_group(1)\n", ""),
+    one("V is read before it is there", FWD, "fwd.py", "        V.consumer_wait(v_stage)\n", ""),
     one(
         "the probabilities change while they are read",
         FWD,
@@ -428,20 +364,8 @@ PLANTED = [
         f"        warpgroup.wait_group(0)\n        {RELEASE_V}        round_to(acc_S, state.tOrP)\n",
         f"        round_to(acc_S, state.tOrP)\n        warpgroup.wait_group(0)\n        {RELEASE_V}",
     ),
-    one(
-        "a skipped block is not awaited",
-        FWD,
-        "fwd.py",
-        "            pipeline.consumer_wait(stage)\n",
-        "",
-    ),
-    one(
-        "Q is loaded over O",
-        FWD,
-        "fwd.py",
-        "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
-        "",
-    ),
+    one("a skipped block is not awaited", FWD, "fwd.py", "            pipeline.consumer_wait(stage)\n", ""),
+    one("Q is loaded over O", FWD, "fwd.py", "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),
     one(
         "O is stored before all warps wrote it",
         FWD,
@@ -473,13 +397,7 @@ PLANTED = [
         "4 * self.warp_groups  # MMA warps of a CTA",
         "4 * self.warp_groups - 1",
     ),
-    one(
-        "a stage is loaded before it is empty",
-        FWD,
-        "fwd_load.py",
-        "        pipeline.producer_acquire(stage)\n",
-        "",
-    ),
+    one("a stage is loaded before it is empty", FWD, "fwd_load.py", "        pipeline.producer_acquire(stage)\n", ""),
     one(
         "Q is loaded before its stage is released",
         FWD,
@@ -487,11 +405,5 @@ PLANTED = [
         "        self.empty.wait(Stage(place, (self.part(count + 1, wg) // self.places + 1) % 2))\n",
         "",
     ),
-    one(
-        "a key block is left out",
-        PATHS,
-        "work.py",
-        "        self.run[1] -= 1\n",
-        "        self.run[1] -= 2\n",
-    ),
+    one("a key block is left out", PATHS, "work.py", "        self.run[1] -= 1\n", "        self.run[1] -= 2\n"),
 ]

@@ -25,26 +25,6 @@ def test_entries_come_back(record):
     assert filed.text(filed.parse(text)) == text
 
 
-def test_fields_of_equal_entries_are_named_once():
-    side = {"ms": 1.0, "rounds": [{"power": 3.0}, {"power": 4.0}], "error": "x"}
-    entries = [side | {"ms": float(i)} for i in range(40)]
-    del entries[7]["error"]
-    text = filed.text({"before": 1, "sides": {"one": entries}})
-    assert filed.parse(text) == {"before": 1, "sides": {"one": entries}}
-    assert text.count("power") == 1
-    row = [line for line in text.splitlines() if line.strip().startswith("[7.0")]
-    assert row == ['    [7.0, [[3.0], [4.0]], "-"],'], "an entry is a line, and a field may be absent"
-
-
-def test_short_parts_stand_on_one_line_and_numbers_are_rounded():
-    text = filed.text({"a": {str(i): "y" * i for i in range(50)}, "b": "x" * 300, "d": 1.23456789012})
-    assert json.loads(text)["d"] == 1.23456789
-    assert max(len(line) for line in text.splitlines()) <= filed.WIDTH + 10
-    assert len(text.splitlines()) == 2 + 2 + 1 + 51
-    rewards = [i / 7 for i in range(1000)]
-    assert len(filed.text({"a": rewards}).splitlines()) == 3
-
-
 def test_an_environment_is_named_where_it_is_known(tmp_path):
     environment = {"gpu": {"name": "H200"}, "versions": {"torch": "2.11.0"}}
     (tmp_path / "environments").mkdir()

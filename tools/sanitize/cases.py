@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from codegen import tiles
-from codegen.spec import KernelSpec, backward_specs, forward_spec
+from codegen.spec import KernelSpec, backward_specs, forward_spec, joined
 from dualkv import Layout
 
 _SIZES = {tile.tile_n for tile in tiles.FORWARD_TILES.values()}
@@ -30,6 +31,7 @@ LAYOUTS = {
 # (H, Hk). Of fp16 and the others two query heads a KV head, so that tiles of more tokens are there as well.
 HEADS = {"long prompt": (8, 1), "short prompt": (8, 1), "edges": (4, 1), "short edges": (4, 1), "tree": (4, 1)}
 TWO_A_KV_HEAD = (4, 2)
+OPTIONS: dict[str, Any] = {"window": 70, "sinks": 1.5, "softcap": 20.0}  # of features; sinks: of every head
 PADDED = 80  # a head dim that is not native
 HEAD_DIMS = tuple(sorted({*tiles.HEAD_DIMS, PADDED}))
 
@@ -43,6 +45,7 @@ class Case:
         head_dim, dtype: of q, k and v.
         deterministic: of the backward.
         gradients: what the backward is asked for.
+        features: of OPTIONS.
     """
 
     layout: str
@@ -50,12 +53,13 @@ class Case:
     dtype: str = "bf16"
     deterministic: bool = False
     gradients: str = "qkv"
+    features: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         extra = [self.dtype] * (self.dtype != "bf16") + ["deterministic"] * self.deterministic
-        extra += [f"gradients of {self.gradients}"] * (self.gradients != "qkv")
-        return " ".join([self.layout, f"D={self.head_dim}", *extra])
+        extra += [f"gradients of {self.gradients}"] * (self.gradients != "qkv") + ["+".join(self.features)]
+        return " ".join(filter(None, [self.layout, f"D={self.head_dim}", *extra]))
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -65,9 +69,10 @@ class Case:
     def specs(self) -> list[KernelSpec]:
         """The kernels that it runs."""
         heads, kv_heads = self.heads
-        backward = backward_specs(self.dtype, self.head_dim, self.deterministic, self.gradients)
-        trees = LAYOUTS[self.layout].depth > 2
-        return [forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees), *backward.present]
+        backward = backward_specs(self.dtype, self.head_dim, self.deterministic, self.gradients, self.features)
+        window, named = "window" in self.features, joined(*self.features)
+        trees = window or LAYOUTS[self.layout].depth > 2
+        return [forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees, named, window), *backward.present]
 
 
 def cases(head_dim: int, tool: str) -> Iterator[Case]:
@@ -84,3 +89,7 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
     yield Case(edges, head_dim, "fp16")
     for gradients in ("q", "kv"):
         yield Case(edges if short else prompt, head_dim, "bf16", False, gradients)
+    for layout, features in ((edges, ("window",)), ("tree", ("window", "sinks")), (edges, ("window", "softcap"))):
+        for deterministic in (False, True):
+            yield Case(layout, head_dim, "bf16", deterministic, features=features)
+    yield Case(edges, head_dim, "bf16", False, features=("sinks", "softcap"))

@@ -11,7 +11,7 @@ import dualkv
 from codegen.tiles import kernel_head_dim
 from cute_kernels.abi import clears_ahead
 from tools.sanitize import controls
-from tools.sanitize.cases import LAYOUTS, Case, cases
+from tools.sanitize.cases import LAYOUTS, OPTIONS, Case, cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MARK, END, FAILED = "@@ case: ", "@@ end", "@@ failed: "
@@ -39,17 +39,20 @@ def run_case(case: Case, fill: bool) -> None:
         ).requires_grad_(i < 3 and "qkv"[min(i, 2)] in case.gradients)
         for i, n in enumerate((heads, kv_heads, kv_heads, heads))
     )
+    features = {name: OPTIONS[name] for name in case.features}
+    if "sinks" in features:
+        features["sinks"] = torch.full((heads,), features["sinks"], device="cuda").requires_grad_()
     host = layout.offsets, layout.parent, case.head_dim**-0.5, case.deterministic
     if fill:
         with torch.no_grad():
             torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills what it makes
-            out, lse = torch.ops.dualkv.fwd(q, k, v, *host)
+            out, lse = torch.ops.dualkv.fwd(q, k, v, *host, **features)
             stored = case.deterministic and clears_ahead(kernel_head_dim(case.head_dim))  # the first of dQ's sums
             torch.use_deterministic_algorithms(stored, warn_only=True)
-            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients)
+            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients, **features)
             torch.use_deterministic_algorithms(False)
     else:
-        dualkv.attention(q, k, v, layout, deterministic=case.deterministic).backward(dout)
+        dualkv.attention(q, k, v, layout, deterministic=case.deterministic, **features).backward(dout)
 
 
 def main(tool: str, what: str) -> None:

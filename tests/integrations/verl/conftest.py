@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +38,15 @@ def _run(folder: Path, scenarios: dict[str, Any], ranks: int) -> None:
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared |= {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl.worker", str(listed), str(folder)]
-    started = []
-    for rank in range(ranks):
-        log = (folder / f"log-{ranks}-{rank}").open("w")
-        env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        started.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        failed = [rank for rank, process in enumerate(started) if process.wait(SECONDS)]
-    finally:
-        for process in started:
-            process.kill()
+    with subprocess.Popen(command, env=os.environ | shared, cwd=ROOT, start_new_session=True) as process:
+        try:
+            failed = process.wait(SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the ranks, if there are any left
     if failed:
-        tail = (folder / f"log-{ranks}-{failed[0]}").read_text()[-3000:]
-        raise RuntimeError(f"rank {failed[0]} of {ranks} failed:\n{tail}")
+        tail = "".join((folder / f"log-{ranks}-{rank}").read_text()[-3000:] for rank in range(ranks))
+        raise RuntimeError(f"one of {ranks} ranks failed:\n{tail}")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import transformers
 import verl
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
@@ -222,17 +221,3 @@ def test_an_engine_refuses_a_model_when_it_is_made(
 def test_plugin_is_found_by_its_entry_point() -> None:
     found = [e.value for e in entry_points(group="verl.plugins") if e.name == "dualkv"]
     assert found == ["dualkv.integrations.verl"]
-
-
-def test_lines_of_the_documentation_are_verls() -> None:
-    """The configuration that docs/verl.md shows, composed by veRL's own entry point's configuration."""
-    text = (Path(__file__).parents[3] / "docs/verl.md").read_text()
-    command = text.split("```bash\n")[1].split("```")[0].partition("verl.trainer.main_ppo")[2]
-    lines = command.replace("\\\n", " ").split()
-    overrides = [word for word in lines if "=" in word]
-    assert "+actor_rollout_ref.model.model_type=dualkv" in overrides
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        config = compose("ppo_trainer", overrides)
-    assert get_trainer_cls(config.trainer.v1.trainer_mode).stock_mode == "sync"
-    assert config.actor_rollout_ref.model._target_ == "verl.workers.config.HFModelConfig"
-    assert config.actor_rollout_ref.model.model_type == "dualkv"

@@ -1,7 +1,8 @@
-"""One rank of veRL's training workers on the CPU: runs the scenarios it is given and saves what came out of each.
+"""Ranks of veRL's training workers on the CPU: each runs the scenarios it is given and saves what came out of each.
 
-    python -m tests.integrations.verl.worker SCENARIOS.json FOLDER      RANK, WORLD_SIZE, ... in the environment
+    python -m tests.integrations.verl.worker SCENARIOS.json FOLDER      WORLD_SIZE, ... in the environment
 
+The ranks are forks of this process, so that veRL is imported once for all of them.
 A scenario is a dictionary of settings, each with a default (see where they are read); `run` names the function.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import traceback
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -283,5 +286,24 @@ def main(scenarios: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def fork(rank: int, scenarios: Path, folder: Path) -> int:
+    """Starts a rank, whose output goes to a file; its process id."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        log = os.open(folder / f"log-{os.environ['WORLD_SIZE']}-{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1), os.dup2(log, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        main(scenarios, folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    ranks = [fork(rank, *map(Path, sys.argv[1:])) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    sys.exit(any(os.waitpid(rank, 0)[1] for rank in ranks))

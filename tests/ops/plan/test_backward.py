@@ -16,21 +16,25 @@ from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_walk import Walk, first_block
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED
-from dualkv.layout import Segments, segments_of
 from dualkv.ops.plan.backward import backward_work
+from tests.ops.plan.walked import (
+    check_walk,
+    groups,
+    kv_heads_,
+    lengths,
+    not_asking,
+    num_sms_,
+    of,
+    of_groups,
+    ratios,
+    rule,
+    segments,
+)
 from tests.pace import against_writing
 from tests.strategies import random_tree, trees
 
 BLOCKS = [items.BLOCK_BEGIN, items.BLOCK_END]
 TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=80, cluster=1)}, key=repr)
-
-
-def of(layout):
-    return segments_of(layout.offsets, layout.parent)
-
-
-def segments(prompts, responses):
-    return of(Layout.from_lengths(prompts, responses))
 
 
 def computed(tile, item, rank, key_visible):
@@ -52,54 +56,22 @@ def computed(tile, item, rank, key_visible):
     return found
 
 
-def walk(seg, tile, plan, kv_heads):
-    """What the kernels would do: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV."""
-    total, M, N = seg.total, tile.tile_m, tile.tile_n
-    pairs = np.zeros((kv_heads, total + M, total + 2 * N), int)
-    stores = np.zeros((kv_heads, total), int)
-    partials = {}
-    visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
-    for item in plan.items.astype(int):
-        kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
-        assert item[items.BLOCK_BEGIN] < item[items.BLOCK_END]
-        assert item[items.KEY] < key_end <= item[items.KEY] + tile.cluster * N
-        if item[items.PARTIAL] < 0:
-            stores[kv_head, item[items.KEY] : key_end] += 1
-        else:
-            assert item[items.PARTIAL] not in partials
-            partials[item[items.PARTIAL]] = kv_head, item[items.KEY], key_end
+def check(seg, tile, plan, heads, kv_heads, asks=None):
+    """The plan, walked as the kernels walk it."""
+    visible_end = np.append(seg.visible_end, np.zeros(2 * tile.tile_n, int))
+
+    def steps(item):
         for rank in range(tile.cluster):
-            n0 = item[items.KEY] + rank * N
-            n = np.arange(n0, n0 + N)
-            key_visible = np.where(n < key_end, visible_end[n], 0)
+            n0 = item[items.KEY] + rank * tile.tile_n
+            n = np.arange(n0, n0 + tile.tile_n)
+            key_visible = np.where(n < item[items.KEY_END], visible_end[n], 0)
             for first, count, row, row_end in computed(tile, item, rank, key_visible):
                 q, own = np.arange(row, row_end)[:, None], slice(first, first + count)
-                masked = row < n0 + N - 1 or row_end > item[items.UNMASKED_END + rank]
+                masked = row < n0 + tile.tile_n - 1 or row_end > item[items.UNMASKED_END + rank]
                 seen = (n[own] <= q) & (q < key_visible[own]) if masked else np.ones((len(q), count), int)
-                pairs[kv_head, q, n[own]] += seen
-    for entry in plan.sums.astype(int):
-        parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
-        where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
-        assert len(parts) > 1
-        assert all(partials.pop(partial) == where for partial in parts)
-        stores[where[0], where[1] : where[2]] += 1
-    assert not partials, "partial sums that nothing adds up"
-    return pairs, stores
+                yield q, n[own], seen
 
-
-def check(seg, tile, plan, heads, kv_heads):
-    assert plan.items.dtype == plan.sums.dtype == np.int32
-    assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
-    floats = 2 * tile.cluster * tile.tile_n
-    assert plan.num_partials * floats <= seg.total * heads / 4, "partial sums take at most a quarter of dQ"
-    pairs, stores = walk(seg, tile, plan, kv_heads)
-    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
-    rule = (k <= q) & (q < seg.visible_end[k])
-    assert (stores == 1).all()
-    for of_head in pairs:
-        assert (of_head[: seg.total, : seg.total] == rule).all()
-        assert not of_head[seg.total :].any()
-        assert not of_head[:, seg.total :].any()
+    return check_walk(seg, tile, plan, heads, kv_heads, steps, rule(seg), asks)
 
 
 def check_turns(seg, tile, plan, kv_heads):
@@ -145,22 +117,14 @@ def check_waits(tile, plan):
             assert written[where, value] < asks, "waits for an item that may not have begun"
 
 
-lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))
-groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
-ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
-
-
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
 @example([(129, [])], TILES[0], 1, 1, 132)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)
 @example([(1, [1] * 300)], TILES[0], 4, 1, 132)
 @example([(500, [200, 100])], TILES[-1], 40, 1, 132)
 def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_sms):
-    groups = list(groups)
-    while sum(p + sum(rs) for p, rs in groups) > 1000:
-        groups.pop()
-    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    seg = of_groups(groups)
     check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
 
 
@@ -168,21 +132,10 @@ def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_s
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, st.booleans())
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_heads, deterministic):
     """Every pair of a response's query, every key's gradients, and no block of rows that do not ask."""
-    while sum(p + sum(rs) for p, rs in groups) > 1000:
-        groups.pop()
-    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
-    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    seg, before = not_asking(of_groups(groups))
     plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, 20, deterministic)
-    pairs, stores = walk(seg, tile, plan, kv_heads)
-    assert (stores == 1).all()
-    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
-    rule = (k <= q) & (q < seg.visible_end[k])
-    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
-    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
-    for of_head in pairs:
-        assert (of_head[: seg.total, : seg.total][before <= 0] == rule[before <= 0]).all()
+    for of_head in check(seg, tile, plan, ratio * kv_heads, kv_heads, before <= 0):
         assert not of_head[: seg.total][before > tile.tile_m].any()
-        assert not (of_head[: seg.total, : seg.total] & ~rule).any()
     if deterministic:
         check_turns(seg, tile, plan, kv_heads)
 
@@ -335,9 +288,9 @@ def fewest_rows(seg, step, more):
 
 def test_trees_of_any_lengths_take_about_as_few_steps_as_they_can():
     tile, more = backward_tile(128), 160
-    for seed, segments, depth, longest in ((0, 60, 10, 900), (1, 60, 10, 900), (2, 100, 6, 300), (3, 300, 30, 60)):
-        lengths = np.random.default_rng(seed).integers(longest // 8, longest, segments)
-        _, parent = random_tree(seed, segments, depth, 0)
+    for seed, many, depth, longest in ((0, 60, 10, 900), (1, 60, 10, 900), (2, 100, 6, 300), (3, 300, 30, 60)):
+        lengths = np.random.default_rng(seed).integers(longest // 8, longest, many)
+        _, parent = random_tree(seed, many, depth, 0)
         seg = of(Layout.from_segments([0, *np.cumsum(lengths).tolist()], parent))
         plan = backward_work(seg, tile, 1, 1, 2).items
         assert (plan[:, items.PARTIAL] < 0).all()
@@ -385,7 +338,7 @@ def balance(plan, clusters):
 def test_few_items_end_together(prompt, responses, head_dim, kv_heads, least):
     seg, tile = segments([prompt], [responses]), backward_tile(head_dim)
     plan = backward_work(seg, tile, 32, kv_heads, 132)
-    if seg.total < 14000:  # all pairs of longer ones do not fit into memory
+    if seg.total < 7000:  # all pairs of longer ones take a gigabyte
         check(seg, tile, plan, 32, kv_heads)
     assert balance(plan, 66) > least
 

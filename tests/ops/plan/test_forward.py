@@ -14,17 +14,13 @@ from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
-from dualkv.layout import Segments, segments_of
+from dualkv.layout import segments_of
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
+from tests.ops.plan.walked import groups, not_asking, of_groups, rule, segments
 from tests.pace import against_writing
 
 TILES = list(FORWARD_TILES.values())
-
-
-def segments(prompts, responses):
-    layout = Layout.from_lengths(prompts, responses)
-    return segments_of(layout.offsets, layout.parent)
 
 
 def blocks_of(item, tile_n):
@@ -118,45 +114,29 @@ def walk_blocks(item, blocks, walks, begin, tile_n, pairs):
 
 def check(seg, tile, heads):
     stores, pairs = walk(seg, tile, heads)
-    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
-    rule = (k <= q) & (q < seg.visible_end[k])
     assert (stores == 1).all()
-    assert (pairs[:, : seg.total] == rule).all()
+    assert (pairs[:, : seg.total] == rule(seg)).all()
     assert not pairs[:, seg.total :].any()
 
 
-lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 112, 127, 128, 129, 256]))
-groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
-
-
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example([(129, [])], TILES[0], 1)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4)
 @example([(1, [1] * 300)], TILES[0], 4)
 @example([(128, [1, 300])], TILES[0], 4)
 def test_items_cover_each_visible_pair_once(groups, tile, heads):
-    groups = [(p, rs) for p, rs in groups]
-    while sum(p + sum(rs) for p, rs in groups) > 1200:
-        groups.pop()
-    check(segments([p for p, _ in groups], [rs for _, rs in groups]), tile, heads)
+    check(of_groups(groups), tile, heads)
 
 
 @settings(max_examples=400, deadline=None)
 @given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, heads):
-    while sum(p + sum(rs) for p, rs in groups) > 1200:
-        groups.pop()
-    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
-    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    seg, before = not_asking(of_groups(groups))
     stores, pairs = walk(seg, tile, heads)
-    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
-    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
     assert (stores[before <= 0] == 1).all()
     assert (stores[before > 1] == 0).all()
-    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
-    rule = (k <= q) & (q < seg.visible_end[k])
-    assert (pairs[:, : seg.total][before <= 0] == rule[before <= 0]).all()
+    assert (pairs[:, : seg.total][before <= 0] == rule(seg)[before <= 0]).all()
 
 
 @pytest.mark.parametrize("tile", TILES, ids=repr)

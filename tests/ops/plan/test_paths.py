@@ -7,20 +7,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, WINDOW_TILES, forward_tile
+from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, SHORT_WINDOW_TILES, WINDOW_TILES, forward_tile
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.bench.executed import forward_pairs
-from dualkv.layout import segments_of
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
+from tests.ops.plan.walked import lengths, of, rule
 from tests.strategies import binary_tree, groups, random_tree, trees
 
-TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), list(WINDOW_TILES.values())
-
-
-def of(layout):
-    return segments_of(layout.offsets, layout.parent)
+TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256]]
 
 
 def key_blocks(item, regions, tile_n):
@@ -90,21 +86,14 @@ def walk(seg, tokens, tile_n, window=None, parts=1):
 
 def check(seg, tokens, tile_n, window=None, parts=1):
     taken, pairs = walk(seg, tokens, tile_n, window, parts)
-    q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]
-    rule = (k <= q) & (q < seg.visible_end[k])
-    if window is not None:
-        rule &= seg.position[k] >= window.lowest(seg.position)[q]
     asked = np.repeat(seg.prompts_ask | (seg.depth > 0), seg.lengths)
     assert (taken[asked] == 1).all()
     assert (taken <= 1).all()
-    assert (pairs[:, : seg.total] == rule * taken[:, None]).all()
+    assert (pairs[:, : seg.total] == rule(seg, window) * taken[:, None]).all()
     assert not pairs[:, seg.total :].any()
 
 
-lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 112, 127, 128, 129, 256]))
-
-
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4)
 @example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1)
@@ -120,7 +109,7 @@ windows = st.one_of(
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
 )
@@ -198,7 +187,7 @@ def test_trees_pay_for_what_they_see():
 )
 def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
     """Executed over useful products: by whole tiles, and by what each part of a tile walks."""
-    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"])
+    seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"], window.short)
     work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
     executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
     useful = int((seg.position - window.lowest(seg.position) + 1).sum())

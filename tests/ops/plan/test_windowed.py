@@ -11,32 +11,25 @@ from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
 from dualkv import Layout
 from dualkv.bench.executed import backward_pairs
-from dualkv.layout import Segments, segments_of
 from dualkv.ops.plan.windowed import windowed_work
 from dualkv.ops.window import Window
+from tests.ops.plan.walked import (
+    check_walk,
+    groups,
+    kv_heads_,
+    lengths,
+    not_asking,
+    num_sms_,
+    of,
+    of_groups,
+    ratios,
+    rule,
+    segments,
+)
 from tests.strategies import trees
 
 TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=128, cluster=1, heads_inside=True)}, key=repr)
 ORDERED = [BackwardTile(**(vars(tile) | {"deterministic": True})) for tile in TILES]
-
-
-def of(layout):
-    return segments_of(layout.offsets, layout.parent)
-
-
-def segments(prompts, responses):
-    return of(Layout.from_lengths(prompts, responses))
-
-
-def positions_of(seg):
-    own = seg.segment_of_row
-    return seg.first_position[own] + np.arange(seg.total) - seg.offsets[own]
-
-
-def visible(seg, window):
-    """[T, T] whether query row q sees key row k."""
-    q, k, position = np.arange(seg.total)[:, None], np.arange(seg.total)[None], positions_of(seg)
-    return (k <= q) & (q < seg.visible_end[k]) & (position[k] >= window.lowest(position)[:, None])
 
 
 def rows_of(tile, flags, rank):
@@ -51,27 +44,18 @@ def rows_of(tile, flags, rank):
     return [(64 * wg, 64, *rows[kind]) for wg, kind in kinds if kind != fields.SKIP]
 
 
-def walk(seg, window, tile, plan, kv_heads):
-    """What the kernels would do: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV."""
+def check(seg, window, tile, plan, heads, kv_heads, asks=None):
+    """The plan, walked as the kernels walk it."""
     total, M, N = seg.total, tile.tile_m, tile.tile_n
-    pairs = np.zeros((kv_heads, total + M, total + 2 * N), int)
-    stores = np.zeros((kv_heads, total), int)
-    partials = {}
     visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
-    position = np.append(positions_of(seg), np.full(M, 10**6))
-    end_position = np.append(window.end(positions_of(seg)), np.zeros(2 * N, int))
+    position = np.append(seg.position, np.full(M, 10**6))
+    end_position = np.append(window.end(seg.position), np.zeros(2 * N, int))
+    assert plan.blocks.dtype == np.int32
     table = plan.blocks.astype(int)
-    for item in plan.items.astype(int):
-        kv_head, key_end = item[items.KV_HEAD], item[items.KEY_END]
-        begin, end = item[items.BLOCK_BEGIN], item[items.BLOCK_END]
-        assert begin < end
-        assert item[items.KEY] < key_end <= item[items.KEY] + tile.cluster * N
-        if item[items.PARTIAL] < 0:
-            stores[kv_head, item[items.KEY] : key_end] += 1
-        else:
-            assert item[items.PARTIAL] not in partials
-            partials[item[items.PARTIAL]] = kv_head, item[items.KEY], key_end
-        for m_block, flags, shift, _ in table[begin:end]:
+
+    def steps(item):
+        key_end = item[items.KEY_END]
+        for m_block, flags, shift, _ in table[item[items.BLOCK_BEGIN] : item[items.BLOCK_END]]:
             for rank in range(tile.cluster):
                 n = item[items.KEY] + rank * N + np.arange(N)
                 key_visible = np.where(n < key_end, visible_end[n], 0)
@@ -82,32 +66,9 @@ def walk(seg, window, tile, plan, kv_heads):
                     if not flags >> (fields.MASKED + rank) & 1:
                         assert (n[own] < key_end).all()
                         assert seen[q[:, 0] < total].all(), "an unmasked block with a hidden pair"
-                    pairs[kv_head, q, n[own]] += seen
-    for entry in plan.sums.astype(int):
-        parts = range(entry[items.SUM_FIRST], entry[items.SUM_FIRST] + entry[items.SUM_COUNT])
-        where = entry[items.SUM_KV_HEAD], entry[items.SUM_KEY], entry[items.SUM_KEY_END]
-        assert len(parts) > 1
-        assert all(partials.pop(partial) == where for partial in parts)
-        stores[where[0], where[1] : where[2]] += 1
-    assert not partials, "partial sums that nothing adds up"
-    return pairs, stores
+                    yield q, n[own], seen
 
-
-def check(seg, window, tile, plan, heads, kv_heads, asks=None):
-    assert plan.items.dtype == plan.sums.dtype == plan.blocks.dtype == np.int32
-    assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
-    floats = 2 * tile.cluster * tile.tile_n
-    assert plan.num_partials * floats <= seg.total * heads / 4, "partial sums take at most a quarter of dQ"
-    rule = visible(seg, window)
-    pairs, stores = walk(seg, window, tile, plan, kv_heads)
-    assert (stores == 1).all()
-    asks = np.ones(seg.total, bool) if asks is None else asks
-    for of_head in pairs:
-        found = of_head[: seg.total, : seg.total]
-        assert (found[asks] == rule[asks]).all()
-        assert (found[~asks] <= rule[~asks]).all()
-        assert not of_head[seg.total :].any()
-        assert not of_head[:, seg.total :].any()
+    check_walk(seg, tile, plan, heads, kv_heads, steps, rule(seg, window), asks)
     if tile.deterministic:
         check_waits(tile, plan, kv_heads)
 
@@ -138,11 +99,8 @@ def check_waits(tile, plan, kv_heads):
         assert order == sorted(order), "waits for an item that may not have begun"
 
 
-lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), st.sampled_from([63, 64, 65, 80, 96, 127, 128, 129, 256]))
-groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
 sizes = st.one_of(st.integers(1, 10), st.integers(1, 700), st.sampled_from([63, 64, 65, 127, 128, 129, 256, 10**6]))
 windows = st.builds(lambda chunked, n: Window(chunk=n) if chunked else Window(n), st.booleans(), sizes)
-ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
 
 
 @settings(max_examples=600, deadline=None)
@@ -151,10 +109,7 @@ ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 8, 40]), st.integers(1, 2),
 @example([(1, [1] * 300)], Window(2), TILES[0], 4, 1, 132)
 @example([(500, [200, 100])], Window(chunk=128), TILES[-1], 40, 1, 132)
 def test_items_cover_each_visible_pair_once(groups, window, tile, ratio, kv_heads, num_sms):
-    groups = list(groups)
-    while sum(p + sum(rs) for p, rs in groups) > 1000:
-        groups.pop()
-    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    seg = of_groups(groups)
     plan = windowed_work(seg, window, tile, ratio * kv_heads, kv_heads, num_sms)
     check(seg, window, tile, plan, ratio * kv_heads, kv_heads)
 
@@ -170,12 +125,7 @@ def test_trees(tree, window, tile):
 @settings(max_examples=200, deadline=None)
 @given(groups, windows, st.sampled_from(TILES + ORDERED))
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, window, tile):
-    while sum(p + sum(rs) for p, rs in groups) > 1000:
-        groups.pop()
-    asking = segments([p for p, _ in groups], [rs for _, rs in groups])
-    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
-    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
-    before = seg.offsets[root + 1] - np.arange(seg.total)  # rows to the end of the prompt; not above 0: a response's
+    seg, before = not_asking(of_groups(groups))
     plan = windowed_work(seg, window, tile, 4, 2, 20)
     check(seg, window, tile, plan, 4, 2, before <= 0)
 
@@ -213,8 +163,7 @@ def executed(tile, plan, kv_heads):
 
 
 def useful(seg, window):
-    position = positions_of(seg)
-    return (position - window.lowest(position) + 1).sum()
+    return (seg.position - window.lowest(seg.position) + 1).sum()
 
 
 @pytest.mark.parametrize(("prompt", "responses"), [(8192, 32), (32768, 16)])
