@@ -65,12 +65,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                       "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}},
 }  # fmt: skip
 
+# Models that see pictures, for `dualkv demo`, which draws them. Ids from 300 on stand for pictures; bytes are below.
+PICTURE_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-vl-tiny": {
+        "model_type": "qwen3_vl", "image_token_id": 300, "vision_start_token_id": 301, "vision_end_token_id": 302,
+        "video_token_id": 303, "tie_word_embeddings": False,
+        "text_config": {k: v for k, v in CONFIGS["tiny"].items() if k not in ("model_type", "rope_theta")} | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 8, 8]}},
+        "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8,
+                          "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 256,
+                          "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+                          "initializer_range": 0.05},
+    },
+}  # fmt: skip
+
 
 def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
     """A causal language model whose final layer is one matrix: logits = hidden @ head.T.
 
     Args:
-        name_or_path: a name in :data:`CONFIGS` (random weights) or a local folder in Hugging Face's format.
+        name_or_path: a name in :data:`CONFIGS` or :data:`PICTURE_MODELS` (random weights), or a local folder in Hugging
+            Face's format.
         dtype: of weights and computation.
         device: where it lives.
         seed: of random weights; the same on every device.
@@ -78,18 +93,20 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
     Raises:
         ValueError: no such name or folder; logits that are more than a product with one matrix.
     """
-    if name_or_path not in CONFIGS and not Path(name_or_path).is_dir():
-        raise ValueError(f"model {name_or_path!r} is neither a local folder nor one of {', '.join(CONFIGS)}")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    named = CONFIGS | PICTURE_MODELS
+    if name_or_path not in named and not Path(name_or_path).is_dir():
+        raise ValueError(f"model {name_or_path!r} is neither a local folder nor one of {', '.join(named)}")
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model: Any
-    if name_or_path in CONFIGS:
-        settings = dict(CONFIGS[name_or_path])
+    if name_or_path in named:
+        settings = dict(named[name_or_path])
+        auto = AutoModelForCausalLM if name_or_path in CONFIGS else AutoModelForImageTextToText
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # Made on the CPU: there the random numbers are the same on every machine.
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto.from_config(config, dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(os.fspath(name_or_path), dtype=dtype, local_files_only=True)
     _check_head(model)

@@ -71,7 +71,8 @@ def demo(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Local folder of a model, or a name: tiny, qwen3-8b, ... (random weights)." + _default("model")
+            help="Local folder of a model, or a name: tiny, qwen3-vl-tiny, qwen3-8b, ... (random weights)."
+            + _default("model")
         ),
     ] = None,
     rollouts: Annotated[

@@ -13,7 +13,7 @@ Values of response tokens are always [M, ...]: the responses in packed order, ea
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
@@ -31,6 +31,7 @@ from dualkv.arrays import (
     to_host,
     token_tensor,
 )
+from dualkv.data import media as images
 from dualkv.data.rows import Form, as_rows, check_unpacked
 from dualkv.layout import Layout
 
@@ -53,6 +54,8 @@ class PackedBatch:
             its prompt's last token, and each row predicts the token of the next row.
         order: [N] int64, on the host: the index in the input of each packed response.
         padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
+        media: inputs of the model for the images, videos and audio of all prompts, each once: values of tokens
+            (`mm_token_type_ids`) as [1, T], all others end to end. Call the model with `**batch.media`.
     """
 
     input_ids: torch.Tensor
@@ -60,6 +63,7 @@ class PackedBatch:
     label_style: LabelStyle
     order: IntArray
     padded_width: int
+    media: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +174,8 @@ class PackedBatch:
         if input_ids is self.input_ids:
             return self
         layout = self.layout.to(input_ids.device)
-        return PackedBatch(input_ids, layout, self.label_style, self.order, self.padded_width)
+        media = {name: value if isinstance(value, list) else value.to(device) for name, value in self.media.items()}
+        return PackedBatch(input_ids, layout, self.label_style, self.order, self.padded_width, media)
 
     def __repr__(self) -> str:
         return (
@@ -237,13 +242,14 @@ def pack(
     *,
     labels: LabelStyle = "gather",
     group_ids: GroupIds | None = None,
+    media: images.Media | None = None,
     device: torch.device | str | None = None,
 ) -> PackedBatch:
     """Pack unpadded token sequences. The type of `responses` selects one of two forms:
 
     - grouped: G prompts, and a list of responses for each prompt;
     - one prompt for each rollout: N prompts and N responses. Rollouts are grouped by `group_ids`, or by equal prompts
-      without `group_ids`. Groups keep the order in which they first appear.
+      without `group_ids`: equal ids and equal media. Groups keep the order in which they first appear.
 
     Tokens on a GPU stay there. Only the second form copies its prompts to the host, once, to group or compare them.
 
@@ -252,12 +258,17 @@ def pack(
         responses: the same, or a list of such lists. Responses may be empty, prompts may not.
         labels: "gather" or "roll", see `PackedBatch.label_style`.
         group_ids: [N] hashable values (such as veRL's `uid`) or an integer tensor; only with one prompt per rollout.
+        media: one mapping for each prompt (None for text alone): what a processor returns for this prompt, such as
+            `pixel_values` [patches, C], `image_grid_thw` [images, 3] and `mm_token_type_ids` [P] or [1, P]. The media
+            of a shared prompt are kept once, in `PackedBatch.media`. Media are compared by content. `input_ids` and
+            `attention_mask` in a mapping are left out.
         device: of the batch; by default the device of the tokens.
 
     Raises:
-        ValueError: an empty prompt, a group without responses, different prompts in one group of `group_ids`, negative
-            tokens (checked on the CPU only), numbers of entries that do not match, tensors on different devices.
-        TypeError: tokens that are not integers, group ids that cannot be hashed.
+        ValueError: an empty prompt, a group without responses, different prompts or media in one group of `group_ids`,
+            negative tokens (checked on the CPU only), numbers of entries that do not match, tensors on different
+            devices; patches, grids and placeholder tokens that do not match.
+        TypeError: tokens that are not integers, group ids that cannot be hashed, media that are no mappings of tensors.
     """
     prompt_list, response_list = sequence_list("prompts", prompts), sequence_list("responses", responses)
     if len(prompt_list) != len(response_list):
@@ -268,6 +279,7 @@ def pack(
             [token_tensor(f"responses[{i}]", r) for i, r in enumerate(response_list)],
             labels,
             group_ids,
+            images.entries(media, [len(p) for p in prompt_list]),
             device,
         )
     if group_ids is not None:
@@ -286,6 +298,7 @@ def pack(
         [token_tensor(f"responses[{g}][{i}]", r) for g, group in enumerate(response_list) for i, r in enumerate(group)],
         np.array([len(group) for group in response_list], np.int64),
         labels,
+        images.entries(media, [len(p) for p in group_prompts]),
         device,
     )
 
@@ -298,6 +311,7 @@ def pack_padded(
     *,
     labels: LabelStyle = "gather",
     group_ids: GroupIds | None = None,
+    media: images.Media | None = None,
     device: torch.device | str | None = None,
 ) -> PackedBatch:
     """Pack a padded batch, such as those of veRL and TRL.
@@ -312,6 +326,7 @@ def pack_padded(
         response_mask: [N, Rmax] nonzero for the response's tokens: the attention mask, not the loss mask.
         labels: as for :func:`pack`.
         group_ids: [N] as for :func:`pack`; without it rollouts are grouped by equal prompts.
+        media: as for :func:`pack`, one mapping (or None) for each row; values of tokens may have Pmax columns.
         device: as for :func:`pack`.
 
     Raises:
@@ -337,7 +352,7 @@ def pack_padded(
     if len(prompt_ids) == 0:
         raise ValueError("prompt_ids has no rows, expected at least one rollout")
     # One copy to the host for both masks: [2, 3, N].
-    split = []
+    split, spans = [], []
     for (name, ids), (first, last, count) in zip(
         (("prompt", prompt_ids), ("response", response_ids)), torch.stack(runs).cpu().numpy(), strict=True
     ):
@@ -348,11 +363,13 @@ def pack_padded(
                 f"{name}_mask[{at}] has holes, expected the tokens of a row together (pass the attention mask, not the "
                 "mask of tokens that count in the loss)"
             )
+        spans.append([slice(*ends) for ends in np.stack([first, first + count], 1).tolist()])
         begin = np.arange(len(ids)) * ids.shape[1] + first
         cuts = np.stack([begin, begin + count], 1).reshape(-1)
         split.append(list(ids.reshape(-1).long().tensor_split(cuts.tolist())[1::2]))
-    batch = _pack_rollouts(split[0], split[1], labels, group_ids, device)
-    return PackedBatch(batch.input_ids, batch.layout, labels, batch.order, response_ids.shape[1])
+    of_prompts = images.entries(media, [len(p) for p in split[0]], spans[0])
+    batch = _pack_rollouts(split[0], split[1], labels, group_ids, of_prompts, device)
+    return replace(batch, padded_width=response_ids.shape[1])
 
 
 def _mask_runs(mask: torch.Tensor) -> torch.Tensor:
@@ -389,29 +406,45 @@ def _pack_rollouts(
     responses: list[torch.Tensor],
     labels: LabelStyle,
     group_ids: GroupIds | None,
+    media: list[images.Entry] | None,
     device: torch.device | str | None,
 ) -> PackedBatch:
     """Pack rollouts with one prompt each: group them, then pack in the order of the groups."""
     _check_prompts(prompts)
     host = to_host(prompts)
     keys: list[Hashable] = [p.tobytes() for p in host] if group_ids is None else _group_keys(group_ids, len(prompts))
-    group_of: dict[Hashable, int] = {}
+    groups_of: dict[Hashable, list[int]] = {}  # equal ids make several groups if their media differ
     leader: list[int] = []  # the first rollout of each group
     group = np.empty(len(prompts), np.int64)
     for i, key in enumerate(keys):
         try:
-            g = group[i] = group_of.setdefault(key, len(leader))
+            same = groups_of.setdefault(key, [])
         except TypeError:
             raise TypeError(f"group_ids[{i}] is a {type(key).__name__}, expected a value that can be hashed") from None
-        if g == len(leader):
+        for g in same:
+            differs = None if media is None else images.difference(media[i], media[leader[g]])
+            if group_ids is not None and not np.array_equal(host[i], host[leader[g]]):
+                differs = "prompts"
+            if differs is None:
+                group[i] = g
+                break
+            if group_ids is not None:
+                raise ValueError(
+                    f"{differs} of rollouts {leader[g]} and {i} differ, but group_ids puts both into group {key!r}"
+                )
+        else:
+            group[i] = len(leader)
+            same.append(len(leader))
             leader.append(i)
-        elif group_ids is not None and not np.array_equal(host[i], host[leader[g]]):
-            raise ValueError(
-                f"prompts of rollouts {leader[g]} and {i} differ, but group_ids puts both into group {key!r}"
-            )
     order = np.argsort(group, kind="stable")
     return _assemble(
-        [prompts[i] for i in leader], [responses[i] for i in order.tolist()], np.bincount(group), labels, device, order
+        [prompts[i] for i in leader],
+        [responses[i] for i in order.tolist()],
+        np.bincount(group),
+        labels,
+        None if media is None else [media[i] for i in leader],
+        device,
+        order,
     )
 
 
@@ -436,6 +469,7 @@ def _assemble(
     responses: list[torch.Tensor],
     counts: IntArray,
     labels: LabelStyle,
+    media: list[images.Entry] | None,
     device: torch.device | str | None,
     order: IntArray | None = None,
 ) -> PackedBatch:
@@ -467,4 +501,5 @@ def _assemble(
         at = order[np.count_nonzero(leaf[:segment])]
         raise ValueError(f"token ids must be 0 or more, got {lowest} in the prompt or response of rollout {at}")
     input_ids = input_ids.to(layout.device)[None]
-    return PackedBatch(input_ids, layout, labels, order, int(response_lens.max()))
+    joined = {} if media is None else images.joined(media, np.flatnonzero(layout.parent.numpy() < 0), layout)
+    return PackedBatch(input_ids, layout, labels, order, int(response_lens.max()), joined)

@@ -23,12 +23,14 @@ class Rollouts:
         rewards: G lists of floats, one a response.
         masks: G lists of tensors [R_i] bool: the response tokens that count, where an environment wrote parts of the
             responses; None: all tokens count.
+        media: the images of each prompt, as :func:`dualkv.pack` takes them; None for text.
     """
 
     prompts: list[torch.Tensor]
     responses: list[list[torch.Tensor]]
     rewards: list[list[float]]
     masks: list[list[torch.Tensor]] | None = None
+    media: list[dict[str, torch.Tensor]] | None = None
 
     @property
     def group_sizes(self) -> list[int]:

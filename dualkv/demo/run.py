@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from dualkv.data.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
+from dualkv.demo.pictures import with_pictures
 from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DTYPES, DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
@@ -246,6 +247,7 @@ class _Demo:
         vocab_size = self.model.get_output_embeddings().weight.shape[0]
         self.given: Rollouts | None = None
         self.prompts: list[torch.Tensor] = []
+        self.media: list[dict[str, torch.Tensor]] | None = None
         self.environment: list[list[torch.Tensor]] = []
         if settings.rollouts is not None:
             self.given = read_rollouts(settings.rollouts, self.tokenizer, vocab_size)
@@ -256,6 +258,10 @@ class _Demo:
             )
         else:
             self.prompts = topic_prompts(self.tokenizer, settings.prompt_len, settings.groups, settings.seed)
+            if getattr(self.model.config, "image_token_id", None) is not None:
+                if settings.turns > 1:
+                    raise ValueError(f"turns is {settings.turns}, expected 1 for a model that sees pictures")
+                self.prompts, self.media = with_pictures(self.prompts, self.model.config, settings.seed)
             if settings.turns > 1:
                 answers = settings.turns - 1
                 texts = topic_prompts(
@@ -362,8 +368,8 @@ class _Demo:
         if self.environment:
             responses, masks = sample_turns(self.model, prompts, self.environment, *sizes, seed, *shown)
         else:
-            responses = sample_responses(self.model, prompts, *sizes, self.tokenizer.eos_id, seed, *shown)
-        rollouts = Rollouts(prompts, responses, [], masks)
+            responses = sample_responses(self.model, prompts, *sizes, self.tokenizer.eos_id, seed, *shown, self.media)
+        rollouts = Rollouts(prompts, responses, [], masks, self.media)
         texts = [r[mask].tolist() for r, mask in zip(rollouts.flat_responses, rollouts.flat_masks, strict=True)]
         rewards = iter([plain_text_reward(self.tokenizer.decode(text)) for text in texts])
         return replace(rollouts, rewards=[list(itertools.islice(rewards, n)) for n in rollouts.group_sizes])

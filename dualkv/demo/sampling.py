@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dualkv.demo.pictures import of_rows
 from dualkv.progress import Track, untracked
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def sample_responses(
     seed: int,
     track: Track = untracked,
     what: str = "sampling",
+    media: list[dict[str, torch.Tensor]] | None = None,
 ) -> list[list[torch.Tensor]]:
     """`num_responses` samples at temperature 1 for each prompt.
 
@@ -43,6 +45,7 @@ def sample_responses(
         seed: of the random numbers.
         track: shows progress.
         what: the name of the progress bar.
+        media: the images of each prompt, as :func:`dualkv.pack` takes them.
 
     Returns:
         G lists of `num_responses` tensors [1 to response_len] int64, on the CPU.
@@ -57,7 +60,8 @@ def sample_responses(
         for first in range(0, len(prompts), at_once):
             some = torch.stack(list(prompts[first : first + at_once]))
             numbers = uniform[first : first + at_once].flatten(0, 1)
-            yield from _sampled(model, some, num_responses, numbers.to(model.device), vocab_size, eos_id)
+            images = of_rows(media[first : first + at_once] if media else [], some.shape[1], model.device)
+            yield from _sampled(model, some, num_responses, numbers.to(model.device), vocab_size, eos_id, images)
 
     total = -(-len(prompts) // at_once) * response_len
     taken = [column.cpu() for column in track(columns(), what, total)]
@@ -123,17 +127,18 @@ def _sampled(
     uniform: torch.Tensor,
     vocab_size: int,
     eos_id: int | None,
+    images: dict[str, torch.Tensor],
 ) -> Iterator[torch.Tensor]:
     """prompts [G, P], uniform [G * num_responses, R] in [0, 1) -> R times token ids [G * num_responses]."""
     from transformers import DynamicCache
 
-    decoder, head = model.get_decoder(), model.get_output_embeddings().weight[:vocab_size]
+    base, head = model.base_model, model.get_output_embeddings().weight[:vocab_size]
     cache = DynamicCache(config=model.config)
 
-    def last_hidden(ids: torch.Tensor) -> torch.Tensor:
-        return decoder(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+    def last_hidden(ids: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
+        return base(input_ids=ids, past_key_values=cache, use_cache=True, **images).last_hidden_state[:, -1]
 
-    hidden = last_hidden(prompts.to(model.device)).repeat_interleave(num_responses, 0)
+    hidden = last_hidden(prompts.to(model.device), **images).repeat_interleave(num_responses, 0)
     cache.batch_repeat_interleave(num_responses)
     finished = torch.zeros(len(hidden), dtype=torch.bool, device=model.device)
     for t in range(uniform.shape[1]):
@@ -154,7 +159,7 @@ def _until(row: torch.Tensor, eos_id: int | None) -> torch.Tensor:
 
 
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config
+    config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize

@@ -21,6 +21,7 @@ from dualkv.data.packing import PackedBatch, pack
 from dualkv.data.rollouts import Rollouts
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.demo.measure import PeakMemory, Stopwatch
+from dualkv.demo.pictures import of_rows
 from dualkv.grpo import Algorithm, group_advantages, policy_loss, token_weights
 from dualkv.integrations.transformers import disable, enable
 from dualkv.layout import Layout
@@ -37,7 +38,7 @@ class ModelBatch:
     """Some responses of an update as one input of the model.
 
     Attributes:
-        inputs: keyword arguments of the decoder.
+        inputs: keyword arguments of the model without its head.
         batch: its rows, [B * L] of a padded input: which of them predict which response tokens.
         places: [m] int64, the places in [M] of these tokens, in the order of :meth:`logprobs`.
     """
@@ -53,7 +54,7 @@ class ModelBatch:
 
     def logprobs(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of each response token, [m] and [m]."""
-        hidden = model.get_decoder()(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        hidden = model.base_model(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head = model.get_output_embeddings()
         softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         logp, entropy = response_logprobs(hidden, head.weight, self.batch, softcap=softcap)
@@ -86,6 +87,7 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
     """
     pairs = list(zip(rollouts.flat_prompts, rollouts.flat_responses, strict=True))
     total = [len(p) + len(r) for p, r in pairs]
+    media = [m for m, n in zip(rollouts.media or [], rollouts.group_sizes, strict=False) for _ in range(n)]
     order = sorted((i for i, n in enumerate(rollouts.trained_lens) if n), key=lambda i: -total[i])
     batches = []
     while order:
@@ -105,7 +107,8 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
         )
         batch = PackedBatch(input_ids.view(1, -1), layout, "gather", np.arange(len(chosen)), width)
         counted = _counted(batch, rollouts, chosen)
-        batches.append(ModelBatch({"input_ids": input_ids}, counted, _places(rollouts, chosen, device)))
+        inputs = {"input_ids": input_ids, **of_rows([media[i] for i in chosen] if media else [], width, device)}
+        batches.append(ModelBatch(inputs, counted, _places(rollouts, chosen, device)))
     return batches
 
 
@@ -124,8 +127,11 @@ def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> lis
     lens = [[len(flat[i]) for i in members] for _, members in groups]
     for plan in plan_micro_batches([len(rollouts.prompts[g]) for g, _ in groups], lens, budget):
         chosen = [[groups[at][1][k] for k in some] for at, some in plan.parts]
+        of_groups = [groups[at][0] for at, _ in plan.parts]
         batch = pack(
-            [rollouts.prompts[groups[at][0]] for at, _ in plan.parts], [[flat[i] for i in some] for some in chosen]
+            [rollouts.prompts[g] for g in of_groups],
+            [[flat[i] for i in some] for some in chosen],
+            media=None if rollouts.media is None else [rollouts.media[g] for g in of_groups],
         )
         members = [i for some in chosen for i in some]
         batches.append(_packed(_counted(batch, rollouts, members).to(device), _places(rollouts, members, device)))
@@ -150,7 +156,9 @@ def tree_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[
 
 
 def _packed(batch: PackedBatch | PackedSequences, places: torch.Tensor) -> ModelBatch:
-    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "dualkv": batch.layout}
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "dualkv": batch.layout}
+    if isinstance(batch, PackedBatch):
+        inputs |= batch.media
     return ModelBatch(inputs, batch, places)
 
 

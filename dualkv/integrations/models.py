@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from codegen.tiles import HEAD_DIMS
-from dualkv.integrations import indexers, layers, masks, recurrent, selfcheck
+from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 from dualkv.ops import padding
@@ -189,9 +189,16 @@ def _features(module: Any) -> list[str]:
 
 
 def _notes(model: PreTrainedModel) -> list[str]:
-    media = [name for name in layers.arguments(type(model)) if integration.MEDIA.search(name)]
-    inputs = [name for name in media if not name.startswith(("use_", "output_", "vision_feature"))]
-    notes = [f"text only: {', '.join(inputs)} beside a layout are refused"] if inputs else []
+    inputs = [
+        name
+        for name in layers.arguments(type(model))
+        if media.MEDIA.search(name) and not name.startswith(("use_", "output_", "vision_feature", "mm_encoder"))
+    ]
+    runs = {name for how in media.families(model) for name in how.inputs}
+    packed = [name for name in inputs if name in runs]
+    refused = [name for name in inputs if name not in runs]
+    notes = [f"beside text, {', '.join(packed)} run packed"] if packed else []
+    notes += [f"{'text only: ' * (not packed)}{', '.join(refused)} beside a layout are refused"] if refused else []
     if (limit := indexers.longest_path(model.config.get_text_config())) is not None:
         notes.append(
             f"paths of more than {limit} tokens are refused: beyond that the indexer selects keys (index_topk)"

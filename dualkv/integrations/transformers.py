@@ -14,7 +14,6 @@ mask functions say which keys each layer sees (:mod:`dualkv.integrations.masks`)
 from __future__ import annotations
 
 import inspect
-import re
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -29,7 +28,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from dualkv.integrations import indexers, layers, masks, recurrent, selfcheck
+from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
+from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
 from dualkv.sequence_parallel import Shard
@@ -39,9 +39,6 @@ Model = TypeVar("Model", bound=nn.Module)
 # Prefixes of the registered names, by `deterministic`. The name of the model's own implementation follows, because
 # transformers looks for parts of that name ("flash" decides how masks and caches are made).
 PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
-
-# Names that processors and models use for inputs other than text.
-MEDIA = re.compile(r"pixel|image|video|audio|visual|vision|speech|grid_thw|input_features|mm_token_type_ids|deepstack")
 
 
 def _base(config: Any) -> str | None:
@@ -83,23 +80,39 @@ def _(
     return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
 
 
-def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-    """A copy of `own` [1, T], the layout's positions; raises if the tokens or the given positions do not fit them."""
-    if tokens.shape[1] != own.shape[1]:
-        raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[1]}")
+def _checked_positions(
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor, text: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A copy of `own`, the positions of the layout; raises if the tokens or the given positions do not fit them.
+
+    Multimodal rotary embeddings take positions as [3, 1, T], or as [4, 1, T] with those of text before them.
+
+    Args:
+        tokens: [1, T, ...].
+        position_ids: as given, or None.
+        own: [1, T], or [3, 1, T] with images.
+        text: [1, T] of the text, where `own` has three rows.
+    """
+    if tokens.shape[1] != own.shape[-1]:
+        raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[-1]}")
     if position_ids is not None:
-        if position_ids.shape != own.shape or position_ids.device != own.device:
+        expected = own
+        if position_ids.dim() == 3 and own.dim() == 2 and len(position_ids) in (3, 4):
+            expected = own.expand(len(position_ids), 1, -1)
+        elif len(position_ids) == 4 and text is not None:
+            expected = torch.cat([text[None], own])
+        if position_ids.shape != expected.shape or position_ids.device != own.device:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)} on {position_ids.device},"
-                f" expected {tuple(own.shape)} on {own.device} (leave it out to use the layout's)"
+                f" expected {tuple(expected.shape)} on {own.device} (leave it out to use the layout's)"
             )
-        differs = position_ids != own
+        differs = position_ids != expected
         if differs.device.type != "cpu":
             torch._assert_async(~differs.any(), "position_ids are not the layout's")
         elif differs.any():
-            at = int(differs.int().argmax())
+            at = differs.nonzero()[0].tolist()
             raise ValueError(
-                f"position_ids[0, {at}] is {int(position_ids[0, at])}, the layout's is {int(own[0, at])}"
+                f"position_ids{at} is {int(position_ids[tuple(at)])}, the layout's is {int(expected[tuple(at)])}"
                 " (leave it out to use the layout's)"
             )
     return own.clone()
@@ -108,31 +121,19 @@ def _checked_positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, 
 def _positions(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,
-    layout: Layout | Shard,
+    layout: Layout | Shard | Placed,
     model: str = "",
     limit: int | None = None,
 ) -> torch.Tensor:
     """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit, or if
-    a path is longer than the model's `limit`."""
+    a path is longer than the model's `limit`. With images the positions may be [3, 1, T]."""
+    if isinstance(layout, Placed):
+        indexers.check_path(model, layout.layout._segments.longest_path, limit)
+        return _checked_positions(tokens, position_ids, layout.position_ids, layout.layout.position_ids[None])
     if isinstance(layout, Shard):
         indexers.check_path(model, layout.layout._segments.longest_path, limit)
         return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
     return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent, model, limit))
-
-
-def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name, value in (*zip(layers.arguments(type(module)), args, strict=False), *kwargs.items()):
-        if MEDIA.search(name) and _has_tensor(value):
-            raise ValueError(
-                f"{name} came together with dualkv: only text runs packed, because the rows of an image, a video or"
-                " audio have positions that a layout does not know; run such a batch without a layout"
-            )
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
 
 
 def _enter_decoder(
@@ -142,12 +143,13 @@ def _enter_decoder(
     layout = kwargs.get("dualkv")
     if layout is None:
         return None
-    if not isinstance(layout, Layout | Shard):
-        raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
+    _check_layout(layout)
     name = type(module).__name__
     if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
-    _refuse_media(module, (), kwargs)
+    if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
+        media.refuse(module, kwargs)
+        media.refuse_unplaced(module, kwargs)
     if _base(module.config) is None:
         raise ValueError(
             f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
@@ -168,30 +170,66 @@ def _enter_decoder(
         raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
-    limit = indexers.longest_path(module.config)
-    position_ids = _positions(tokens, kwargs.get("position_ids"), layout, name, limit)
-    return args, {**kwargs, "use_cache": False, "attention_mask": mask, "position_ids": position_ids}
+    # With images, given positions are compared with the model's where the images are placed.
+    given = None if isinstance(layout, Placed) else kwargs.get("position_ids")
+    position_ids = _positions(tokens, given, layout, name, indexers.longest_path(module.config))
+    if isinstance(layout, Placed) and layout.ahead is None:
+        layout = layout.layout
+    changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": layout}
+    return args, {**kwargs, **changed}
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, Layout | Shard | Placed):
+        raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
 
 
 def _enter_head(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the models that contain the decoder: refuses images, and labels that would be shifted.
+    """Forward pre-hook of the models that contain the decoder: refuses labels that would be shifted, places images.
 
     A model that makes the decoder's masks gets the request for them.
     """
-    if kwargs.get("dualkv") is None:
+    layout = kwargs.get("dualkv")
+    if layout is None:
         return None
-    _refuse_media(module, args, kwargs)
+    _check_layout(layout)
+    named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+    runs_images = media.family(type(module)) is not None
+    if not runs_images and not media.passes_on(module):
+        media.refuse(module, named)
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
             "labels came together with dualkv and would be shifted by one row, from response to response: pass the"
             " label of each row as shift_labels too, or use dualkv.response_logprobs"
         )
-    named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+    if runs_images:
+        args, kwargs = (), _with_images(module, named)
     if named.get("attention_mask") is None and layers.makes_masks(type(module)):
         kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
     return args, kwargs
+
+
+def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a model that runs images, with the positions of all rows."""
+    layout = named["dualkv"]
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
+    if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
+        return named  # which the decoder refuses
+    with_media = media.given(named) or named.get(media.BLOCKS) is not None
+    if with_media and torch.compiler.is_compiling():
+        raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
+    found = media.place(module, named, layout) if with_media else None
+    placed = layout if found is None else found
+    if isinstance(placed, Layout) and media.decodes_blindly(module):
+        placed = Placed(placed, placed.position_ids[None].to(tokens.device))
+    changed = {
+        "dualkv": placed,
+        "position_ids": _positions(tokens, named.get("position_ids"), placed),
+        "use_cache": named.get("use_cache") or False,  # some make a cache unless told otherwise
+    }
+    return {**named, **changed}
 
 
 HOOKS = (_enter_decoder, _enter_head, indexers.select_nothing)
@@ -221,7 +259,7 @@ def _packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    layout: Layout | Shard,
+    layout: Layout | Shard | Placed,
     deterministic: bool,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -237,7 +275,9 @@ def _packed_attention(
     if layers.has_temperature(module):
         positions = _positions(q[None], None, layout)[0]
         q = (q * layers.temperature(module, positions)[:, None, None]).to(q.dtype)
-    run = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
+    run: Any = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
+    if isinstance(layout, Placed):
+        run = partial(media.attention, placed=layout)
     out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
     return out.unsqueeze(0), None
 
@@ -254,7 +294,7 @@ def _register(base: str, deterministic: bool) -> str:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        dualkv: Layout | Shard | None = None,
+        dualkv: Layout | Shard | Placed | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:
@@ -302,7 +342,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
 
     The batch is the result of :func:`dualkv.pack` or `pack_sequences`; a layout may have any depth. input_ids is
     [1, T], all groups in one packed row (or inputs_embeds [1, T, C]). position_ids [1, T] must be the layout's
-    positions, which are filled in when position_ids is left out. On a GPU wrong positions end in a device-side
+    positions, which are filled in when position_ids is left out; multimodal rotary embeddings may have them as
+    [3, 1, T] or [4, 1, T]. On a GPU wrong positions end in a device-side
     assertion. With sequence parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of
     this rank. The model cannot shift labels. Rotary embeddings that depend on the longest sequence of a batch see the
     longest packed sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a
@@ -310,6 +351,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
 
     Wrapped models (DDP, FSDP, PEFT, `torch.compile`) may be enabled before or after the wrapping. A second call only
     sets `deterministic` again.
+
+    Images and videos of prompts run packed in the models of :data:`dualkv.integrations.media.FAMILIES`: pass
+    `**batch.media` too.
 
     Args:
         model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of
@@ -327,8 +371,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
-            A call with a layout raises ValueError for attention dropout in training, masks, caches, images, a token
-            count or positions other than the layout's, and a path longer than the keys that an indexer selects.
+            A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
+            match their placeholders or that the model is not known to run packed, a token count or positions other than
+            the layout's, and a path longer than the keys that an indexer selects.
     """
     layers.refuse(model)
     inner = layers.decoders(model)

@@ -22,14 +22,18 @@ import trl
 from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.extras.profiling import profiling_decorator
-from trl.trainer.utils import split_tensor_dict
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
+from dualkv.data.media import OF_TOKENS
 from dualkv.data.packing import pack_padded
-from dualkv.integrations import losses, models
+from dualkv.integrations import losses, media, models
 from dualkv.integrations.transformers import disable, enable
 from dualkv.layout import Layout
 
 Batch = dict[str, Any]
+
+# What TRL hands on about images; `num_images` and `num_tiles` say how many of them each rollout has.
+OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "num_images", "num_tiles"}
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -45,12 +49,16 @@ class GRPOTrainer(trl.GRPOTrainer):
     other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps` an optimizer step
     takes whole groups, where TRL's takes rollouts of any group.
 
+    Images in the prompt are kept once for each group too, in models whose images run packed
+    (:data:`dualkv.integrations.media.FAMILIES`).
+
     More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
     model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            vision-language model, or prompt-learning PEFT; in training for inputs other than text.
+            vision-language model whose images do not run packed, or prompt-learning PEFT; in training for images in
+            completions, and inputs other than text and images.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
@@ -58,9 +66,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         _refuse_model(model)
         super().__init__(model, *args, **kwargs)
-        if self._is_vlm:
+        if self._is_vlm and not media.families(self.model):
             raise ValueError(
-                "processing_class is a multimodal processor: vision-language models are not packed, use trl.GRPOTrainer"
+                f"processing_class is a multimodal processor, and images of {type(self.model).__name__} are not known"
+                " to run packed: use trl.GRPOTrainer"
             )
         for name, config in getattr(self.model, "peft_config", {}).items():
             if config.is_prompt_learning:
@@ -86,16 +95,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Log-probs [B, R], entropies [B, R] if asked for, and the load balancing loss if asked for."""
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            raise ValueError(f"the batch has {', '.join(given)}: only text is packed, use trl.GRPOTrainer")
+        size = batch_size or len(input_ids)
+        of_prompts = _media(others, len(input_ids), input_ids.shape[1] - logits_to_keep)
         outputs = [
-            self._packed(model, ids, mask, logits_to_keep, compute_aux_loss)
-            for ids, mask in zip(
-                input_ids.split(batch_size or len(input_ids)),
-                attention_mask.split(batch_size or len(input_ids)),
-                strict=True,
-            )
+            self._packed(model, ids, mask, logits_to_keep, compute_aux_loss, of_prompts[i * size : (i + 1) * size])
+            for i, (ids, mask) in enumerate(zip(input_ids.split(size), attention_mask.split(size), strict=True))
         ]
         logps, entropies, aux_losses = zip(*outputs, strict=True)
         return (
@@ -105,11 +109,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _packed(
-        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, response_width: int, with_aux_loss: bool
+        self,
+        model: Any,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        response_width: int,
+        with_aux_loss: bool,
+        of_prompts: list[Batch],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """One micro-batch as one packed row."""
         at = ids.shape[1] - response_width
-        batch = pack_padded(ids[:, :at], mask[:, :at], ids[:, at:], mask[:, at:], labels="roll")
+        batch = pack_padded(
+            ids[:, :at], mask[:, :at], ids[:, at:], mask[:, at:], labels="roll", media=of_prompts or None
+        )
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in {
             "tokens_packed": batch.layout.num_tokens,
@@ -120,9 +132,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         inputs = {
             "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
             "shift_labels": batch.labels,
             "dualkv": batch.layout,
+            **batch.media,
         }
         with self.accelerator.autocast():
             if with_aux_loss:
@@ -184,13 +196,45 @@ def _refuse_model(model: Any) -> None:
     models.refuse(model)
 
 
+def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
+    """What a processor returned for the prompt of each rollout, apart; an empty list without any.
+
+    Args:
+        given: as TRL joins it: images of all rollouts end to end, or padded to as many in each; values of tokens
+            [B, P + R].
+        rollouts: B.
+        width: P.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    if unknown := found.keys() - OF_IMAGES - {*OF_TOKENS}:
+        raise ValueError(f"the batch has {', '.join(sorted(unknown))}: text and images are packed, use trl.GRPOTrainer")
+    for name in found.keys() & {*OF_TOKENS}:
+        if found[name][:, width:].any():
+            raise ValueError(f"{name} has images in completions: only those of prompts are packed, use trl.GRPOTrainer")
+        found[name] = found[name][:, :width]
+    apart = split_pixel_values_by_grid(found)
+    for name in ("num_images", "num_tiles"):
+        apart.pop(name, None)
+    rows: list[Batch] = [{} for _ in range(rollouts if apart else 0)]
+    for name, values in apart.items():
+        if len(values) != rollouts:
+            raise ValueError(f"{name} has {len(values)} entries for {rollouts} rollouts, expected as many")
+        for i, row in enumerate(rows):
+            value = values[i] if isinstance(values, list) else values[i : i + 1]
+            if len(value):
+                row[name] = value
+    return rows
+
+
 def _regrouped(batches: list[Batch]) -> list[Batch]:
     """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts next to each other.
 
     Args:
-        batches: with "prompt_ids" and "prompt_mask" [B, P]. Values without a first dimension are equal in all batches.
+        batches: with "prompt_ids" and "prompt_mask" [B, P]; images as TRL joins them. Values without a first dimension
+            are equal in all batches.
     """
     whole: Batch = {}
+    batches = [split_pixel_values_by_grid(batch) for batch in batches]
     for name, first in batches[0].items():
         values = [batch[name] for batch in batches]
         if isinstance(first, torch.Tensor) and first.dim():
@@ -206,7 +250,7 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
             whole[name] = [value[i] for i in order]
         elif isinstance(value, torch.Tensor) and value.dim():
             whole[name] = value[order]
-    return split_tensor_dict(whole, len(batches))
+    return [unsplit_pixel_values_by_grid(batch) for batch in split_tensor_dict(whole, len(batches))]
 
 
 def _times(layout: Layout) -> torch.Tensor:

@@ -163,5 +163,5 @@ def test_a_model_that_makes_masks_for_its_decoder() -> None:
     for path, _ in paths(LAYOUT):
         alone = model(input_ids=ids[:, path], use_cache=False).logits[0]
         assert_close(f"logits of rows {path}", logits[path], alone, 1e-5)
-    with pytest.raises(ValueError, match="gets a mask with a rule of the model's own"):
+    with pytest.raises(ValueError, match="its token_type_ids is 1: expected 1 for the image_token_id 95"):
         model(input_ids=ids, dualkv=LAYOUT, token_type_ids=torch.ones_like(ids))

@@ -145,7 +145,10 @@ def test_a_folder_and_the_class_that_it_names(tmp_path: Path) -> None:
 def test_what_runs_with_conditions_is_noted(written: Any) -> None:
     found = models.examine(written({"model_type": "qwen2_5_vl"}))
     assert found.runs
-    assert found.notes[0].startswith("text only: pixel_values, pixel_values_videos, image_grid_thw")
+    assert found.notes[0].startswith("beside text, pixel_values, pixel_values_videos, image_grid_thw")
+    assert (
+        models.examine(written({"model_type": "ernie4_5_vl_moe"})).notes[0].startswith("text only: mm_token_type_ids")
+    )
     assert models.examine(written(MODELS["deepseek-v3.2"]["config"])).notes == [
         "paths of more than 2048 tokens are refused: beyond that the indexer selects keys (index_topk)",
         "kernels take head dims 192 and 128 of values padded to 192",

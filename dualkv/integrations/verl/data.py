@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from verl.utils import tensordict_utils as tu
+from verl.utils.model import extract_multi_modal_inputs
 
 from dualkv.arrays import IntArray, positions
+from dualkv.data.media import difference
 from dualkv.data.trees import tree_rows, tree_tokens
 from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
@@ -69,16 +71,38 @@ class Rollouts:
         return np.split(order, np.cumsum(np.bincount(self.group))[:-1])
 
 
-def not_packable(data: Any) -> str | None:
-    """Why this batch (a TensorDict) cannot be packed and veRL's own computation runs it, or None."""
+class Images(NamedTuple):
+    """What an engine packs beside text.
+
+    Attributes:
+        inputs: the names of inputs of its model.
+        placeholders: the ids of tokens that stand for images and videos.
+    """
+
+    inputs: tuple[str, ...]
+    placeholders: tuple[int, ...]
+
+
+def not_packable(data: Any, images: Images | str) -> str | None:
+    """Why this batch (a TensorDict) cannot be packed and veRL's own computation runs it, or None.
+
+    Args:
+        data: the batch. Positions have several rows for models that see images.
+        images: what the engine packs beside text, or why it packs nothing.
+    """
     if any(key not in data for key in ("prompts", "responses", "loss_mask")) or not data["input_ids"].is_nested:
         return "it does not consist of prompts and responses without padding in between"
     if tu.get_non_tensor_data(data, "distillation_use_topk", False) or tu.get_non_tensor_data(
         data, "distillation_only", False
     ):
         return "top-k distillation reads the teacher's values at every row"
-    if data["position_ids"].dim() == 3 or any(_modalities(entry) for entry in data.get("multi_modal_inputs", [])):
-        return "it holds images, audio or video"
+    rows, held = data["position_ids"], sorted({name for entry in _modalities(data) for name in entry})
+    if held and isinstance(images, str):
+        return f"it holds images, audio or video, and {images}"
+    if rows.dim() == 3 and isinstance(images, str):
+        return f"its positions have {rows.shape[1]} rows, and {images}"
+    if isinstance(images, Images) and (other := [name for name in held if name not in images.inputs]):
+        return f"it holds {other[0]}, which is not known to run packed"
     sequences, prompts, responses = _nested_lens(data["input_ids"]), _prompt_lens(data), _response_lens(data)
     if not np.array_equal(prompts + responses, sequences):
         return "its sequences are not a prompt followed by a response"
@@ -89,15 +113,21 @@ def not_packable(data: Any) -> str | None:
     expected = responses if mask.is_nested else np.full(len(data), data["responses"].shape[-1])
     if not np.array_equal(columns, expected):
         return "prompt tokens are in the loss"
-    if not np.array_equal(_host(data["position_ids"].values()), positions(sequences)):
+    if held and isinstance(images, Images):
+        # Each response starts with its own copy of the prompt's last token.
+        own = positions(sequences) >= np.repeat(prompts - 1, sequences)
+        if np.isin(_host(data["input_ids"].values())[own], images.placeholders).any():
+            return "a response holds images, or a prompt ends with one"
+    of_text = rows.values() if rows.dim() == 2 else rows.values()[0]
+    if not np.array_equal(_host(of_text), positions(sequences)):
         return "its positions do not count from 0 in every sequence"
     return None
 
 
-def _modalities(entry: Any) -> bool:
-    """Whether a rollout's entry of `multi_modal_inputs` has any input."""
-    entry = getattr(entry, "data", entry)
-    return bool(entry) and any(value is not None for value in entry.values())
+def _modalities(data: Any) -> list[dict[str, Any]]:
+    """The inputs beside text of each rollout; none for a batch without `multi_modal_inputs`."""
+    entries = (getattr(entry, "data", entry) for entry in data.get("multi_modal_inputs", []))
+    return [{k: v for k, v in (entry or {}).items() if v is not None} for entry in entries]
 
 
 def _prompt_lens(data: Any) -> IntArray:
@@ -120,16 +150,23 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
     Without `min_shared`, equal prompts are packed once. With `min_shared`, every common beginning of sequences is
     packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated.
 
-    A group is the rollouts with equal prompts, whatever their `uid`s are, because only equal prompts can be shared.
+    A group is the rollouts with equal prompts and images, whatever their `uid`s are: only equal prompts can be shared.
     Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
     names them, once.
     """
     prompt_lens, response_lens = _prompt_lens(data), _response_lens(data)
     sequences = data["input_ids"]
     tokens, starts = _host(sequences.values()), _host(sequences.offsets())[:-1]
-    found: dict[bytes, int] = {}
-    prompts = (tokens[start : start + length] for start, length in zip(starts, prompt_lens, strict=True))
-    group = np.array([found.setdefault(p.tobytes(), len(found)) for p in prompts], np.int64)
+    media, leaders = _modalities(data), list[int]()
+    found: dict[bytes, list[int]] = {}  # equal tokens make several groups if their images differ
+    group = np.empty(len(prompt_lens), np.int64)
+    for i, (start, length) in enumerate(zip(starts, prompt_lens, strict=True)):
+        same = found.setdefault(tokens[start : start + length].tobytes(), [])
+        g = next((g for g in same if not media or difference(media[leaders[g]], media[i]) is None), len(leaders))
+        if g == len(leaders):
+            same.append(g)
+            leaders.append(i)
+        group[i] = g
     rollouts = Rollouts.of_groups(prompt_lens, response_lens, group)
     uids = tu.get(data, "uid")
     if isinstance(uids, list) and (text := _differing_prompts(rollouts, uids, tokens, starts)) and not _said:
@@ -189,6 +226,8 @@ class PackedRollouts:
         value: [M] int64: for each response token, the index in `head_rows` of the row that predicts it.
         sequence_rows: [M] int64: for each response token, the row that predicts it among the rows of the replicated
             sequences, concatenated in the order of the micro-batch.
+        position_ids: [rows, T] int64 of models that see images, of text first; None where veRL sends one row.
+        media: inputs of the model for the images of all prompts, each once.
     """
 
     input_ids: torch.Tensor
@@ -197,6 +236,8 @@ class PackedRollouts:
     head_rows: torch.Tensor
     value: torch.Tensor
     sequence_rows: torch.Tensor
+    position_ids: torch.Tensor | None
+    media: dict[str, torch.Tensor]
 
 
 def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
@@ -205,6 +246,9 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
     Args:
         data: N rollouts, a TensorDict.
         rollouts: the result of :func:`read` for these N.
+
+    Raises:
+        ValueError: rollouts that share rows have other positions there.
     """
     p, r = rollouts.prompt_lens, rollouts.response_lens
     tree = rollouts.packed_once.tree()
@@ -219,5 +263,17 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
         (np.cumsum(is_head) - 1)[predicts],
         sequence_rows,
     )
-    input_ids, *others = (torch.from_numpy(x) for x in arrays)
-    return PackedRollouts(input_ids, Layout.from_segments(tree.offsets, tree.parent), *others)
+    input_ids, source, head_rows, value, of_sequences = (torch.from_numpy(x) for x in arrays)
+    position_ids = None
+    if data["position_ids"].dim() == 3:
+        replicated = _host(data["position_ids"].values())  # [rows, tokens]
+        cuts = np.cumsum(p + r)[:-1]
+        of_packed = np.stack([tree_tokens(tree, np.split(row, cuts)) for row in replicated])
+        if not np.array_equal(of_packed[:, tree_rows(tree)], replicated):
+            raise ValueError("position_ids differ between rollouts with equal prompts, expected equal positions")
+        position_ids = torch.from_numpy(of_packed)
+    media = _modalities(data)
+    leaders = tree.source[np.flatnonzero(tree.parent < 0)]
+    of_prompts = extract_multi_modal_inputs([media[i] for i in leaders]) if media else {}
+    layout = Layout.from_segments(tree.offsets, tree.parent)
+    return PackedRollouts(input_ids, layout, source, head_rows, value, of_sequences, position_ids, of_prompts)

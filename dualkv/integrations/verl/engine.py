@@ -28,8 +28,9 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import losses, models, recurrent, transformers
+from dualkv.integrations import losses, media, models, recurrent, transformers
 from dualkv.integrations.masks import by_config
+from dualkv.integrations.media import Placed
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.data import PackedRollouts
@@ -80,7 +81,7 @@ class Running:
     """The packed micro-batch that the model runs now; the decoder's hooks read it."""
 
     packed: PackedRollouts
-    layout: Layout | Shard | None = None
+    layout: Layout | Shard | Placed | None = None
     head: HeadRows | None = None
 
 
@@ -145,11 +146,24 @@ class DualKVEngine(FSDPEngineWithLMHead):
             head.reshard()
         return result
 
+    def _images(self) -> verl_data.Images | str:
+        """What is packed beside text, or why nothing is."""
+        families = media.families(self.module)
+        if not families or any(how.ahead for how in families):
+            return f"images of {self.module.config.model_type} are not known to run packed in veRL"
+        if self.use_ulysses_sp:
+            return "ulysses_sequence_parallel_size is above 1, which splits rows behind the check of their positions"
+        if self._min_shared is not None:
+            return f"{TREES} shares tokens, which may stand for other images"
+        ids = (getattr(self.module.config, name, None) for name in ("image_token_id", "video_token_id"))
+        inputs = tuple(name for how in families for name in how.inputs)
+        return verl_data.Images(inputs, tuple(i for i in ids if i is not None))
+
     # ------------------------------------------------------------------ a batch, in micro-batches of whole groups
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        reason = verl_data.not_packable(data)
+        reason = verl_data.not_packable(data, self._images())
         rollouts = None if reason else verl_data.read(data, self._min_shared)
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
         parts = plan_on_all_ranks(
@@ -211,7 +225,12 @@ class DualKVEngine(FSDPEngineWithLMHead):
         device = micro_batch["input_ids"].device
         of_rows = packed.layout.to(device)
         rows = _as_sequences(micro_batch, packed.input_ids.to(device), of_rows.offsets.to(device, torch.int64))
-        rows["position_ids"] = torch.nested.nested_tensor_from_jagged(of_rows.position_ids, rows["input_ids"].offsets())
+        of_images = None if packed.position_ids is None else packed.position_ids.to(device)
+        rows["position_ids"] = torch.nested.nested_tensor_from_jagged(
+            of_rows.position_ids if of_images is None else of_images,
+            rows["input_ids"].offsets(),
+            jagged_dim=1 if of_images is None else 2,
+        )
         tu.assign_non_tensor(rows, temperature=_temperature(micro_batch["temperature"], packed))
         inputs, outputs = super().prepare_model_inputs(rows)
 
@@ -223,6 +242,9 @@ class DualKVEngine(FSDPEngineWithLMHead):
             running.layout, rank, ranks = shard, shard.rank, shard.world_size
         else:
             running.layout, rank, ranks = layout, 0, 1
+        if of_images is not None:
+            running.layout = Placed(layout, inputs["position_ids"][1:])
+        inputs.update({name: value.to(device) for name, value in packed.media.items()})
         head = HeadRows.of(packed.head_rows, rank, layout.num_tokens // ranks, ranks)
         running.head = HeadRows(head.rows.to(device), head.values.to(device))
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):

@@ -6,14 +6,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import trl
 from datasets import Dataset
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    TrainerCallback,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dualkv.integrations.trl import GRPOTrainer
-from tests.integrations.tiny import VOCAB, make_model
+from tests.integrations.test_media import ROPE, WINDOWS
+from tests.integrations.tiny import SIZES, VOCAB, make_model
 
 # Ragged prompts, one of a single token; each batch of a run takes three of them.
 PROMPTS = [" ".join(f"t{3 + (11 * i + 5 * j) % 90}" for j in range(n)) for i, n in enumerate((9, 1, 23, 14, 5, 17))]
@@ -47,6 +57,41 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 7 for token in ids) / (3 * len(ids)) - 0.03 * len(ids) for ids in completion_ids]
+
+
+MARKS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'image' %} <|vision_start|><|image_pad|>"
+    "<|vision_end|> {% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+class Processor(Qwen2_5_VLProcessor):
+    """Qwen2.5-VL's, without a processor of videos, which needs torchvision; it takes TRL's None for no images."""
+
+    def __call__(self, images: Any = None, **kwargs: Any) -> Any:
+        return super().__call__(images=[image or [] for image in images] if images else None, **kwargs)
+
+    def check_argument_for_proper_class(self, *_: Any) -> None:
+        pass
+
+
+def of_images() -> tuple[Any, Dataset, Processor]:
+    """A tiny Qwen2.5-VL, its processor, and prompts with one image, two, and none."""
+    torch.manual_seed(0)
+    tokens = tokenizer()
+    tokens.add_tokens(MARKS, special_tokens=True)
+    names = ("image_token", "vision_start_token", "vision_end_token", "video_token")
+    ids = {f"{name}_id": tokens.convert_tokens_to_ids(mark) for name, mark in zip(names, MARKS, strict=True)}
+    text = SIZES | {"vocab_size": VOCAB + len(MARKS), "rope_parameters": dict(ROPE), "initializer_range": 0.1}
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=WINDOWS, **ids))
+    draw = np.random.default_rng(0)
+    images = [[Image.fromarray(draw.integers(0, 255, (h, w, 3), np.uint8)) for h, w in sizes]
+              for sizes in ([(8, 12)], [(4, 8), (12, 4)], [], [(8, 8)], [(4, 4)], [(8, 4), (8, 8)])]  # fmt: skip
+    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    size = {"patch_size": 2, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 16, "max_pixels": 256}
+    processor = Processor(Qwen2VLImageProcessorPil(**size), tokens, None, chat_template=TEMPLATE)
+    return model, Dataset.from_dict({"prompt": prompts, "images": images}), processor
 
 
 class Padded(GRPOTrainer):
@@ -92,20 +137,24 @@ def make_trainer(
     of_model: dict[str, Any] | None = None,
     **settings: Any,
 ) -> trl.GRPOTrainer:
-    """A trainer of a tiny model with random weights, which it reads from a folder."""
+    """A trainer of a tiny model with random weights, which it reads from a folder ("images": of one with images)."""
     path = folder / "-".join([model, *(f"{k}={v}" for k, v in (of_model or {}).items())])
+    dataset, processor = Dataset.from_dict({"prompt": PROMPTS}), tokenizer()
+    if model == "images":
+        made, dataset, processor = of_images()
+        settings["generation_kwargs"] = {"suppress_tokens": list(range(VOCAB, VOCAB + len(MARKS)))}
     if not path.exists():
-        made = make_model(model, **(of_model or {}))
+        if model != "images":
+            made = make_model(model, **(of_model or {}))
         made.generation_config.eos_token_id = [2, *range(80, VOCAB)]  # ends about one response in six at each token
         made.save_pretrained(path)
-    dataset = Dataset.from_dict({"prompt": PROMPTS})
     return cls(
         model=str(path),
         reward_funcs=reward,
         args=trl.GRPOConfig(output_dir=str(folder / "out"), **SETTINGS | settings),
         train_dataset=dataset,
         eval_dataset=dataset,
-        processing_class=tokenizer(),
+        processing_class=processor,
         peft_config=peft,
     )
 

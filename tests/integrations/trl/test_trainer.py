@@ -55,6 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "luspo, sequences": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
     "adapters": {"peft": LORA, "beta": 0.04},
+    "images": {"model": "images", "beta": 0.04, "steps_per_generation": 4, "learning_rate": 0.01},
     "padded to multiples, no checkpointing": {"pad_to_multiple_of": 16, "gradient_checkpointing": False},
 }
 
@@ -319,13 +320,16 @@ def test_a_model_is_refused_before_trl_makes_anything(
     assert wide.config._attn_implementation == "sdpa"
 
 
-def test_images_are_refused(folder: Path) -> None:
+def test_images_that_are_not_packed_are_refused(folder: Path) -> None:
     trainer = make_trainer(GRPOTrainer, folder)
     ids, mask, room = padded_batch()
-    with pytest.raises(ValueError, match="the batch has pixel_values: only text is packed"):
-        trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, mask, room, pixel_values=torch.ones(1), image_sizes=None
-        )
+    for given, message in (
+        ({"spatial_shapes": torch.ones(1), "image_sizes": None}, "the batch has spatial_shapes: text and images are"),
+        ({"mm_token_type_ids": torch.ones_like(ids)}, "mm_token_type_ids has images in completions: only those of pro"),
+        ({"pixel_values": torch.ones(1)}, rf"pixel_values has 1 entries for {len(ids)} rollouts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, room, **given)
 
 
 class _Processor(ProcessorMixin):
@@ -337,7 +341,7 @@ class _Processor(ProcessorMixin):
 def test_processors_are_refused(folder: Path) -> None:
     trainer = make_trainer(GRPOTrainer, folder)
     trainer.model.config.image_token_id = 5
-    with pytest.raises(ValueError, match="vision-language models are not packed"):
+    with pytest.raises(ValueError, match="and images of Qwen3ForCausalLM are not known to run packed"):
         GRPOTrainer(
             trainer.model,
             trainer.reward_funcs[0],

@@ -15,6 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
@@ -36,10 +38,22 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 # Shorter than some prompts, some responses and both.
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4,
            "num_experts_per_tok": 2}  # fmt: skip
+IMAGE, START, END = 93, 94, 95  # the highest ids: texts with images stay below
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2,
+          "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 48, "num_position_embeddings": 16,
+          "deepstack_visual_indexes": [0, 1]}  # fmt: skip
+OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": START, "vision_end_token_id": END}
+# The images of prompts, by the prompt's length: (height, width) in patches.
+IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)]}
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "one_kv_head": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
+    "images": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(text_config=SIZES | {"rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES),
+    ),
     "windows_and_sinks": (GptOssForCausalLM, GptOssConfig(**SIZES, **WINDOWS)),
 }
 
@@ -80,6 +94,10 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
             responses.append(draw(n))
             uids.append(f"uid-{g}")
     masks = [torch.ones_like(r) for r in responses]
+    seen: list[dict[str, Any]] = []
+    of_images: list[torch.Tensor] = []
+    if s.get("model") == "images":
+        prompts, responses, of_images, seen = _with_images(prompts, responses)
     if s.get("turns"):
         prompts, responses, masks = _turns(prompts, responses, uids, draw)
     noise = [torch.randn(3, len(r), generator=generator) for r in responses]
@@ -101,6 +119,9 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     }
     make = _padded if s.get("padded") else _nested
     data = make(prompts, responses, of_responses)
+    if of_images:
+        data["position_ids"] = nested_positions([of_images[i] for i in mine])
+        tu.assign_non_tensor_stack(data, "multi_modal_inputs", [seen[i] for i in mine])
     tu.assign_non_tensor_stack(data, "uid", [uids[i] for i in mine])
     tu.assign_non_tensor(
         data,
@@ -114,6 +135,45 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     else:
         tu.assign_non_tensor(data, temperature=temperature)
     return data
+
+
+def nested_positions(rows: list[torch.Tensor]) -> torch.Tensor:
+    """[4, L] of each rollout, as veRL nests them."""
+    lens = torch.tensor([0, *(row.shape[1] for row in rows)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows, 1), lens, jagged_dim=2)
+
+
+def _with_images(
+    prompts: list[torch.Tensor], responses: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[dict[str, Any]]]:
+    """Prompts with placeholders, responses without; positions [4, L] of each rollout; the images of each rollout.
+
+    Images follow each other from the prompt's second token on. As in Qwen3-VL, an image of h x w tokens takes max(h, w)
+    positions.
+    """
+    prompts, responses = ([x % (IMAGE - 1) + 1 for x in rows] for rows in (prompts, responses))
+    positions, seen = [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        found: list[torch.Tensor] = [torch.zeros(3, 1)]
+        at, sizes = 1, IMAGES.get(len(prompt), [])
+        for height, width in sizes:
+            h, w = height // 2, width // 2
+            rows = h * w
+            prompt[at], prompt[at + 1 : at + 1 + rows], prompt[at + 1 + rows] = START, IMAGE, END
+            start = found[-1].max() + 1
+            grid = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(h), torch.arange(w), indexing="ij"))
+            found.append(start.expand(3, 1))
+            found.append(grid.reshape(3, rows) + start + 1)
+            found.append((found[-1].max() + 1).expand(3, 1))
+            at += rows + 2
+        found.append((torch.arange(len(prompt) + len(response) - at) + found[-1].max() + 1).expand(3, -1))
+        whole = torch.cat(found, 1).long()
+        positions.append(torch.cat([torch.arange(whole.shape[1])[None], whole]))
+        draw = torch.Generator().manual_seed(len(prompt))
+        grids = torch.tensor([(1, *size) for size in sizes]).view(-1, 3)
+        pixels = {"pixel_values": torch.randn(int(grids.prod(1).sum()), 24, generator=draw), "image_grid_thw": grids}
+        seen.append(pixels if sizes else {})
+    return prompts, responses, positions, seen
 
 
 def _turns(

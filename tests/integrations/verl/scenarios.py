@@ -13,6 +13,7 @@ MOE = {"model": "moe"}
 SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
 ONE_KV_HEAD = {"model": "one_kv_head"}
 WINDOWS_AND_SINKS = {"model": "windows_and_sinks", "attention": "eager"}  # transformers has no SDPA with sinks
+IMAGES = {"model": "images"}
 # In each update one of two ranks has one group, the other has four.
 ONE_GROUP_AND_FOUR = {
     "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
@@ -55,6 +56,9 @@ ONE: dict[str, dict[str, Any]] = {
     # The gpt-oss of transformers 5.10 hands no positions to its masks, so that sequences in one row see each other.
     "stock-windows-and-sinks": STOCK | WINDOWS_AND_SINKS | {"remove_padding": False},
     "windows-and-sinks": PACKED | WINDOWS_AND_SINKS | {"budget": TIGHT},
+    "stock-images": STOCK | IMAGES,
+    "images": PACKED | IMAGES | {"budget": TIGHT},
+    "images-roomy": PACKED | IMAGES | {"budget": ROOMY, "pad_to": 64},
     "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
     "stock-turns": STOCK | TURNS,
     "stock-turns-temperature": STOCK | TURNS | {"temperature": "ragged"},

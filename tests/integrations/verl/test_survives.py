@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from verl.utils import tensordict_utils as tu
 
+from dualkv.integrations.verl.data import Images, not_packable, pack, read
+from tests.integrations.verl.rollouts import IMAGE, make_rollouts
 from tests.integrations.verl.test_equivalence import distance, of_all_ranks
 
 Results = Callable[[str], list[dict[str, Any]]]
@@ -70,7 +73,7 @@ def test_worker_restarted_from_a_checkpoint(results: Results) -> None:
 
 
 WHY = {
-    "multimodal": "it holds images, audio or video",
+    "multimodal": "it holds images, audio or video, and images of qwen3 are not known to run packed in veRL",
     "prompt-in-loss": "prompt tokens are in the loss",
     "distillation": "top-k distillation reads the teacher's values at every row",
 }
@@ -80,6 +83,32 @@ WHY = {
 def test_falls_back_and_says_so_once(name: str, results: Results) -> None:
     found = results(name)[0]
     assert found["said"] == [f"dualkv: a batch runs with its prompts replicated, because {WHY[name]}"]
+
+
+def test_images_that_are_packed_and_those_that_are_not() -> None:
+    data = make_rollouts({"model": "images"}, 1, 0)
+    packs = Images(("pixel_values", "image_grid_thw"), (IMAGE,))
+    assert not_packable(data, packs) is None
+    assert not_packable(data, "why") == "it holds images, audio or video, and why"
+    assert not_packable(data, Images(("pixel_values",), (IMAGE,))) == (
+        "it holds image_grid_thw, which is not known to run packed"
+    )
+    rows = read(data)
+    assert rows.group.tolist() == read(make_rollouts({}, 1, 0)).group.tolist()
+    packed = pack(data, rows)
+    assert packed.media["image_grid_thw"].tolist() == [[1, 4, 6], [1, 4, 4], [1, 2, 6], [1, 6, 4]]
+    assert packed.media["pixel_values"].shape == (24 + 16 + 12 + 24, 24)
+    other = make_rollouts({"model": "images"}, 1, 0)
+    seen = [dict(getattr(entry, "data", entry)) for entry in other["multi_modal_inputs"]]
+    at = next(i for i, entry in enumerate(seen) if entry)
+    seen[at]["pixel_values"] = seen[at]["pixel_values"] + 1
+    tu.assign_non_tensor_stack(other, "multi_modal_inputs", seen)
+    assert read(other).group.max() == rows.group.max() + 1  # the same ids, another image
+    data["input_ids"].values()[-1] = IMAGE
+    assert not_packable(data, packs) == "a response holds images, or a prompt ends with one"
+    data["position_ids"].values()[2, 18] += 1  # of a shared row
+    with pytest.raises(ValueError, match="position_ids differ between rollouts with equal prompts"):
+        pack(data, rows)
 
 
 def test_multimodal_batch_is_verls(results: Results) -> None:
@@ -99,7 +128,7 @@ def test_all_ranks_fall_back_with_one(results: Results) -> None:
     because = "dualkv: a batch runs with its prompts replicated, because "
     assert [f["said"] for f in found] == [
         [because + "another data-parallel rank cannot pack its own"],
-        [because + "it holds images, audio or video"],
+        [because + WHY["multimodal"]],
     ]
     stock = results("stock")
     assert (of_all_ranks(found, "log_probs") - of_all_ranks(stock, "log_probs")).abs().max() < 1e-5

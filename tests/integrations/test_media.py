@@ -1,0 +1,466 @@
+"""Images and videos in packed calls: against each rollout run alone with its own copy of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+import dualkv
+
+tf = pytest.importorskip("transformers")
+
+from dualkv.integrations.transformers import enable  # noqa: E402
+from dualkv.sequence_parallel import Shard  # noqa: E402
+from tests.integrations.tiny import SIZES, assert_close, gradients  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IMAGE, VIDEO, START = 88, 89, 90  # the ids behind are those of other special tokens
+SPECIAL = ("image_token", "video_token", "vision_start_token", "vision_end_token", "image_start_token",
+           "image_end_token", "video_start_token", "video_end_token", "audio_token", "audio_start_token")  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
+WIDE = TOWER | {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 48}
+WINDOWS = WIDE | {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 3}
+PLACES = WIDE | {"num_position_embeddings": 16}
+DEEP = PLACES | {"deepstack_visual_indexes": [0, 1]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+# Models that give an image's rows the positions of its grid: settings of text and vision.
+GRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VL": ({}, TOWER | {"embed_dim": 16, "hidden_size": 48, "mlp_ratio": 2}),
+    "Qwen2_5_VL": ({}, WINDOWS),
+    "Qwen3VL": ({}, DEEP),
+    "Qwen3VLMoe": (EXPERTS, DEEP),
+    "Qwen3_5": (DELTA, PLACES),
+    "Qwen3_5Moe": (DELTA | EXPERTS | {"shared_expert_intermediate_size": 16}, PLACES),
+    "Qwen2_5OmniThinker": ({}, WINDOWS),
+    "Qwen3OmniMoeThinker": (EXPERTS, DEEP),
+    "Glm4v": ({}, WIDE | {"image_size": 8}),
+    "Glm4vMoe": ({"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+                  "first_k_dense_replace": 1}, WIDE | {"image_size": 8}),
+    "Glm46V": ({}, WIDE | {"image_size": 8}),
+    "GlmOcr": ({}, WIDE | {"image_size": 8}),
+}  # fmt: skip
+BY_FRAME = ("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Glm4v", "Glm4vMoe", "Glm46V", "GlmOcr")
+LAYERS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SQUARE = LAYERS | {"image_size": 8, "patch_size": 4}
+CLIP, PIXTRAL = SQUARE | {"model_type": "clip_vision_model"}, LAYERS | {"model_type": "pixtral", "patch_size": 2}
+TILES = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
+# Models whose images have positions as text has: the type of their decoder, settings of vision and of the whole.
+PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "InternVL": ("qwen2", LAYERS | {"image_size": [8, 8], "patch_size": [2, 2]}, {}),
+    "Llava": ("llama", CLIP, {}),
+    "VipLlava": ("llama", CLIP, {"vision_feature_layers": [-1, -2]}),
+    "LlavaNext": ("mistral", CLIP, TILES),
+    "LlavaOnevision": ("qwen2", SQUARE | {"model_type": "siglip_vision_model", "vision_use_head": False}, TILES),
+    "Mistral3": ("mistral", PIXTRAL | {"image_size": 16}, {"spatial_merge_size": 2}),
+    "Idefics3": ("llama", SQUARE | {"patch_size": 2}, {}),
+    "SmolVLM": ("llama", SQUARE | {"patch_size": 2}, {}),
+    "Gemma3": ("gemma3_text", SQUARE | {"patch_size": 2}, {"mm_tokens_per_image": 4}),
+}
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(0)
+    model = _made(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any() and parameter.dim() > 1:  # Gemma 3's projection of images
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def _made(family: str) -> Any:
+    if family in PLAIN:
+        text, vision, settings = PLAIN[family]
+        text_config = SIZES | {"model_type": text}
+        if family == "Gemma3":
+            text_config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+        token = {"image_token_id": IMAGE} if family in ("InternVL", "Idefics3", "SmolVLM") else {
+            "image_token_index": IMAGE, "video_token_index": VIDEO}  # fmt: skip
+        config = getattr(tf, f"{family}Config")(text_config=text_config, vision_config=vision, **settings, **token)
+        return getattr(tf, f"{family}ForConditionalGeneration")(config).train()
+    text, vision = GRID[family]
+    ids = {f"{name}_id": IMAGE + i for i, name in enumerate(SPECIAL)}
+    if "Omni" in family:
+        ids["audio_config"] = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    text = SIZES | {"rope_parameters": dict(ROPE)} | text
+    config = getattr(tf, f"{family}Config")(text_config=text, vision_config=vision, **ids)
+    return getattr(tf, f"{family}ForConditionalGeneration")(config).train()
+
+
+def prompt(draw: torch.Generator, family: str, *media: tuple[int, int, int]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids and what a processor returns for a text with images; a grid of several frames is that of a video."""
+
+    def text(count: int) -> list[int]:
+        return torch.randint(3, 80, (count,), generator=draw).tolist()
+
+    ids = text(3)
+    entry: dict[str, list[Any]] = {}
+    kinds = [0] * 3
+    for grid in media:
+        name, kind, token = ("pixel_values_videos", 2, VIDEO) if grid[0] > 1 else ("pixel_values", 1, IMAGE)
+        token = IMAGE if family.startswith("Glm") else token
+        patches = torch.randn(grid[0] * grid[1] * grid[2], 24, generator=draw)
+        entry.setdefault(name, []).append(patches)
+        entry.setdefault("video_grid_thw" if kind == 2 else "image_grid_thw", []).append(torch.tensor([grid]))
+        if kind == 2 and family == "Qwen2_5_VL":
+            entry["second_per_grid_ts"] = [*entry.get("second_per_grid_ts", []), 0.7]
+        if kind == 2 and "Omni" in family:
+            entry.setdefault("video_second_per_grid", []).append(torch.tensor([0.7]))
+        by_frame = family in BY_FRAME  # frames of a video lie apart, between time stamps
+        for _ in range(grid[0] if by_frame else 1):
+            rows = grid[1] * grid[2] // 4 * (1 if by_frame else grid[0])
+            ids += [START, *[token] * rows, START + 1, *text(2)]
+            kinds += [0, *[kind] * rows, 0, 0, 0]
+    joined = {name: values if name == "second_per_grid_ts" else torch.cat(values) for name, values in entry.items()}
+    return torch.tensor(ids), joined | {"mm_token_type_ids": torch.tensor([kinds])}
+
+
+@functools.cache
+def counting(family: str) -> Any:
+    """A model that says how many rows images have."""
+    return make(family).eval()
+
+
+def plain_media(draw: torch.Generator, family: str, *media: tuple[int, int, int]) -> dict[str, Any]:
+    """What a processor returns for images of such sizes (halved) beside ids."""
+    if not media:
+        return {}
+
+    def pixels(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    sizes = torch.tensor([(2 * h, 2 * w) for _, h, w in media])
+    if family == "InternVL":
+        return {"pixel_values": pixels(sum(1 + (h * w > 8) for _, h, w in media), 3, 8, 8)}
+    if family in ("Llava", "VipLlava", "Gemma3"):
+        return {"pixel_values": pixels(len(media), 3, 8, 8)}
+    if family in ("Idefics3", "SmolVLM"):
+        mask = torch.zeros(1, len(media), 8, 8, dtype=torch.int64)
+        for i, (h, w) in enumerate(sizes.tolist()):
+            mask[0, i, :h, :w] = 1
+        return {"pixel_values": pixels(1, len(media), 3, 8, 8) * mask[:, :, None], "pixel_attention_mask": mask}
+    if family == "Mistral3":
+        return {"pixel_values": pixels(len(media), 3, *sizes.amax(0).tolist()), "image_sizes": sizes}
+    if media[0][0] > 1:
+        return {"pixel_values_videos": pixels(len(media), media[0][0], 3, 8, 8)}
+    tiles = [tf.models.llava_next.modeling_llava_next.image_size_to_num_patches(size, TILES["image_grid_pinpoints"], 8)
+             for size in sizes.tolist()]  # fmt: skip
+    found = {"pixel_values": pixels(len(media), max(tiles), 3, 8, 8), "image_sizes": sizes}
+    return found | ({"batch_num_images": torch.tensor([len(media)])} if family == "LlavaOnevision" else {})
+
+
+def plain_prompt(
+    draw: torch.Generator, family: str, *media: tuple[int, int, int]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids and media of a model of PLAIN."""
+    entry = plain_media(draw, family, *media)
+    ids = torch.randint(3, 80, (3,), generator=draw).tolist()
+    if entry:
+        model, film = counting(family).model, "pixel_values_videos" in entry
+        with torch.no_grad():
+            found = (model.get_video_features if film else model.get_image_features)(**entry).pooler_output
+        rows = sum(x.numel() for x in found) // SIZES["hidden_size"]
+        each = [len(x) for x in found] if len(found) == len(media) else [rows // len(media)] * len(media)
+        for count in each:
+            ids += [*[VIDEO if film else IMAGE] * count, *torch.randint(3, 80, (2,), generator=draw).tolist()]
+    if family == "Gemma3":  # its rows of an image see each other
+        entry["token_type_ids"] = (torch.tensor(ids) == IMAGE).long()[None]
+    return torch.tensor(ids), entry
+
+
+def rollouts(family: str, *groups: tuple[tuple[int, int, int], ...]) -> Any:
+    """Prompts, responses and media of rollouts, those of a group apart from each other."""
+    draw = torch.Generator().manual_seed(1)
+    of_groups = [(prompt if family in GRID else plain_prompt)(draw, family, *group) for group in groups]
+    lens = [3, 0, 6, 1, 4]
+    order = [g for _ in range(2) for g in range(len(groups))] + [0]
+    responses = [torch.randint(3, 80, (lens[i % 5],), generator=draw) for i in range(len(order))]
+    copies = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in of_groups[g][1].items()} for g in order]
+    return [of_groups[g][0] for g in order], responses, copies
+
+
+def without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in names}
+
+
+def alone(model: Any, ids: torch.Tensor, response: torch.Tensor, media: dict[str, Any]) -> torch.Tensor:
+    """Hidden states of one sequence."""
+    inputs = media | {"input_ids": torch.cat([ids, response])[None]}
+    for name in {"mm_token_type_ids", "token_type_ids"} & media.keys():
+        inputs[name] = pad(media[name], (0, len(response)))
+    if "Omni" in type(model).__name__:  # which counts positions of images only with a mask
+        inputs = without(inputs, "mm_token_type_ids") | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    return model.model(use_cache=False, **inputs).last_hidden_state[0]
+
+
+def check(family: str, *groups: tuple[tuple[int, int, int], ...], labels: str = "gather") -> None:
+    prompts, responses, media = rollouts(family, *groups)
+    batch = dualkv.pack(prompts, responses, media=media, labels=labels)
+    assert batch.layout.num_groups == len(groups)
+    weights = [torch.randn(len(r), generator=torch.Generator().manual_seed(k)) for k, r in enumerate(responses)]
+
+    def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    model = enable(make(family))
+    hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
+    values = batch.unpack(logp(model, hidden[0, batch.predict_rows], batch.targets))
+    torch.stack([(w * v).sum() for w, v in zip(weights, values, strict=True)]).sum().backward()
+
+    reference = make(family)
+    loss = torch.zeros(())
+    for i, got in enumerate(batch.unpack_sequences(hidden)):
+        expected = alone(reference, prompts[i], responses[i], media[i])
+        assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
+        own = logp(reference, expected[len(prompts[i]) - 1 : -1], responses[i])
+        assert_close(f"log-probs of rollout {i}", values[i], own, 1e-5)
+        loss = loss + (weights[i] * own).sum()
+    loss.backward()
+    expected_gradients = gradients(reference)
+    assert any(
+        ("vision" in name or "visual" in name) and gradient.norm() > 0 for name, gradient in expected_gradients.items()
+    )
+    # Some are zero but for rounding: biases of keys.
+    floor = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).mean().item()
+    for name, gradient in gradients(model).items():
+        error, norm = (gradient - expected_gradients[name]).norm().item(), expected_gradients[name].norm().item()
+        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
+
+
+ONE, TWO, NONE, FILM = ((1, 4, 6),), ((1, 2, 2), (1, 6, 4)), (), ((2, 2, 4),)
+
+
+@pytest.mark.parametrize("family", [*GRID, *PLAIN])
+def test_images_of_several_groups(family: str) -> None:
+    check(family, ONE, TWO, NONE, ONE)
+
+
+@pytest.mark.parametrize("family", [*GRID, "LlavaOnevision"])
+def test_videos(family: str) -> None:
+    beside = () if family.startswith(("Glm", "Llava")) else ((1, 4, 4),)
+    check(family, FILM + beside, NONE, FILM, labels="roll")
+
+
+@pytest.mark.parametrize("family", GRID)
+def test_text_alone(family: str) -> None:
+    """Positions of several rows are those of text, also after a call that left the model those of another batch."""
+    check_text = rollouts(family, NONE, NONE)
+    batch = dualkv.pack(*check_text[:2])
+    model = enable(make(family).eval())
+    model.model.rope_deltas = torch.tensor([[7]])
+    plain = batch.position_ids
+    with torch.no_grad():
+        expected = [alone(model, *x) for x in zip(*check_text, strict=True)]
+        for position_ids in (None, plain, plain.expand(3, 1, -1), plain.expand(4, 1, -1)):
+            hidden = model.model(input_ids=batch.input_ids, position_ids=position_ids, dualkv=batch.layout)[0]
+            for i, got in enumerate(batch.unpack_sequences(hidden)):
+                assert_close(f"hidden states of rollout {i}", got, expected[i], 1e-5)
+    wrong = plain.expand(4, 1, -1).clone()
+    wrong[2, 0, 5] += 1
+    with pytest.raises(ValueError, match=r"position_ids\[2, 0, 5\] is 6, the layout's is 5"):
+        model(input_ids=batch.input_ids, position_ids=wrong, dualkv=batch.layout)
+
+
+def test_given_positions_are_compared_with_those_of_the_model() -> None:
+    prompts, responses, media = rollouts("Qwen2_5_VL", ONE, TWO + FILM)
+    batch = dualkv.pack(prompts, responses, media=media)
+    model = enable(make("Qwen2_5_VL").eval())
+    own = torch.zeros(3, 1, batch.layout.num_tokens, dtype=torch.int64)
+    rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
+    for at, ids, response, entry in zip(rows, prompts, responses, media, strict=True):
+        whole = torch.cat([ids, response])[None]
+        inputs = {name: value for name, value in entry.items() if "pixel" not in name}
+        inputs["mm_token_type_ids"] = pad(entry["mm_token_type_ids"], (0, len(response)))
+        own[:, :, at] = model.model.get_rope_index(whole, **inputs)[0]
+    inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        for given in (own, torch.cat([batch.position_ids[None], own])):
+            assert torch.equal(model(**inputs, position_ids=given).logits, expected)
+            given[1, 0, 20] += 1
+            message = rf"position_ids\[1, 0, 20\] is {given[1, 0, 20]}, the layout's is {given[1, 0, 20] - 1} "
+            with pytest.raises(ValueError, match=message):
+                model(**inputs, position_ids=given)
+            given[1, 0, 20] -= 1
+        with pytest.raises(ValueError, match=r"position_ids has shape \(1, \d+\) on cpu, expected \(3, 1, \d+\)"):
+            model(**inputs, position_ids=batch.position_ids)
+
+
+# ---------------------------------------------------------------- packing
+def test_equal_prompts_have_equal_images() -> None:
+    """One group for copies of an image, two for two images behind the same ids; a padded batch finds the same."""
+    draw = torch.Generator().manual_seed(2)
+    ids, entry = prompt(draw, "Qwen3VL", (1, 4, 4))
+    other = entry | {"pixel_values": entry["pixel_values"].clone()}
+    other["pixel_values"][5, 3] += 1
+    copy = {name: value.clone() for name, value in entry.items()}
+    media = [entry, other, copy]
+    batch = dualkv.pack([ids] * 3, [[3], [4], [5]], media=media)
+    assert batch.layout.response_lens == [[1, 1], [1]]
+    assert torch.equal(batch.media["pixel_values"], torch.cat([entry["pixel_values"], other["pixel_values"]]))
+    assert batch.media["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
+    assert (batch.media["mm_token_type_ids"] == (batch.input_ids == IMAGE)).all()
+    assert batch.to("meta").media["pixel_values"].device.type == "meta"
+
+    mask = pad(torch.ones(3, len(ids)), (4, 0))
+    wide = pad(entry["mm_token_type_ids"], (4, 0))
+    padded = dualkv.pack_padded(
+        pad(ids.expand(3, -1), (4, 0)), mask, torch.tensor([[3], [4], [5]]), torch.ones(3, 1),
+        media=[x | {"mm_token_type_ids": wide} for x in media], group_ids=[1, 2, 1],
+    )  # fmt: skip
+    assert torch.equal(padded.input_ids, batch.input_ids)
+    assert all(torch.equal(padded.media[name], batch.media[name]) for name in batch.media)
+    with pytest.raises(ValueError, match="pixel_values of rollouts 0 and 1 differ, but group_ids puts both into gr"):
+        dualkv.pack([ids] * 3, [[3], [4], [5]], media=media, group_ids=[7, 7, 7])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a, b: [a], ValueError, "media has 1 entries for 2 prompts"),
+        (lambda a, b: a, TypeError, "media is a dict, expected a list with one mapping"),
+        (lambda a, b: [a, [b]], TypeError, r"media\[1\] is a list, expected a mapping or None"),
+        (lambda a, b: [a, b | {"pixel_values": [b["pixel_values"]]}], TypeError,
+         r"media\[1\]\['pixel_values'\] is a list, expected a tensor, an array or a list of numbers"),
+        (lambda a, b: [a, b | {"pixel_values": b["pixel_values"][:-1]}], ValueError,
+         r"media\[1\]\['pixel_values'\] has 27 patches, image_grid_thw counts 28"),
+        (lambda a, b: [a, b | {"image_grid_thw": b["image_grid_thw"][0]}], ValueError,
+         r"media\[1\]\['image_grid_thw'\] has shape \(3,\), expected \[images, 3\]"),
+        # Two placeholders and one image; placeholders without images; images without placeholders.
+        (lambda a, b: [a, b | {"pixel_values": b["pixel_values"][:4], "image_grid_thw": b["image_grid_thw"][:1]}],
+         ValueError, r"has 4 patches for 7 placeholder tokens, those of media\[0\] have 24 for 6"),
+        (lambda a, b: [a, without(b, "pixel_values", "image_grid_thw")], ValueError,
+         r"media\[1\]\['pixel_values'\] has 0 patches for 7 placeholder tokens"),
+        (lambda a, b: [a, b | {"mm_token_type_ids": b["mm_token_type_ids"][:, :-1]}], ValueError,
+         r"media\[1\]\['mm_token_type_ids'\] has shape \(1, \d+\), the prompt has \d+ tokens"),
+        (lambda a, b: [a, without(b, "mm_token_type_ids")], ValueError, "has no mm_token_type_ids, media.0. has it"),
+        (lambda a, b: [a, b | {"pixel_values": b["pixel_values"][:, :-1]}], ValueError,
+         r"media\[1\]\['pixel_values'\] has shape \(28, 23\) in torch.float32, media\[0\] \(24, 24\)"),
+    ],
+)  # fmt: skip
+def test_media_that_cannot_be_packed(change: Any, error: type[Exception], message: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    (first, a), (second, b) = prompt(draw, "Qwen3VL", *ONE), prompt(draw, "Qwen3VL", *TWO)
+    with pytest.raises(error, match=message):
+        dualkv.pack([first, second], [[[3]], [[4]]], media=change(a, b))
+
+
+def test_a_last_token_of_an_image_is_not_copied() -> None:
+    ids, entry = prompt(torch.Generator().manual_seed(2), "Qwen3VL", *ONE)
+    entry["mm_token_type_ids"] = entry["mm_token_type_ids"][:, :-3]
+    with pytest.raises(ValueError, match=r"\['mm_token_type_ids'\] ends with 1, expected 0: with labels='roll'"):
+        dualkv.pack([ids[:-3]], [[[3], [4]]], media=[entry], labels="roll")
+
+
+# ---------------------------------------------------------------- calls that are refused
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mm_token_type_ids": None}, r"mm_token_type_ids is missing, expected \[1, T\]"),
+        ({"mm_token_type_ids": torch.zeros(1, 2)}, r"mm_token_type_ids has shape \(1, 2\), expected \(1, \d+\)"),
+        ({"image_grid_thw": None}, "mm_token_type_ids marks 13 rows with 1, and no image_grid_thw came"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "pixel_values has 52 patches, image_grid_thw count"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 6, 4], [1, 2, 2]]),
+          "pixel_values": torch.zeros(56, 24)}, "describes 4 images or videos of 14 rows in all, input_ids has 13 of"),
+        ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 6], [1, 6, 4]])},
+         r"image_grid_thw\[1\] has 6 rows, in segments 0 and \d of the layout"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 58, 48)}, "pixel_values came without input_ids"),
+        ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, r"input_ids has shape \(1, 5\), expected \[1, T\] ="),
+        ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Qwen3VLModel runs packed with"),
+        ({"deepstack_visual_embeds": [torch.zeros(1)]}, "deepstack_visual_embeds came together with dualkv"),
+        ({"dualkv": object.__new__(Shard)}, "pixel_values came together with a Shard: images do not run packed with"),
+        ({"dualkv": 5}, "dualkv is a int, expected a dualkv.Layout"),
+    ],
+)  # fmt: skip
+def test_calls_that_are_refused(change: dict[str, Any], message: str) -> None:
+    prompts, responses, media = rollouts("Qwen3VL", ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    model = enable(make("Qwen3VL"))
+    model.model.visual.register_forward_pre_hook(lambda *_: pytest.fail("the vision tower ran"))
+    inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media} | change
+    for part in (model, model.model):
+        with pytest.raises((ValueError, TypeError), match=message):
+            part(**inputs)
+
+
+def test_a_response_with_a_placeholder_is_refused() -> None:
+    prompts, responses, media = rollouts("Qwen3VL", ONE)
+    responses[0][1] = IMAGE
+    batch = dualkv.pack(prompts, responses, media=media)
+    with pytest.raises(
+        ValueError, match=rf"row {len(prompts[0]) + 1} of input_ids holds {IMAGE}, its mm_token_type_ids"
+    ):
+        enable(make("Qwen3VL"))(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
+
+
+def test_models_and_parts_that_run_text_alone() -> None:
+    """By keyword and by position; a decoder itself, whose images another model places."""
+    images = torch.zeros(4, 8)
+    config = tf.AyaVisionConfig(text_config=SIZES | {"model_type": "cohere2"}, vision_config=CLIP)
+    unknown = enable(tf.AyaVisionForConditionalGeneration(config))
+    ids = torch.arange(3, 12)[None]
+    layout = dualkv.Layout.from_lengths([5], [[2, 2]])
+    for call in (
+        lambda **x: unknown(ids, images, **x),
+        lambda **x: unknown.model(input_ids=ids, pixel_values=images, **x),
+    ):
+        with pytest.raises(
+            ValueError, match=r"pixel_values came together with dualkv: AyaVision\w+ is not known to run"
+        ):
+            call(dualkv=layout)
+    decoder = enable(make("Qwen3VL")).model.language_model
+    with pytest.raises(ValueError, match="deepstack_visual_embeds came to Qwen3VLTextModel with a layout, and no hook"):
+        decoder(input_ids=ids, dualkv=layout, deepstack_visual_embeds=[images])
+    thinker = enable(make("Qwen2_5OmniThinker"))
+    with pytest.raises(
+        ValueError, match="inputs_embeds came to Qwen2_5OmniThinkerTextModel with a layout, and no hook"
+    ):
+        thinker.model.forward(input_ids=ids, dualkv=layout)  # as PEFT calls the outermost model
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3"])
+def test_a_compiled_decoder(family: str) -> None:
+    """The whole model reads where images are, which graphs cannot."""
+    prompts, responses, media = rollouts(family, ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}
+    model = enable(make(family).eval())
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        if family == "Qwen3VL":
+            with pytest.raises(ValueError, match=r"(pixel_values|visual_pos_masks|images) came to"):
+                torch.compile(model, backend="eager")(**inputs)
+            torch._dynamo.reset()
+        model.get_decoder().compile(backend="eager", fullgraph=True)
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_a_tree_with_images_in_its_turns() -> None:
+    """Segments: a prompt with an image, a text answer, two turns with images behind both, a leaf behind one of them."""
+    draw = torch.Generator().manual_seed(4)
+    parts = [prompt(draw, "Qwen3VL", *grids) for grids in (ONE, NONE, TWO, NONE, ((1, 6, 2),), NONE)]
+    parents = [-1, 0, 0, 2, 1, 1]
+    order = [0, 1, 4, 5, 2, 3]  # depth first
+    at = {segment: i for i, segment in enumerate(order)}
+    offsets = torch.tensor([0, *(len(parts[s][0]) for s in order)]).cumsum(0)
+    layout = dualkv.Layout.from_segments(offsets, [at[parents[s]] if parents[s] >= 0 else -1 for s in order])
+    names = ("pixel_values", "image_grid_thw")
+    joined = {name: torch.cat([parts[s][1][name] for s in order if name in parts[s][1]]) for name in names}
+    joined["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in order], 1)
+    ids = torch.cat([parts[s][0] for s in order])[None]
+    model = enable(make("Qwen3VL").eval())
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids, dualkv=layout, **joined).last_hidden_state[0]
+        for path in ([0, 1, 4], [0, 1, 5], [0, 2, 3]):
+            media = {name: torch.cat([parts[s][1][name] for s in path if name in parts[s][1]]) for name in names}
+            media["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in path], 1)
+            expected = alone(model, torch.cat([parts[s][0] for s in path]), torch.zeros(0, dtype=torch.int64), media)
+            rows = torch.cat([torch.arange(*offsets[at[s] : at[s] + 2].tolist()) for s in path])
+            assert_close(f"hidden states of path {path}", hidden[rows], expected, 1e-5)
