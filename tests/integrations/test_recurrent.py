@@ -226,6 +226,48 @@ def test_gradients_of_children_add_up() -> None:
     assert torch.autograd.gradcheck(lambda x: ops.inherit(x, gather), states)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_again(recompute: bool) -> None:
+    """Hooks around the scan, as gradient checkpointing has them, get the two parents' states, not the five children's."""
+    layout = dualkv.Layout.from_lengths([2, 3], [[2, 1, 1], [1, 4]])
+    saved: list[torch.Size] = []
+
+    class Plus(torch.autograd.Function):
+        """rows + 3 state^2 of their sequence; it keeps its initial states, as the library's functions do."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, initial)
+            return x + 3 * initial[:, None] ** 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            _, initial = ctx.saved_tensors
+            return grad, 6 * initial * grad.sum(1)
+
+    def run(rows: list[torch.Tensor], initial: torch.Tensor | None, keep: bool) -> Any:
+        out = rows[0] if initial is None else Plus.apply(rows[0], initial)
+        return out, out.sum(1)
+
+    def scanned(x: torch.Tensor) -> torch.Tensor:
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            saved.append(x.shape)
+            return x
+
+        with nullcontext() if recompute else torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return ops.scan(layout, [x], ops.padded(run))
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.utils.checkpoint.checkpoint(scanned, x, use_reentrant=False)
+        return found
+
+    x = torch.randn(1, layout.num_tokens, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(checkpointed if recompute else scanned, x)
+    if not recompute:
+        assert torch.Size([2, 7]) in saved
+        assert torch.Size([5, 7]) not in saved
+
+
 # ---------------------------------------------------------------- flash-linear-attention, by stand-ins
 class Library:
     """Stands in for flash-linear-attention's functions: the interface of its version 0.6, one sequence at a time."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -39,7 +40,8 @@ def convolve(
     around = x[0].t()[again.around].masked_fill(again.missing[..., None], 0)  # [M, 2 back, C]
     right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, back:]  # [M, C, back]
     right = right.transpose(1, 2).reshape(-1, x.shape[1])[again.results]  # [R, C]
-    return out.index_copy(2, again.rows, right.t()[None])
+    # Channels become neighbours in memory, as scans read them.
+    return out.transpose(1, 2).index_copy(1, again.rows, right[None]).transpose(1, 2)
 
 
 def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
@@ -59,14 +61,59 @@ def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
     results: list[Tensor] = []
     states: Tensor | None = None
     for wave in order.waves:
-        initial = None if wave.gather is None else inherit(states, wave.gather)
-        out, states = run([x[:, wave.begin : wave.end] for x in rows], initial, wave)
+        inputs = [x[:, wave.begin : wave.end] for x in rows]
+        if wave.gather is None:
+            out, states = run(inputs, None, wave)
+        else:
+            assert states is not None
+            initial = inherit(states, wave.gather)
+            with gathered_again(initial, states, wave.gather.parents):
+                out, states = run(inputs, initial, wave)
         results.append(out)
     packed = torch.cat(results, 1)
     return packed if order.places is None else packed.index_select(1, order.places)
 
 
-def inherit(states: Tensor | None, gather: waves.Gather) -> Tensor:
+class _Again(NamedTuple):
+    """What stands for a saved view of `states[parents]`: the states as the hooks around keep them, and the view."""
+
+    states: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextmanager
+def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator[None]:
+    """What saves `initial` = `states[parents]` for its backward meanwhile keeps `states`, and gathers once more there.
+
+    A state of Qwen3.5 takes 2 MB a layer, as much as the rows of a response of 80 tokens; a prompt has one and each of
+    its responses would have another. Hooks around this one (gradient checkpointing, offloading) see the states in
+    place of the gathered ones, and everything else unchanged: PyTorch calls only the innermost hooks.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    keep, find = around or (lambda x: x, lambda x: x)
+    storage, kept = initial.untyped_storage().data_ptr(), states.detach()
+
+    def pack(x: Tensor) -> Any:
+        if x.untyped_storage().data_ptr() != storage:
+            return keep(x)
+        return _Again(keep(kept), x.shape, x.stride(), x.storage_offset())
+
+    def unpack(packed: Any) -> Tensor:
+        if not isinstance(packed, _Again):
+            return find(packed)
+        found: Tensor = find(packed.states).index_select(0, parents)
+        return found.as_strided(packed.size, packed.stride, packed.offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def inherit(states: Tensor, gather: waves.Gather) -> Tensor:
     """The initial states [N, ...] of a wave, from the final states [M, ...] of the wave before."""
     found: Tensor = _Inherit.apply(states, *gather)
     return found

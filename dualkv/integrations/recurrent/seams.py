@@ -213,7 +213,8 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
         activation = {"activation": given["activation"]} if "activation" in given else {}
         x = given["hidden_states"]
-        return convolve(_for(own, x), layout, x, given["weight"], given.get("bias"), **activation)
+        conv = kernels.convolution(given.get("activation"), x.device) or _for(own, x)
+        return convolve(conv, layout, x, given["weight"], given.get("bias"), **activation)
 
     return call
 
