@@ -90,9 +90,9 @@ def double_throughout() -> Iterator[None]:
         yield
 
 
-def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def make(family: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
     """A tiny model whose decays are slow, so that a response depends on the state that its prompt leaves."""
-    settings = {**SMALL, **FAMILIES[family]}
+    settings = {**SMALL, **FAMILIES[family], **others}
     if "layer_types" in settings:
         settings["num_hidden_layers"] = len(settings["layer_types"])
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ def test_gradients_of_children_add_up() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_again(recompute: bool) -> None:
-    """Hooks around the scan, as gradient checkpointing has them, get the two parents' states, not the five children's."""
+    """Hooks around the scan (gradient checkpointing has some) get states of two parents, not of five children."""
     layout = dualkv.Layout.from_lengths([2, 3], [[2, 1, 1], [1, 4]])
     saved: list[torch.Size] = []
 

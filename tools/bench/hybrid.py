@@ -230,9 +230,7 @@ def measure(
     figures: dict[str, Any] = {}
     model: Any = recompute_layers(make_model(sizes, device))
     heads = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
-    stock, tried = (
-        stock_attention.fastest(sizes.micro_batch, length, *heads) if device.type == "cuda" else ("math", {})
-    )
+    stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if device.type == "cuda" else ("math", {})
     figures |= {"stock_attention": stock, "stock_attention_seconds": tried}
     registered = stock_attention.register(stock, length)
 

@@ -8,7 +8,6 @@ weights in fp32.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from statistics import mean
@@ -100,12 +99,9 @@ def main(
         "seed": seed,
         "dtype": "bfloat16 under autocast" if cuda else "float32",
         "rewarded": {},  # tokens of each update
-        "seconds": {},
     }
     for way in WAYS:
-        start = time.perf_counter()
         figures["rewarded"][way] = list(train(way, task, updates, learning_rate, seed, cuda))
-        figures["seconds"][way] = time.perf_counter() - start
         record.write(figures)
     tokens = task.groups * task.responses * task.response_len
     for way, each in figures["rewarded"].items():

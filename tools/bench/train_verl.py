@@ -1,7 +1,8 @@
 """`python -m tools.bench.train_verl --json FILE`: a short GRPO training by veRL's engine and by packed groups.
 
 The task (:mod:`tools.bench.symbols`) is learned from random weights. Prompts and random numbers of the sampling are the
-same for both engines. One process, on the GPU where there is one; veRL's worker, losses and optimizer, sampling by transformers.
+same for both engines. One process, on the GPU where there is one; veRL's worker, losses and optimizer, sampling by
+transformers.
 """
 
 from __future__ import annotations
