@@ -125,7 +125,7 @@ def distances(family: str, dtype: torch.dtype, recompute: bool = False) -> list[
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_is_as_near_to_fp32_as_replicated(family: str, dtype: torch.dtype) -> None:
-    """Twice as far at most, beside rounding. The library multiplies fp32 as tf32; MiniMax's layer replicated has none."""
+    """Twice as far at most, beside rounding: the library multiplies fp32 as tf32, MiniMax's own layer does not."""
     rounding = 5e-3 if family == "minimax" else 1e-5
     for packed, replicated in distances(family, dtype, recompute=dtype == FP32):
         assert replicated < 0.1, "the reference is no reference"
