@@ -10,7 +10,8 @@ flash-linear-attention's scans and its convolution, and checkpoint every layer. 
 - short groups: many of short prompts and responses, with the head.
 - distance: how far log-probs and gradients in bf16 lie from the replicated model in fp32 on PyTorch's functions.
 
-On a machine without a GPU the same runs on PyTorch's functions, for which sizes must be small.
+On a machine without a GPU the same runs on PyTorch's functions, for example with `--model tiny-hybrid --layers 4 -n 3
+-p 40 -r 20 --micro-batch 2 --repeats 1 --short 3,2,16,8 --near 1,2,16,8`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.recurrent import install, kernels, on_reference, seams, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.layout import Layout
-from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
 from tools.bench.step import Sizes, make_model, make_rollouts, step
@@ -281,7 +281,6 @@ def main(
     short: Annotated[str, typer.Option(help="Groups, responses, longest prompt, longest response.")] = "64,8,512,256",
     near: Annotated[str, typer.Option(help="The same, for the distance from fp32.")] = "2,8,1024,256",
     only: Annotated[str | None, typer.Option(help=f"Of {', '.join(PARTS)}, with semicolons between.")] = None,
-    width: Annotated[int | None, typer.Option(help="Another hidden size and vocabulary, to try the program.")] = None,
 ) -> None:
     """Measure a hybrid model packed and replicated; figures are written after each part."""
     sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
@@ -289,8 +288,6 @@ def main(
     record = Record(json_to, cuda)
     groups = [Groups(*map(int, some.split(","))) for some in (short, near)]
     device = torch.device("cuda" if cuda else "cpu")
-    if width:
-        CONFIGS[model] |= {"hidden_size": width, "intermediate_size": width, "vocab_size": width}
     for figures in measure(sizes, *groups, only.split(";") if only else list(PARTS), device):
         settings = {"sizes": asdict(sizes), "short": asdict(groups[0]), "near": asdict(groups[1])}
         record.write({**settings, **figures})

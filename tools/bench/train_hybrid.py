@@ -21,25 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import PolicyTrainer
 from dualkv.grpo import ALGORITHMS
+from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import SYMBOLS, Task
 
-MODEL = {
-    "vocab_size": SYMBOLS,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.05,
-}
+MODEL = CONFIGS["tiny-hybrid"] | {"vocab_size": SYMBOLS}
 WAYS = "replicated", "packed"
 
 
@@ -65,7 +51,7 @@ def train(way: str, task: Task, updates: int, learning_rate: float, seed: int, n
     """Yields the rewarded tokens before each update, then makes the update."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **MODEL)).to(device).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL)).to(device).eval()
     rows = task.groups * task.responses * (task.prompt_len + task.response_len)  # all at once, in both ways
     trainer = PolicyTrainer(model, way, replace(ALGORITHMS["grpo"], kl_coef=0.0), rows, learning_rate)
     for update in track(range(updates), way):
