@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
           "max_position_embeddings": 40960, "num_key_value_heads": 8}  # fmt: skip
 
-_QWEN35 = {"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
-           "max_position_embeddings": 262144, "tie_word_embeddings": False,
+_QWEN35 = {"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+           "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                                "mrope_section": [11, 11, 10], "mrope_interleaved": True}}  # fmt: skip
 
