@@ -286,10 +286,10 @@ def main(
     sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
     cuda = torch.cuda.is_available()
     record = Record(json_to, cuda)
-    groups = [Groups(*map(int, some.split(","))) for some in (short, near)]
+    many, few = (Groups(*map(int, some.split(","))) for some in (short, near))
     device = torch.device("cuda" if cuda else "cpu")
-    for figures in measure(sizes, *groups, only.split(";") if only else list(PARTS), device):
-        settings = {"sizes": asdict(sizes), "short": asdict(groups[0]), "near": asdict(groups[1])}
+    for figures in measure(sizes, many, few, only.split(";") if only else list(PARTS), device):
+        settings = {"sizes": asdict(sizes), "short": asdict(many), "near": asdict(few)}
         record.write({**settings, **figures})
         name, found = list(figures.items())[-1]
         print(name, found, flush=True)

@@ -101,7 +101,7 @@ def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator
     def pack(x: Tensor) -> Any:
         if x.untyped_storage().data_ptr() != storage:
             return keep(x)
-        return _Again(keep(kept), x.shape, x.stride(), x.storage_offset())
+        return _Again(keep(kept), x.shape, x.stride(), int(x.storage_offset()))
 
     def unpack(packed: Any) -> Tensor:
         if not isinstance(packed, _Again):
