@@ -57,11 +57,12 @@ def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
     """
     order = waves.order(layout, rows[0].device)
     if order.rows is not None:
-        rows = [x.index_select(1, order.rows) for x in rows]
+        rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
     results: list[Tensor] = []
     states: Tensor | None = None
-    for wave in order.waves:
-        inputs = [x[:, wave.begin : wave.end] for x in rows]
+    # The gradient of a split is one concatenation, that of slices is a sum of padded ones.
+    parts = zip(*(x.split([wave.end - wave.begin for wave in order.waves], 1) for x in rows), strict=True)
+    for wave, inputs in zip(order.waves, map(list, parts), strict=True):
         if wave.gather is None:
             out, states = run(inputs, None, wave)
         else:
@@ -70,8 +71,25 @@ def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
             with gathered_again(initial, states, wave.gather.parents):
                 out, states = run(inputs, initial, wave)
         results.append(out)
-    packed = torch.cat(results, 1)
-    return packed if order.places is None else packed.index_select(1, order.places)
+    found = torch.cat(results, 1)
+    if order.places is not None:
+        found = _Reordered.apply(found, order.places, order.rows)
+    return found
+
+
+class _Reordered(torch.autograd.Function):
+    """`x[:, order]` of a permutation. Its gradient is gathered too; PyTorch's own would add to zeros by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(1, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(1, inverse), None, None
 
 
 class _Again(NamedTuple):
