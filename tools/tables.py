@@ -331,7 +331,8 @@ def hybrid() -> str:
         apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
         rows.append([what, apart, f"{1 / near['packed_over_replicated'][name]:.2f}", ""])
     head = ["", "packed / replicated", "replicated over packed", "peak memory"]
-    return markdown_table(head, rows) + _recorded(run)
+    said = f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}"
+    return f"{markdown_table(head, rows)}\n\n{said}"
 
 
 def trees(folder: Path | None = None) -> str:
