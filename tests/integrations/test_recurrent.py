@@ -330,6 +330,34 @@ def test_kernels_of_the_library_run_a_call_a_wave(family: str, monkeypatch: pyte
     assert of_one_layer == [(3, False, True), (10, True, True), (2, True, True), (2, True, False)]
 
 
+def library_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Stands in for the library's: sequences [C, L] in a row, behind states [C, k] whose first is not read."""
+    assert initial_state is not None
+    assert cu_seqlens is not None
+    assert cu_seqlens_cpu is not None
+    assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+    outs = []
+    for state, (begin, end) in zip(initial_state, itertools.pairwise(cu_seqlens_cpu.tolist()), strict=True):
+        row = torch.cat([state[:, 1:], x[0, :, begin:end]], 1)
+        outs.append(nn.functional.conv1d(row, weight[:, None], bias, groups=len(row)))
+    out = torch.cat(outs, 1)[None]
+    return out if activation is None else nn.functional.silu(out)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_convolutions_of_the_library_start_from_rows_of_the_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "convolution", lambda activation, device: library_convolution)
+    assert max(worst(make(family), FOREST)) < 1e-5
+
+
 def test_the_library_is_for_gpus_and_its_absence_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "installed", lambda: False)
     kernels._warn_of_slow_functions.cache_clear()

@@ -170,7 +170,7 @@ def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
         return time.perf_counter() - start
 
     def call_alone() -> float:
-        with mock.patch.multiple(seams, scan=one_call, convolve=one_row):
+        with mock.patch.multiple(seams, scan=one_call, convolve=one_row, convolve_at_once=one_row):
             return call()
 
     for run in (call, call_alone) * 2:

@@ -38,7 +38,7 @@ def library(name: str, device: torch.device) -> Callable[..., Any] | None:
 
 
 def convolution(activation: str | None, device: torch.device) -> Callable[..., Any] | None:
-    """The library's convolution, as `conv(x [N, C, L], weight [C, k], bias, activation=)`; None where it does not run.
+    """The library's convolution, as :func:`.ops.convolve_at_once` takes one; None where it does not run.
 
     Without it transformers' function runs, which is causal-conv1d's where that is installed.
     """
@@ -48,9 +48,9 @@ def convolution(activation: str | None, device: torch.device) -> Callable[..., A
 
 
 def _convolve(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None, **varlen: Any
 ) -> torch.Tensor:
-    out, _ = _function("causal_conv1d")(x.transpose(1, 2), weight, bias, activation=activation)
+    out, _ = _function("causal_conv1d")(x.transpose(1, 2), weight, bias, activation=activation, **varlen)
     return cast(torch.Tensor, out).transpose(1, 2)
 
 

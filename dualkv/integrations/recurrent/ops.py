@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from dualkv.integrations.recurrent import waves
 from dualkv.layout import Layout
@@ -42,6 +43,47 @@ def convolve(
     right = right.transpose(1, 2).reshape(-1, x.shape[1])[again.results]  # [R, C]
     # Channels become neighbours in memory, as scans read them.
     return out.transpose(1, 2).index_copy(1, again.rows, right[None]).transpose(1, 2)
+
+
+def convolve_at_once(
+    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """As :func:`convolve`, by a `conv` that takes `initial_state` [M, C, k] and `cu_seqlens` of M sequences in a row.
+
+    A state is the k rows before a sequence, the last one last; its first is not read.
+    """
+    back = weight.shape[-1] - 1
+    if not back or not layout.num_tokens:
+        return conv(x, weight, bias, **kwargs)
+    segments = waves.windows(layout, back, x.device)
+    rows, before = _Reread.apply(x.transpose(1, 2), segments.around[:, :back])
+    before = before.masked_fill(segments.missing[:, :back, None], 0)  # [M, back, C]
+    return conv(
+        rows.transpose(1, 2),
+        weight,
+        bias,
+        initial_state=F.pad(before.transpose(1, 2), (1, 0)),
+        cu_seqlens=segments.cu_seqlens,
+        cu_seqlens_cpu=segments.cu_seqlens_cpu,
+        **kwargs,
+    )
+
+
+class _Reread(torch.autograd.Function):
+    """x [1, T, C] and `x[0, at]`. PyTorch would write the gradient of the latter into [T, C] zeros and add those."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(at)
+        return x.view_as(x), x[0, at]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_of_rows: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[0].index_put_((at,), grad_of_rows, accumulate=True)
+        return grad, None
 
 
 def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
