@@ -169,6 +169,6 @@ def _windows(segments: Segments, back: int, device: torch.device) -> Windows:
     own = np.where(there, offsets[filled][:, None] + behind, -1)
     around = np.concatenate([tail[parent[filled]][:, ::-1], own], 1)
     found = around, around < 0, np.flatnonzero(there), own[there]
-    tensors = (torch.from_numpy(x.clip(0) if x.dtype != bool else x).to(device) for x in found)
+    tensors = [torch.from_numpy(x.clip(0) if x.dtype != bool else x).to(device) for x in found]
     cu_seqlens = torch.from_numpy(np.append(offsets[filled], offsets[-1]).astype(np.int64))
-    return Windows(*tensors, cu_seqlens.to(device), cu_seqlens)
+    return Windows(*tensors, cu_seqlens=cu_seqlens.to(device), cu_seqlens_cpu=cu_seqlens)
