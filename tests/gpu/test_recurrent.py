@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 from dualkv.integrations.recurrent import kernels, on_reference, ops, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.ops import hopper
+from tests.integrations.test_recurrent import FAMILIES as KNOWN
 from tests.integrations.test_recurrent import FOREST, make
 from tests.integrations.tiny import Losses, gradients, token_ids
 
@@ -123,7 +124,7 @@ def distances(family: str, dtype: torch.dtype, recompute: bool = False) -> list[
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in KNOWN])
 def test_packed_is_as_near_to_fp32_as_replicated(family: str, dtype: torch.dtype) -> None:
     """Twice as far at most, beside rounding: the library multiplies fp32 as tf32, MiniMax's own layer does not."""
     rounding = 5e-3 if family == "minimax" else 1e-5
