@@ -168,7 +168,6 @@ def _windows(segments: Segments, back: int, device: torch.device) -> Windows:
     there = behind < lengths[filled][:, None]
     own = np.where(there, offsets[filled][:, None] + behind, -1)
     around = np.concatenate([tail[parent[filled]][:, ::-1], own], 1)
-    found = around, around < 0, np.flatnonzero(there), own[there]
-    tensors = [torch.from_numpy(x.clip(0) if x.dtype != bool else x).to(device) for x in found]
-    cu_seqlens = torch.from_numpy(np.append(offsets[filled], offsets[-1]).astype(np.int64))
-    return Windows(*tensors, cu_seqlens=cu_seqlens.to(device), cu_seqlens_cpu=cu_seqlens)
+    cu_seqlens = np.append(offsets[filled], offsets[-1]).astype(np.int64)
+    found = around.clip(0), around < 0, np.flatnonzero(there), own[there], cu_seqlens
+    return Windows._make([*(torch.from_numpy(x).to(device) for x in found), torch.from_numpy(cu_seqlens)])
