@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
           "max_position_embeddings": 40960, "num_key_value_heads": 8}  # fmt: skip
 
+_QWEN35 = {"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+           "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+           "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                               "mrope_section": [11, 11, 10], "mrope_interleaved": True}}  # fmt: skip
+
 # Written out from the configurations their authors publish (config.json of each model); weights are random.
 CONFIGS: dict[str, dict[str, Any]] = {
     # A Qwen3 in small, with a vocabulary for bytes and weights wide enough for its size to have something to unlearn.
@@ -63,6 +68,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                                          "original_max_position_embeddings": 8192, "beta_fast": 32.0,
                                                          "beta_slow": 1.0, "attention_factor": 1.2079441541679836},
                                       "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+    # Three of four layers are gated delta nets; the text model.
+    "qwen3.5-9b": _QWEN35 | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288,
+                             "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+                             "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+                             "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "tiny-hybrid": _QWEN35 | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+                              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+                              "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+                              "linear_value_head_dim": 32, "initializer_range": 0.05},
 }  # fmt: skip
 
 # Models that see pictures, for `dualkv demo`, which draws them. Ids from 300 on stand for pictures; bytes are below.

@@ -33,5 +33,16 @@ def test_number_of_parameters(name):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=5e-4)
 
 
+def test_shape_of_qwen35_is_the_default_of_its_class():
+    tf = pytest.importorskip("transformers")
+    settings = {name: value for name, value in CONFIGS["qwen3.5-9b"].items() if name != "rope_parameters"}
+    default = tf.AutoConfig.for_model(settings["model_type"])
+    others = {"max_position_embeddings", "full_attention_interval"}
+    assert {name: getattr(default, name) for name in {*settings} - others} == {
+        name: value for name, value in settings.items() if name not in others
+    }
+    assert [i for i, kind in enumerate(default.layer_types) if kind == "full_attention"] == list(range(3, 32, 4))
+
+
 def test_all_are_checked():
-    assert {*BILLIONS, "tiny"} == {*CONFIGS}
+    assert {*BILLIONS, "tiny", "tiny-hybrid", "qwen3.5-9b"} == {*CONFIGS}

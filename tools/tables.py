@@ -308,6 +308,33 @@ def windows(direction: str) -> str:
     return markdown_table([*head, "speed over the better", "executed over useful"], rows) + _recorded(run)
 
 
+def hybrid() -> str:
+    """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`; the last two rows are no times."""
+    run, rows = _load("hybrid-h200"), []
+    for part in ("step", "decoder", "short groups"):
+        ways = [run[part][way] for way in ("packed", "replicated")]
+        seconds, memory = (
+            " / ".join(f"{way[name]:.{n}f}" for way in ways) for name, n in (("median", 2), ("peak_gib", 1))
+        )
+        rows.append([part, f"{seconds} s", f"{run[part]['times_as_fast']:.2f}", f"{memory} GiB"])
+    mixer, near = run["mixer"], run["distance"]
+    both = (statistics.median(mixer[name]) * 1e3 for name in ("packed", "one_call"))
+    rows.append(
+        [
+            "one recurrent layer / one call",
+            "{:.1f} / {:.1f} ms".format(*both),
+            f"{1 / mixer['packed_over_one_call']:.2f}",
+            "",
+        ]
+    )
+    for name, what in (("logp_rms", "log-probs, distance from fp32"), ("gradients", "gradients, distance from fp32")):
+        apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
+        rows.append([what, apart, f"{1 / near['packed_over_replicated'][name]:.2f}", ""])
+    head = ["", "packed / replicated", "replicated over packed", "peak memory"]
+    said = f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}"
+    return f"{markdown_table(head, rows)}\n\n{said}"
+
+
 def trees(folder: Path | None = None) -> str:
     """Trees against FlexAttention, sequences replicated, and the rates of our own kernels on layouts of two levels."""
     run, others = _load("trees-h200", folder), []
@@ -433,6 +460,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "feature-costs": lambda: features.costs(_load("features-h200")),
     "feature-errors": lambda: features.exactness(_load("features-h200")),
     "trees": trees,
+    "hybrid": hybrid,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "kernels": kernels,

@@ -75,7 +75,12 @@ HEADS = {
     "muse-glimmer-30b": Heads(32, 2, 128, ("window",)),
     "muse-spark-816b": Heads(128, 16, 64, ("window",)),
 }
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+# Recurrent layers of hybrid models and layers of one block need no kernel of dualkv. "attention" and "mamba" are names
+# in older files.
+LAYER_TYPES = (
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "hybrid"),
+    *("linear_attention", "mamba", "conv", "mlp", "moe"),
+)
 OF_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 WITH_OTHER_HEADS = ("mimo_v2_flash",)  # model types whose window layers have twice the KV heads
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")  # model types; no field of a config.json says so

@@ -82,7 +82,32 @@ def test_features_of_configs_that_transformers_writes(tmp_path, kind, features):
     assert with_defaults(tmp_path, kind).features == features
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("qwen3_5", Heads(16, 4, 256)),
+        ("qwen3_next", Heads(16, 2, 256)),
+        ("olmo_hybrid", Heads(30, 30, 128)),
+        ("nemotron_h", Heads(32, 8, 128)),
+        ("granitemoehybrid", Heads(32, 32, 128)),
+        ("minimax", Heads(32, 8, 128)),
+    ],
+)
+def test_hybrids_need_the_kernels_of_their_attention_layers(tmp_path, kind, expected):
+    assert with_defaults(tmp_path, kind) == expected
+
+
+def test_layer_types_of_older_files(tmp_path):
+    path = tmp_path / "c.json"
+    fields = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    path.write_text(json.dumps(fields | {"layer_types": ["mamba", "attention"]}))
+    assert heads_of(str(path)) == Heads(8, 2, 64)
+    path.write_text(json.dumps(fields | {"layer_types": ["full_attention", "sparse_attention"]}))
+    with pytest.raises(ValueError, match=r"asks for layers of sparse_attention \(layer_types\), which"):
+        heads_of(str(path))
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text"])
 def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
     with pytest.raises(ValueError, match=r"asks for .*, which dualkv does not compute"):
         with_defaults(tmp_path, kind)

@@ -90,9 +90,9 @@ def double_throughout() -> Iterator[None]:
         yield
 
 
-def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def make(family: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
     """A tiny model whose decays are slow, so that a response depends on the state that its prompt leaves."""
-    settings = {**SMALL, **FAMILIES[family]}
+    settings = {**SMALL, **FAMILIES[family], **others}
     if "layer_types" in settings:
         settings["num_hidden_layers"] = len(settings["layer_types"])
     torch.manual_seed(0)
@@ -226,6 +226,48 @@ def test_gradients_of_children_add_up() -> None:
     assert torch.autograd.gradcheck(lambda x: ops.inherit(x, gather), states)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_again(recompute: bool) -> None:
+    """Hooks around the scan (gradient checkpointing has some) get states of two parents, not of five children."""
+    layout = dualkv.Layout.from_lengths([2, 3], [[2, 1, 1], [1, 4]])
+    saved: list[torch.Size] = []
+
+    class Plus(torch.autograd.Function):
+        """rows + 3 state^2 of their sequence; it keeps its initial states, as the library's functions do."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, initial)
+            return x + 3 * initial[:, None] ** 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            _, initial = ctx.saved_tensors
+            return grad, 6 * initial * grad.sum(1)
+
+    def run(rows: list[torch.Tensor], initial: torch.Tensor | None, keep: bool) -> Any:
+        out = rows[0] if initial is None else Plus.apply(rows[0], initial)
+        return out, out.sum(1)
+
+    def scanned(x: torch.Tensor) -> torch.Tensor:
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            saved.append(x.shape)
+            return x
+
+        with nullcontext() if recompute else torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return ops.scan(layout, [x], ops.padded(run))
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.utils.checkpoint.checkpoint(scanned, x, use_reentrant=False)
+        return found
+
+    x = torch.randn(1, layout.num_tokens, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(checkpointed if recompute else scanned, x)
+    if not recompute:
+        assert torch.Size([2, 7]) in saved
+        assert torch.Size([5, 7]) not in saved
+
+
 # ---------------------------------------------------------------- flash-linear-attention, by stand-ins
 class Library:
     """Stands in for flash-linear-attention's functions: the interface of its version 0.6, one sequence at a time."""
@@ -286,6 +328,34 @@ def test_kernels_of_the_library_run_a_call_a_wave(family: str, monkeypatch: pyte
     assert max(worst(make(family), FOREST)) < 1e-5
     of_one_layer = [(n, initial, final) for _, n, initial, final in library.calls[: len(library.calls) // 2]]
     assert of_one_layer == [(3, False, True), (10, True, True), (2, True, True), (2, True, False)]
+
+
+def library_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Stands in for the library's: sequences [C, L] in a row, behind states [C, k] whose first is not read."""
+    assert initial_state is not None
+    assert cu_seqlens is not None
+    assert cu_seqlens_cpu is not None
+    assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+    outs = []
+    for state, (begin, end) in zip(initial_state, itertools.pairwise(cu_seqlens_cpu.tolist()), strict=True):
+        row = torch.cat([state[:, 1:], x[0, :, begin:end]], 1)
+        outs.append(nn.functional.conv1d(row, weight[:, None], bias, groups=len(row)))
+    out = torch.cat(outs, 1)[None]
+    return out if activation is None else nn.functional.silu(out)
+
+
+@pytest.mark.parametrize("family", [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in FAMILIES])
+def test_convolutions_of_the_library_start_from_rows_of_the_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "convolution", lambda activation, device: library_convolution)
+    assert max(worst(make(family), FOREST)) < 1e-5
 
 
 def test_the_library_is_for_gpus_and_its_absence_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

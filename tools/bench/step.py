@@ -101,10 +101,12 @@ def experts_of(config: Any) -> int:
 
 
 def kinds_of(config: Any) -> list[tuple[int | None, bool]]:
-    """(window, whether there are sinks) of each layer."""
+    """(window, whether there are sinks) of each layer that has attention."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [
-        (config.sliding_window if t == "sliding_attention" else None, config.model_type == "gpt_oss") for t in types
+        (config.sliding_window if t == "sliding_attention" else None, config.model_type == "gpt_oss")
+        for t in types
+        if t != "linear_attention"
     ]
 
 

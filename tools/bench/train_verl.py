@@ -1,8 +1,8 @@
 """`python -m tools.bench.train_verl --json FILE`: a short GRPO training by veRL's engine and by packed groups.
 
-The task is learned from random weights: a prompt holds a few of the symbols, in random order, and a response is
-rewarded for each of its tokens that occurs in the prompt. Prompts and random numbers of the sampling are the same for
-both engines. One process, on the GPU where there is one; veRL's worker, losses and optimizer, sampling by transformers.
+The task (:mod:`tools.bench.symbols`) is learned from random weights. Prompts and random numbers of the sampling are the
+same for both engines. One process, on the GPU where there is one; veRL's worker, losses and optimizer, sampling by
+transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -27,9 +27,9 @@ from verl.utils.device import get_device_name
 from dualkv.demo.sampling import sample_responses
 from dualkv.grpo import group_advantages
 from tools.bench.record import JsonPath, Record
+from tools.bench.symbols import SYMBOLS, Task
 from tools.bench.verl import Algorithm, Engine, Settings, make_worker
 
-SYMBOLS = 32
 MODEL = {
     "vocab_size": SYMBOLS,
     "hidden_size": 64,
@@ -43,34 +43,6 @@ MODEL = {
     "initializer_range": 0.05,
     "architectures": ["Qwen3ForCausalLM"],
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    """Attributes:
-    groups: prompts of an update.
-    responses: responses of each prompt.
-    prompt_len: tokens of each prompt.
-    response_len: tokens of each response.
-    present: symbols that a prompt holds.
-    """
-
-    groups: int = 8
-    responses: int = 16
-    prompt_len: int = 96
-    response_len: int = 8
-    present: int = 4
-
-    def prompts(self, seed: int) -> torch.Tensor:
-        """[groups, prompt_len] int64."""
-        generator = torch.Generator().manual_seed(seed)
-        symbols = torch.rand(self.groups, SYMBOLS, generator=generator).argsort(1)[:, : self.present]
-        picked = torch.randint(self.present, (self.groups, self.prompt_len), generator=generator)
-        return symbols.gather(1, picked)
-
-    def rewards(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        """responses [groups, N, R] -> [groups, N] the share of tokens that occur in the prompt."""
-        return (responses[..., None] == prompts[:, None, None]).any(-1).float().mean(-1)
 
 
 def make_batch(task: Task, prompts: torch.Tensor, responses: torch.Tensor, rewards: torch.Tensor) -> TensorDict:

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from packaging.version import Version
 
 # By the names of the functions: the modules of flash-linear-attention 0.6 that have them.
 MODULES = {
+    "causal_conv1d": "fla.modules.causal_conv1d",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "chunk_kda": "fla.ops.kda",
     "chunk_simple_gla": "fla.ops.simple_gla",
@@ -33,6 +34,27 @@ def library(name: str, device: torch.device) -> Callable[..., Any] | None:
     if not installed():
         _warn_of_slow_functions()
         return None
+    return _function(name)
+
+
+def convolution(activation: str | None, device: torch.device) -> Callable[..., Any] | None:
+    """The library's convolution, as :func:`.ops.convolve_at_once` takes one; None where it does not run.
+
+    Without it transformers' function runs, which is causal-conv1d's where that is installed.
+    """
+    if device.type != "cuda" or activation not in (None, "silu", "swish") or not installed():
+        return None
+    return _convolve
+
+
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None, **varlen: Any
+) -> torch.Tensor:
+    out, _ = _function("causal_conv1d")(x.transpose(1, 2), weight, bias, activation=activation, **varlen)
+    return cast(torch.Tensor, out).transpose(1, 2)
+
+
+def _function(name: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(importlib.import_module(MODULES[name]), name)
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from dualkv.integrations.recurrent import waves
 from dualkv.layout import Layout
@@ -39,7 +41,49 @@ def convolve(
     around = x[0].t()[again.around].masked_fill(again.missing[..., None], 0)  # [M, 2 back, C]
     right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, back:]  # [M, C, back]
     right = right.transpose(1, 2).reshape(-1, x.shape[1])[again.results]  # [R, C]
-    return out.index_copy(2, again.rows, right.t()[None])
+    # Channels become neighbours in memory, as scans read them.
+    return out.transpose(1, 2).index_copy(1, again.rows, right[None]).transpose(1, 2)
+
+
+def convolve_at_once(
+    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """As :func:`convolve`, by a `conv` that takes `initial_state` [M, C, k] and `cu_seqlens` of M sequences in a row.
+
+    A state is the k rows before a sequence, the last one last; its first is not read.
+    """
+    back = weight.shape[-1] - 1
+    if not back or not layout.num_tokens:
+        return conv(x, weight, bias, **kwargs)
+    segments = waves.windows(layout, back, x.device)
+    rows, before = _Reread.apply(x.transpose(1, 2), segments.around[:, :back])
+    before = before.masked_fill(segments.missing[:, :back, None], 0)  # [M, back, C]
+    return conv(
+        rows.transpose(1, 2),
+        weight,
+        bias,
+        initial_state=F.pad(before.transpose(1, 2), (1, 0)),
+        cu_seqlens=segments.cu_seqlens,
+        cu_seqlens_cpu=segments.cu_seqlens_cpu,
+        **kwargs,
+    )
+
+
+class _Reread(torch.autograd.Function):
+    """x [1, T, C] and `x[0, at]`. PyTorch would write the gradient of the latter into [T, C] zeros and add those."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(at)
+        return x.view_as(x), x[0, at]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_of_rows: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[0].index_put_((at,), grad_of_rows, accumulate=True)
+        return grad, None
 
 
 def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
@@ -55,18 +99,81 @@ def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
     """
     order = waves.order(layout, rows[0].device)
     if order.rows is not None:
-        rows = [x.index_select(1, order.rows) for x in rows]
+        rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
     results: list[Tensor] = []
     states: Tensor | None = None
-    for wave in order.waves:
-        initial = None if wave.gather is None else inherit(states, wave.gather)
-        out, states = run([x[:, wave.begin : wave.end] for x in rows], initial, wave)
+    # The gradient of a split is one concatenation, that of slices is a sum of padded ones.
+    parts = zip(*(x.split([wave.end - wave.begin for wave in order.waves], 1) for x in rows), strict=True)
+    for wave, inputs in zip(order.waves, map(list, parts), strict=True):
+        if wave.gather is None:
+            out, states = run(inputs, None, wave)
+        else:
+            assert states is not None
+            initial = inherit(states, wave.gather)
+            with gathered_again(initial, states, wave.gather.parents):
+                out, states = run(inputs, initial, wave)
         results.append(out)
-    packed = torch.cat(results, 1)
-    return packed if order.places is None else packed.index_select(1, order.places)
+    found = torch.cat(results, 1)
+    if order.places is not None:
+        found = _Reordered.apply(found, order.places, order.rows)
+    return found
 
 
-def inherit(states: Tensor | None, gather: waves.Gather) -> Tensor:
+class _Reordered(torch.autograd.Function):
+    """`x[:, order]` of a permutation. Its gradient is gathered too; PyTorch's own would add to zeros by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(1, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(1, inverse), None, None
+
+
+class _Again(NamedTuple):
+    """What stands for a saved view of `states[parents]`: the states as the hooks around keep them, and the view."""
+
+    states: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextmanager
+def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator[None]:
+    """What saves `initial` = `states[parents]` for its backward meanwhile keeps `states`, and gathers once more there.
+
+    A state of Qwen3.5 takes 2 MB a layer, as much as the rows of a response of 80 tokens; a prompt has one and each of
+    its responses would have another. Hooks around this one (gradient checkpointing, offloading) see the states in
+    place of the gathered ones, and everything else unchanged: PyTorch calls only the innermost hooks.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    keep, find = around or (lambda x: x, lambda x: x)
+    storage, kept = initial.untyped_storage().data_ptr(), states.detach()
+
+    def pack(x: Tensor) -> Any:
+        if x.untyped_storage().data_ptr() != storage:
+            return keep(x)
+        return _Again(keep(kept), x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(packed: Any) -> Tensor:
+        if not isinstance(packed, _Again):
+            return find(packed)
+        found: Tensor = find(packed.states).index_select(0, parents)
+        return found.as_strided(packed.size, packed.stride, packed.offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def inherit(states: Tensor, gather: waves.Gather) -> Tensor:
     """The initial states [N, ...] of a wave, from the final states [M, ...] of the wave before."""
     found: Tensor = _Inherit.apply(states, *gather)
     return found

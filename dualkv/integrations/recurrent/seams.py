@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dualkv.integrations import masks
 from dualkv.integrations.recurrent import kernels
-from dualkv.integrations.recurrent.ops import convolve, padded, scan
+from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.waves import Wave
 from dualkv.layout import Layout
 
@@ -213,7 +213,10 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
         activation = {"activation": given["activation"]} if "activation" in given else {}
         x = given["hidden_states"]
-        return convolve(_for(own, x), layout, x, given["weight"], given.get("bias"), **activation)
+        conv = kernels.convolution(given.get("activation"), x.device)
+        if conv is None:
+            return convolve(_for(own, x), layout, x, given["weight"], given.get("bias"), **activation)
+        return convolve_at_once(conv, layout, x, given["weight"], given.get("bias"), **activation)
 
     return call
 

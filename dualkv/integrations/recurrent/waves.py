@@ -4,8 +4,9 @@ A *wave* holds all segments with tokens that have equally many ancestors with to
 start from nothing, those of a later wave from the final states of segments of the wave before. An empty segment leaves
 the state as it is, so its children start from the nearest ancestor that has tokens.
 
-A causal convolution of k taps reads k - 1 rows back. In a packed row only the first k - 1 rows of a segment read wrong
-ones, so these rows alone are computed again, from windows gathered along the path (:class:`Windows`).
+A causal convolution of k taps reads k - 1 rows back, along the path. It gets the rows before each segment gathered
+(:class:`Windows`): as initial states, or, from a function without such states, in windows from which the first k - 1
+rows of each segment are computed again.
 """
 
 from __future__ import annotations
@@ -88,19 +89,23 @@ class Order(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """The rows that a convolution computes again, M segments and b = k - 1 rows back.
+    """The rows that a convolution reads before each of M segments, b = k - 1 rows back, and those computed again.
 
     Attributes:
         around: [M, 2b] int64: packed rows, b of the path before each segment and the first b of the segment.
         missing: [M, 2b] bool: places before the path begins, or behind a segment's end; they count as zeros.
         results: [R] int64: the rows that exist, in the flattened [M * b] results.
         rows: [R] int64: the packed rows that these replace.
+        cu_seqlens: [M + 1] int64: the first packed row of each segment that has tokens, then the number of rows.
+        cu_seqlens_cpu: the same on the host.
     """
 
     around: torch.Tensor
     missing: torch.Tensor
     results: torch.Tensor
     rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    cu_seqlens_cpu: torch.Tensor
 
 
 def order(layout: Layout, device: torch.device) -> Order:
@@ -163,5 +168,6 @@ def _windows(segments: Segments, back: int, device: torch.device) -> Windows:
     there = behind < lengths[filled][:, None]
     own = np.where(there, offsets[filled][:, None] + behind, -1)
     around = np.concatenate([tail[parent[filled]][:, ::-1], own], 1)
-    found = around, around < 0, np.flatnonzero(there), own[there]
-    return Windows(*(torch.from_numpy(x.clip(0) if x.dtype != bool else x).to(device) for x in found))
+    cu_seqlens = np.append(offsets[filled], offsets[-1]).astype(np.int64)
+    found = around.clip(0), around < 0, np.flatnonzero(there), own[there], cu_seqlens
+    return Windows._make([*(torch.from_numpy(x).to(device) for x in found), torch.from_numpy(cu_seqlens)])

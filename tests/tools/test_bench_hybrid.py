@@ -1,0 +1,39 @@
+"""The benchmarks of a hybrid (tools/bench/hybrid, tools/bench/train_hybrid), in small, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from dualkv.integrations.recurrent import seams
+from tools.bench import hybrid, train_hybrid
+from tools.bench.hybrid import Groups
+from tools.bench.step import Sizes
+from tools.bench.symbols import Task
+
+SIZES = Sizes("tiny-hybrid", layers=4, responses=3, prompt_len=8, response_len=5, micro_batch=2, repeats=1,
+              chunk_size=10, dtype="float32")  # fmt: skip
+GROUPS = Groups(groups=1, responses=2, prompt_len=8, response_len=4)
+
+
+def test_parts():
+    """It takes 10 s: the functions of PyTorch loop over the rows of a chunk."""
+    parts = ["mixer", "step", "distance"]
+    before = seams.convolve, seams.scan
+    *_, figures = hybrid.measure(SIZES, GROUPS, GROUPS, parts, torch.device("cpu"))
+    assert not [part for part in parts if "error" in figures[part]]
+    assert figures["mixer"]["rows"] == 8 + 3 * 5
+    assert len(figures["mixer"]["packed"]) == len(figures["mixer"]["one_call"]) == 5
+    assert [figures["step"][way]["rows"] for way in ("packed", "replicated")] == [23, 39]
+    assert figures["step"]["times_as_fast"] > 0
+    for distances in (figures["distance"][way] for way in ("packed", "replicated")):
+        assert max(distances.values()) < 1e-5
+    assert (seams.convolve, seams.scan) == before
+
+
+def test_both_ways_of_the_training_sample_the_same():
+    task = Task(groups=1, responses=4, prompt_len=6, response_len=2)
+    replicated, packed = (list(train_hybrid.train(way, task, 2, 1e-2, 0, narrow=False)) for way in train_hybrid.WAYS)
+    assert replicated == packed

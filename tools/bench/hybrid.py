@@ -1,0 +1,299 @@
+"""`python -m tools.bench.hybrid --json hybrid.json`: a hybrid model packed and replicated, by the same kernels.
+
+Qwen3.5-9B's shape, cut to some layers (three of four are gated delta nets), with random weights. Both ways run
+flash-linear-attention's scans and its convolution, and checkpoint every layer. Parts:
+
+- step: forward and backward of one group; the head runs on the rows that predict response tokens, in both ways.
+- decoder: the same without the head.
+- mixer: one recurrent layer on the packed row, against one call on sequences of the segments' lengths with states of
+  zero: what is added by waves, gathers of states and convolutions across segments.
+- short groups: many of short prompts and responses, with the head.
+- distance: how far log-probs and gradients in bf16 lie from the replicated model in fp32 on PyTorch's functions.
+
+On a machine without a GPU the same runs on PyTorch's functions, for example with `--model tiny-hybrid --layers 4 -n 3
+-p 40 -r 20 --micro-batch 2 --repeats 1 --short 3,2,16,8 --near 1,2,16,8`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+from unittest import mock
+
+import numpy as np
+import torch
+import typer
+
+from dualkv.data.rollouts import Rollouts
+from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
+from dualkv.integrations.recurrent import install, kernels, on_reference, seams, waves
+from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.layout import Layout
+from tools.bench import stock_attention
+from tools.bench.record import JsonPath, Record
+from tools.bench.step import Sizes, make_model, make_rollouts, step
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of the parts that have other groups than the one of the command line: lengths are drawn from 1/4 to all of these.
+
+    Attributes:
+        groups, responses: how many, and responses of each.
+        prompt_len, response_len: the longest.
+    """
+
+    groups: int
+    responses: int
+    prompt_len: int
+    response_len: int
+
+    def rollouts(self, vocabulary: int) -> Rollouts:
+        draw = np.random.default_rng(0)
+
+        def tokens(longest: int) -> torch.Tensor:
+            return torch.from_numpy(draw.integers(vocabulary, size=draw.integers(longest // 4, longest + 1)))
+
+        prompts = [tokens(self.prompt_len) for _ in range(self.groups)]
+        responses = [[tokens(self.response_len) for _ in range(self.responses)] for _ in range(self.groups)]
+        return Rollouts(prompts, responses, [[0.0] * self.responses] * self.groups)
+
+
+@contextmanager
+def convolutions_of_the_library(model: Any) -> Iterator[None]:
+    """Calls without a layout run the convolution that packed calls run, where transformers would run PyTorch's."""
+    install(model)
+    modeling: Any = sys.modules[type(model).__module__]
+    before = modeling.causal_conv1d_fn
+
+    def conv(
+        hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
+    ) -> Any:
+        own = kernels.convolution(activation, hidden_states.device)
+        if own is None or kwargs.get("dualkv") is not None:
+            return before(hidden_states, weight, bias, activation=activation, **kwargs)
+        return own(hidden_states, weight, bias, activation=activation)
+
+    conv._of_dualkv = True  # type: ignore[attr-defined]
+    with mock.patch.object(modeling, "causal_conv1d_fn", conv):
+        yield
+
+
+# ---------------------------------------------------------------- time and memory
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(model: Any, run: Callable[[list[ModelBatch]], Any], batches: list[ModelBatch], repeats: int) -> Any:
+    """Seconds of all micro-batches after the first one by itself, and the peak of memory in all."""
+    run(batches[:1])
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(repeats):
+        _wait()
+        start = time.perf_counter()
+        run(batches)
+        _wait()
+        seconds.append(time.perf_counter() - start)
+        model.zero_grad(set_to_none=True)
+    rows = sum(batch.tokens for batch in batches)
+    found = {"rows": rows, "micro_batches": len(batches), "seconds": seconds, "median": statistics.median(seconds)}
+    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {})
+
+
+def decoder_step(model: Any, batches: list[ModelBatch]) -> None:
+    for batch in batches:
+        model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.sum().backward()
+
+
+def both_ways(
+    model: Any, batches: dict[str, list[ModelBatch]], attention: str, sizes: Sizes, tokens: int, head: bool
+) -> Iterator[dict[str, Any]]:
+    """The figures of packed, then of both ways and their ratio."""
+    weights = torch.randn(tokens, generator=torch.Generator().manual_seed(1)).to(model.device) / tokens
+
+    def run(some: list[ModelBatch]) -> None:
+        step(model, some, weights, False, sizes.chunk_size) if head else decoder_step(model, some)
+
+    found: dict[str, Any] = {}
+    enable(model)
+    found["packed"] = timed(model, run, batches["packed"], sizes.repeats)
+    yield found
+    disable(model)
+    model.config._attn_implementation = {"": attention}
+    found["replicated"] = timed(model, run, batches["replicated"], 1)
+    model.config._attn_implementation = {"": "sdpa"}
+    yield found | {"times_as_fast": found["replicated"]["median"] / found["packed"]["median"]}
+
+
+# ---------------------------------------------------------------- one recurrent layer
+def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
+    """Forward and backward of a recurrent layer, in turns with one call of the same segment lengths."""
+    config, device = model.config, model.device
+    layer = seams.mixers(model)[0][1]
+    layout = Layout.from_lengths([sizes.prompt_len], [[sizes.response_len] * sizes.responses], device)
+    roots = Layout.from_segments(layout.offsets.tolist(), [-1] * (sizes.responses + 1), device)
+    alone = waves.order(roots, device).waves[0]
+    shape = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    zeros = torch.zeros(sizes.responses + 1, *shape, device=device)
+    x = torch.randn(1, layout.num_tokens, config.hidden_size, device=device, dtype=model.dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def one_call(_: Layout, rows: Any, run: Any) -> torch.Tensor:
+        out: torch.Tensor = run(rows, zeros, alone)[0]
+        return out
+
+    def one_row(conv: Any, _: Layout, *args: Any, **kwargs: Any) -> Any:
+        return conv(*args, **kwargs)
+
+    def call() -> float:
+        _wait()
+        start = time.perf_counter()
+        layer(x, dualkv=layout).backward(gradient)
+        _wait()
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        return time.perf_counter() - start
+
+    def call_alone() -> float:
+        with mock.patch.multiple(seams, scan=one_call, convolve=one_row, convolve_at_once=one_row):
+            return call()
+
+    for run in (call, call_alone) * 2:
+        run()
+    turns = [(call(), call_alone()) for _ in range(5 * sizes.repeats)]
+    packed, single = (list(some) for some in zip(*turns, strict=True))
+    ratio = statistics.median(a / b for a, b in turns)
+    return {"rows": layout.num_tokens, "packed": packed, "one_call": single, "packed_over_one_call": ratio}
+
+
+# ---------------------------------------------------------------- distance from fp32
+def distance(model: Any, rollouts: Rollouts, attention: str, sizes: Sizes) -> dict[str, Any]:
+    """Root mean square of log-probs and norm of gradients, as differences from fp32 relative to fp32's."""
+    device, total = model.device, rollouts.trained_lens
+    weights = torch.randn(sum(total), generator=torch.Generator().manual_seed(1)).to(device) / sum(total)
+    budget = sizes.micro_batch * (max(map(len, rollouts.flat_prompts)) + max(total))
+
+    def of(some: Any, batches: list[ModelBatch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logp = step(some, batches, weights.float(), False, sizes.chunk_size)
+        gradients = {name: p.grad for name, p in some.named_parameters() if p.grad is not None}
+        some.zero_grad(set_to_none=True)
+        return logp.double(), gradients
+
+    replicated = replicated_batches(rollouts, budget, device)
+    wide = copy.deepcopy(model).float()
+    with on_reference(wide):
+        truth, expected = of(wide, replicated)
+    del wide
+    found: dict[str, Any] = {}
+    for way in ("packed", "replicated"):
+        if way == "packed":
+            logp, gradients = of(enable(model), packed_batches(rollouts, budget, device))
+            disable(model)
+        else:
+            model.config._attn_implementation = {"": attention}
+            logp, gradients = of(model, replicated)
+        apart, norm = (
+            sum(float(x.double().square().sum()) for x in some) ** 0.5
+            for some in ((gradients[name] - g for name, g in expected.items()), expected.values())
+        )
+        found[way] = {"logp_rms": float((logp - truth).square().mean().sqrt()), "gradients": apart / norm}
+        del gradients
+    pairs = {name: (found["packed"][name], found["replicated"][name]) for name in found["packed"]}
+    found["packed_over_replicated"] = {name: a / b if b else math.nan for name, (a, b) in pairs.items()}
+    return found
+
+
+# ---------------------------------------------------------------- the command
+PARTS = ("mixer", "step", "decoder", "short groups", "distance")
+
+
+def measure(
+    sizes: Sizes, short: Groups, near: Groups, parts: list[str], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """The figures after each part; one that fails says why and spoils no other."""
+    length = sizes.prompt_len + sizes.response_len
+    figures: dict[str, Any] = {}
+    model: Any = recompute_layers(make_model(sizes, device))
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
+    stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if device.type == "cuda" else ("math", {})
+    figures |= {"stock_attention": stock, "stock_attention_seconds": tried}
+    registered = stock_attention.register(stock, length)
+
+    def of(rollouts: Rollouts, packed: int, replicated: int) -> tuple[dict[str, list[ModelBatch]], int]:
+        ways = {
+            "packed": packed_batches(rollouts, packed, device),
+            "replicated": replicated_batches(rollouts, replicated, device),
+        }
+        return ways, sum(rollouts.trained_lens)
+
+    def run(part: str) -> Iterator[dict[str, Any]]:
+        budget = sizes.micro_batch * length
+        if part == "mixer":
+            yield mixer(model, sizes)
+        elif part == "distance":
+            yield distance(model, near.rollouts(model.config.vocab_size), "sdpa", sizes)
+        elif part == "short groups":
+            ways, tokens = of(short.rollouts(model.config.vocab_size), budget, budget)
+            yield from both_ways(model, ways, "sdpa", sizes, tokens, True)
+        else:
+            ways, tokens = of(make_rollouts(sizes), sizes.prompt_len + sizes.responses * sizes.response_len, budget)
+            yield from both_ways(model, ways, registered, sizes, tokens, part == "step")
+
+    with convolutions_of_the_library(model):
+        for part in parts:
+            try:
+                for found in run(part):
+                    figures[part] = found
+                    yield figures
+            except Exception as error:
+                figures[part] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+                yield figures
+            disable(model)
+            model.zero_grad(set_to_none=True)
+
+
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help="A hybrid of dualkv.models.CONFIGS; random weights.")] = "qwen3.5-9b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    short: Annotated[str, typer.Option(help="Groups, responses, longest prompt, longest response.")] = "64,8,512,256",
+    near: Annotated[str, typer.Option(help="The same, for the distance from fp32.")] = "2,8,1024,256",
+    only: Annotated[str | None, typer.Option(help=f"Of {', '.join(PARTS)}, with semicolons between.")] = None,
+) -> None:
+    """Measure a hybrid model packed and replicated; figures are written after each part."""
+    sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
+    cuda = torch.cuda.is_available()
+    record = Record(json_to, cuda)
+    many, few = (Groups(*map(int, some.split(","))) for some in (short, near))
+    device = torch.device("cuda" if cuda else "cpu")
+    for figures in measure(sizes, many, few, only.split(";") if only else list(PARTS), device):
+        settings = {"sizes": asdict(sizes), "short": asdict(many), "near": asdict(few)}
+        record.write({**settings, **figures})
+        name, found = list(figures.items())[-1]
+        print(name, found, flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
