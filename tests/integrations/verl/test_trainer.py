@@ -201,7 +201,6 @@ def test_every_strategy_of_verl_is_known() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("DeepseekV3", {}, "DeepseekV3Model cannot run packed groups: v has head_dim 128 and q 192"),
         ("Llama", {"head_dim": 512}, r"layers\.0\.self_attn \(LlamaAttention\) has head dim 512"),
         ("Qwen3Next", {}, r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) of transformers"),
         ("Granite", {"logits_scaling": 8.0}, r"use_fused_kernels is True and the model has logits_scaling=8\.0"),
