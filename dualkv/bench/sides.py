@@ -158,7 +158,7 @@ def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
         ValueError: a workload with other features, or with values of another head dim.
     """
     inputs.check_plain()
-    if inputs.workload.head_dim_v is not None:
+    if len(set(inputs.workload.head_dims)) > 1:
         raise ValueError(f"takes one head dim, {inputs.workload.name} has {inputs.workload.head_dims}")
     sequences = inputs.replicated()
     rows, lengths = inputs.index(sequences), [len(r) for r in sequences]

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention as causal_attention
+from dualkv.sequence_parallel import Shard
 
 # Names that processors and models use for inputs other than text.
 MEDIA = re.compile(
@@ -100,7 +101,7 @@ class Placed:
     """A layout with images in its rows. As a layout, it is passed through the model, to its decoder.
 
     Attributes:
-        layout: of T rows.
+        layout: of T rows, or without images a Shard of them.
         position_ids: [1, T], or [3, 1, T] for frames, height and width.
         ahead: the keys of rows that see rows behind them; None where no row does.
     """
@@ -108,7 +109,7 @@ class Placed:
     # No pytree: wrappers move and copy those.
     __slots__ = ("ahead", "layout", "position_ids")
 
-    def __init__(self, layout: Layout, position_ids: torch.Tensor, ahead: Ahead | None = None) -> None:
+    def __init__(self, layout: Layout | Shard, position_ids: torch.Tensor, ahead: Ahead | None = None) -> None:
         self.layout, self.position_ids, self.ahead = layout, position_ids, ahead
 
 
@@ -144,6 +145,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed,
     """
     ahead = placed.ahead
     assert ahead is not None
+    assert isinstance(placed.layout, Layout)
     out, lse = causal_attention(q, k, v, placed.layout, **features, return_lse=True)
     features |= {"window": None, "chunk": None, "sinks": None}  # a sink takes its part once
     mine, theirs = (x.index_select(0, ahead.keys) for x in (k, v))
@@ -209,6 +211,12 @@ def decodes_blindly(module: nn.Module) -> bool:
     return how is not None and how.by_ids
 
 
+def looks_ahead(module: nn.Module) -> bool:
+    """Whether token_type_ids says which rows of a model of a known family see rows behind them."""
+    how = family(type(module))
+    return how is not None and how.ahead
+
+
 def refuse_unplaced(decoder: nn.Module, inputs: dict[str, Any]) -> None:
     """Raises ValueError where a decoder cannot see whether its embeddings hold images, and no model placed them."""
     if type(decoder).__name__ in BLIND and inputs.get("inputs_embeds") is not None:
@@ -269,6 +277,16 @@ def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, lay
     _check_placeholders(module, how, ids[0].cpu(), marks, 1, "image_token_id", BLOCKS)
     rows = (marks == 1).nonzero()[:, 0]
     segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
+    parent, offsets = layout.parent.tolist(), layout.offsets.tolist()
+    for segment in segments[torch.isin(rows, layout.offsets[:-1].long())].unique().tolist():
+        up = parent[segment]
+        while up >= 0 and offsets[up] == offsets[up + 1]:
+            up = parent[up]
+        if up >= 0 and marks[offsets[up + 1] - 1] == 1:  # the model takes neighbouring rows of images for one image
+            raise ValueError(
+                f"segment {segment} begins with an image and segment {up}, above it, ends with one: expected"
+                " text between"
+            )
     new = torch.ones(len(rows), dtype=torch.bool)
     new[1:] = (rows.diff() > 1) | (segments.diff() > 0)
     begin = new.nonzero()[:, 0].tolist()
@@ -285,7 +303,7 @@ def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
     if images.dim() == 5:  # [1, images, channels, height, width]; models leave out images of zeros
         images = images.flatten(0, 1)[images.flatten(0, 1).flatten(1).any(1)]
     rows = (named["input_ids"][0] == module.config.image_token_id).nonzero()[:, 0].cpu()
-    if len(images) == 0 or len(rows) % len(images):
+    if len(images) == 0 or len(rows) == 0 or len(rows) % len(images):
         raise ValueError(
             f"pixel_values has {len(images)} images, input_ids {len(rows)} of their placeholders: expected as many"
             " placeholders for each image"

@@ -128,8 +128,9 @@ def _positions(
     """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit, or if
     a path is longer than the model's `limit`. With images the positions may be [3, 1, T]."""
     if isinstance(layout, Placed):
-        indexers.check_path(model, layout.layout._segments.longest_path, limit)
-        return _checked_positions(tokens, position_ids, layout.position_ids, layout.layout.position_ids[None])
+        inner = layout.layout
+        indexers.check_path(model, (inner if isinstance(inner, Layout) else inner.layout)._segments.longest_path, limit)
+        return _checked_positions(tokens, position_ids, layout.position_ids, inner.position_ids[None])
     if isinstance(layout, Shard):
         indexers.check_path(model, layout.layout._segments.longest_path, limit)
         return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
@@ -221,8 +222,10 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     if with_media and torch.compiler.is_compiling():
         raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
     found = media.place(module, named, layout) if with_media else None
+    if not media.looks_ahead(module):  # some tokenizers return it, and these models ignore it
+        named = {name: value for name, value in named.items() if name != media.BLOCKS}
     placed = layout if found is None else found
-    if isinstance(placed, Layout) and media.decodes_blindly(module):
+    if isinstance(placed, Layout | Shard) and media.decodes_blindly(module):
         placed = Placed(placed, placed.position_ids[None].to(tokens.device))
     changed = {
         "dualkv": placed,

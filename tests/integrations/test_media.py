@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -464,3 +465,40 @@ def test_a_tree_with_images_in_its_turns() -> None:
             expected = alone(model, torch.cat([parts[s][0] for s in path]), torch.zeros(0, dtype=torch.int64), media)
             rows = torch.cat([torch.arange(*offsets[at[s] : at[s] + 2].tolist()) for s in path])
             assert_close(f"hidden states of path {path}", hidden[rows], expected, 1e-5)
+
+
+# ---------------------------------------------------------------- what else processors and layouts may hold
+def test_neighbouring_images_of_two_segments_are_refused() -> None:
+    """Gemma 3 takes the rows of both for one image."""
+    layout = dualkv.Layout.from_segments([0, 6, 6, 12], [-1, 0, 1])
+    ids = torch.tensor([[5, 6, *[IMAGE] * 8, 7, 8]])
+    marks, model = (ids == IMAGE).long(), enable(make("Gemma3"))
+    with pytest.raises(ValueError, match="segment 2 begins with an image and segment 0, above it, ends with one"):
+        model(input_ids=ids, token_type_ids=marks, pixel_values=torch.ones(2, 3, 8, 8), dualkv=layout)
+    text = torch.randint(3, 80, (1, 12))
+    with pytest.raises(ValueError, match="pixel_values has 1 images, input_ids 0 of their placeholders"):
+        model(input_ids=text, token_type_ids=0 * marks, pixel_values=torch.zeros(1, 3, 8, 8), dualkv=layout)
+
+
+def test_kinds_of_tokens_that_a_model_does_not_take() -> None:
+    ids, entry = plain_prompt(torch.Generator().manual_seed(2), "Llava", *ONE)
+    entry["mm_token_type_ids"] = (ids == IMAGE).long()[None]
+    batch = dualkv.pack([ids], [[[3], [4]]], media=[entry])
+    enable(make("Llava"))(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
+    text = dualkv.pack([ids % 80], [[[3], [4]]])
+    zeros = torch.zeros_like(text.input_ids)
+    for family in ("Llava", "Qwen3VL"):
+        enable(make(family))(input_ids=text.input_ids, dualkv=text.layout, token_type_ids=zeros)
+
+
+def test_text_with_sequence_parallelism(tmp_path: Path) -> None:
+    """Also of decoders that take placed layouts only."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        batch = dualkv.pack([torch.tensor([3, 4, 5, 6])], [[torch.tensor([7, 8]), torch.tensor([9, 1])]])
+        shard = Shard(batch.layout, torch.distributed.group.WORLD)
+        model = enable(make("Qwen2_5OmniThinker").eval())
+        whole, own = (model(input_ids=batch.input_ids, dualkv=x).logits for x in (batch.layout, shard))
+        assert torch.equal(whole, own)
+    finally:
+        torch.distributed.destroy_process_group()

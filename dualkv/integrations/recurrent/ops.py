@@ -156,10 +156,11 @@ def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator
         return
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
     keep, find = around or (lambda x: x, lambda x: x)
-    storage, kept = initial.untyped_storage().data_ptr(), states.detach()
+    storage, kept, version = initial.untyped_storage().data_ptr(), states.detach(), initial._version
 
     def pack(x: Tensor) -> Any:
-        if x.untyped_storage().data_ptr() != storage:
+        other = x.dtype != initial.dtype or x._version != version  # written to since
+        if other or x.is_conj() or x.is_neg() or x.untyped_storage().data_ptr() != storage:
             return keep(x)
         return _Again(keep(kept), x.shape, x.stride(), int(x.storage_offset()))
 

@@ -125,9 +125,10 @@ def not_packable(data: Any, images: Images | str) -> str | None:
 
 
 def _modalities(data: Any) -> list[dict[str, Any]]:
-    """The inputs beside text of each rollout; none for a batch without `multi_modal_inputs`."""
+    """The inputs beside text of each rollout; none for a batch without `multi_modal_inputs`. `images_seqlens` is veRL's
+    own, for its metrics."""
     entries = (getattr(entry, "data", entry) for entry in data.get("multi_modal_inputs", []))
-    return [{k: v for k, v in (entry or {}).items() if v is not None} for entry in entries]
+    return [{k: v for k, v in (entry or {}).items() if v is not None and k != "images_seqlens"} for entry in entries]
 
 
 def _prompt_lens(data: Any) -> IntArray:

@@ -172,6 +172,7 @@ def _with_images(
         draw = torch.Generator().manual_seed(len(prompt))
         grids = torch.tensor([(1, *size) for size in sizes]).view(-1, 3)
         pixels = {"pixel_values": torch.randn(int(grids.prod(1).sum()), 24, generator=draw), "image_grid_thw": grids}
+        pixels["images_seqlens"] = grids.prod(1)  # veRL's agent loop adds it
         seen.append(pixels if sizes else {})
     return prompts, responses, positions, seen
 
