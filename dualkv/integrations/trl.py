@@ -42,7 +42,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
     load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
     too. A prompt takes P - 1 rows and each of its rollouts R + 1. A micro-batch has `per_device_train_batch_size`
-    rollouts, as in TRL. A multiple of `num_generations` splits no group; a group that is split repeats its prompt.
+    rollouts, as in TRL. A multiple of `num_generations` splits no group, unless prompts differ in their images alone; a
+    group that is split repeats its prompt.
 
     After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and groups in the
     order of their first rollout. So the order of groups and of the rollouts in a group comes from TRL's shuffle, and no
@@ -228,6 +229,9 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
 
 def _regrouped(batches: list[Batch]) -> list[Batch]:
     """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts next to each other.
+
+    Prompts are compared by their tokens. Those that differ in their images alone come together too, in the order that
+    they had, so a micro-batch may then have more groups than it needs.
 
     Args:
         batches: with "prompt_ids" and "prompt_mask" [B, P]; images as TRL joins them. Values without a first dimension
