@@ -83,6 +83,12 @@ def makes_masks(cls: type[nn.Module]) -> bool:
     return code is not None and any(name.startswith("create_") and "mask" in name for name in code.co_names)
 
 
+def numbers_rows(cls: type[nn.Module]) -> bool:
+    """Whether `cls.forward` numbers the rows of its input where it gets no position_ids, as a decoder does."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code is not None and "arange" in code.co_names
+
+
 def parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that contain module `name`, innermost first, `model` last."""
     while name:

@@ -190,7 +190,7 @@ def _enter_head(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the models that contain the decoder: refuses labels that would be shifted, places images.
 
-    A model that makes the decoder's masks gets the request for them.
+    A model that makes the decoder's masks gets the request for them, one that numbers its rows the positions.
     """
     layout = kwargs.get("dualkv")
     if layout is None:
@@ -207,9 +207,26 @@ def _enter_head(
         )
     if runs_images:
         args, kwargs = (), _with_images(module, named)
+    else:
+        kwargs = {**kwargs, **_for_decoder(module, layers.arguments(type(module))[len(args) :], named)}
     if named.get("attention_mask") is None and layers.makes_masks(type(module)):
         kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
     return args, kwargs
+
+
+def _for_decoder(module: PreTrainedModel, left: tuple[str, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that a model would make by itself, other than a packed call of its decoder takes them.
+
+    left: the names of the arguments that did not come by position.
+    """
+    made: dict[str, Any] = {}
+    if "use_cache" in left and named.get("use_cache") is None:
+        made["use_cache"] = False
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
+    numbers = "position_ids" in left and named.get("position_ids") is None and layers.numbers_rows(type(module))
+    if numbers and tokens is not None and tokens.dim() > 1:
+        made["position_ids"] = _positions(tokens, None, named["dualkv"])
+    return made
 
 
 def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
