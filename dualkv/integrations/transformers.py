@@ -252,7 +252,25 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     return {**named, **changed}
 
 
-HOOKS = (_enter_decoder, _enter_head, indexers.select_nothing)
+def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of decoder layers that do not hand keyword arguments on: their attention finds the layout."""
+    for part in module.children():
+        if layers.route(type(part)) is not None:
+            cast(Any, part).dualkv_layout = kwargs.get("dualkv")
+
+
+def _take_layout(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of attention in such a layer."""
+    layout = getattr(module, "dualkv_layout", None)
+    if layout is None:
+        return None
+    cast(Any, module).dualkv_layout = None
+    return args, {**kwargs, "dualkv": layout}
+
+
+HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -405,7 +423,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
         recurrent.install(decoder)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
-    for module in layers.attention_modules(model):
+    for name, module, _ in layers.decoder_layers(model):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if layers.drops_arguments(type(layer)):
+            layer.register_forward_pre_hook(_keep_layout, with_kwargs=True)
+            module.register_forward_pre_hook(_take_layout, with_kwargs=True)
         if (indexer := indexers.of_layer(module)) is not None:
             indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
     for module in model.modules():
