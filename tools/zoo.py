@@ -14,12 +14,11 @@ import multiprocessing
 import re
 import resource
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from dualkv import Layout
-from dualkv.bench.show import markdown_table
 from dualkv.integrations import layers, models, selfcheck
 from dualkv.integrations.shrink import Sizes, shrink
 from dualkv.integrations.transformers import enable
@@ -57,8 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "zoo.j
 
 def types() -> list[str]:
     """The model types that AutoModelForCausalLM or AutoModelForImageTextToText builds."""
-    known = {cls for mapping in MAPPINGS.values() for cls in mapping}
-    return sorted(kind for kind, cls in transformers.CONFIG_MAPPING.items() if cls in known)
+    return sorted({kind for mapping in MAPPINGS.values() for kind in mapping._model_mapping})
 
 
 # ---------------------------------------------------------------- one type
@@ -101,7 +98,6 @@ def _examine_model(auto: str, config: PreTrainedConfig) -> Result:
 
 
 def _failed(error: Exception) -> Result:
-    traceback.print_exception(error, limit=-3)
     return {"outcome": NOT_BUILT, "reason": f"{type(error).__name__}: {error}"}
 
 
@@ -116,12 +112,11 @@ def _compare(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
         enable(model, check=False)
         got = [packed(model, layout) for layout in LAYOUTS]
     except Exception as error:
-        traceback.print_exception(error, limit=-3)
         return {"outcome": WRONG, "reason": f"the call raises {type(error).__name__}: {error}"}
-    error = max(map(difference, got, expected))
-    if error <= BOUND:
-        return {"outcome": EXACT, "error": error}
-    return {"outcome": WRONG, "reason": "logits or gradients differ", "error": error}
+    worst = max(map(difference, got, expected))
+    if worst <= BOUND:
+        return {"outcome": EXACT, "error": worst}
+    return {"outcome": WRONG, "reason": "logits or gradients differ", "error": worst}
 
 
 @torch.no_grad()
@@ -149,7 +144,7 @@ def _loss(logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -258,16 +253,6 @@ def short(sentence: str) -> str:
             return words.format(*match.groups())
     line = " ".join(sentence.split()).split(". ")[0]
     return line if len(line) <= 160 else f"{line[:157]}..."
-
-
-def table(results: dict[str, Result]) -> str:
-    """Model types by outcome and reason."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for kind, result in results.items():
-        kinds.setdefault((result["outcome"], result.get("reason", "")), []).append(f"`{kind}`")
-    order = sorted(kinds, key=lambda key: (OUTCOMES.index(key[0]), -len(kinds[key]), key[1]))
-    rows = [[outcome, reason, str(len(kinds[outcome, reason])), ", ".join(kinds[outcome, reason])] for outcome, reason in order]
-    return markdown_table(["outcome", "reason", "number", "model types"], rows)
 
 
 def main(

@@ -45,8 +45,8 @@ NEUTRAL = {
 # Attributes of attention modules that repeat an argument of their attention function, by that argument.
 REPEATED = {"s_aux": "sinks", "softcap": "attn_logit_softcapping"}
 
-# The argument of layers that attend to images.
-CROSS = "cross_attention_states"
+# Layers that attend to images. Their models skip them in calls without images, and a layout refuses images of these.
+OF_IMAGES = ("MllamaTextCrossAttention",)
 
 # Heads that make one row of logits for a whole input.
 POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
@@ -110,7 +110,7 @@ def parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedModel]]:
     """Attention modules that take their attention from the registry: (name, module, decoder).
 
-    Cross-attention that only images run (Mllama's) is left out, as calls with a layout refuse these images.
+    Layers of OF_IMAGES are left out.
     The decoder is the innermost pretrained model that contains the module; it makes the masks. Models without a causal
     layer or without token ids (the vision tower of a multimodal model) are no decoders.
     """
@@ -136,8 +136,8 @@ def decoders(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def is_of_images(cls: type[nn.Module]) -> bool:
-    """Whether a layer attends to states of images, without which its model skips it."""
-    return CROSS in arguments(cls)
+    """Whether a layer is one of OF_IMAGES. Wrappers make subclasses of a layer's class."""
+    return any(c.__name__ in OF_IMAGES for c in cls.__mro__)
 
 
 def is_causal(module: nn.Module) -> bool:

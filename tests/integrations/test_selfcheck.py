@@ -252,7 +252,8 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
     config = tf.LlamaConfig(**fields)
     config.rope_parameters = table
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}
-    assert dict(thresholds(shrink(config))) == dict.fromkeys([*fields, "original_max_position_embeddings"], SELF_CHECK.threshold)
+    names = [*fields, "original_max_position_embeddings"]
+    assert dict(thresholds(shrink(config))) == dict.fromkeys(names, SELF_CHECK.threshold)
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}  # the model's stays
 
 
