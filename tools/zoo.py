@@ -47,6 +47,8 @@ BOUND = 5e-4
 SECONDS = 120.0  # of one type, and no more memory than
 GIBIBYTES = 16
 
+WINDOW = {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
+
 Result = dict[str, Any]
 
 # Fields that the defaults of a type lack, or that no published model leaves at its default.
@@ -74,7 +76,12 @@ def examine(kind: str) -> Result:
 
 
 def configuration(kind: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(kind, **SETTINGS.get(kind, {}))
+    """The defaults with SETTINGS, and with a window in text models that have the field and leave it out."""
+    fields = SETTINGS.get(kind, {})
+    config = AutoConfig.for_model(kind, **fields)
+    if getattr(config, "sliding_window", 1) is None:
+        return AutoConfig.for_model(kind, **WINDOW | fields)
+    return config
 
 
 def _examine_model(auto: str, config: PreTrainedConfig) -> Result:
@@ -242,6 +249,8 @@ REASONS = {  # of a refusal, by what its sentence says
     "head dim {}": r"has head dim (\d+)",
     "decoder layers are not handed keyword arguments": r"is not handed the layout",
     "the self-check finds a difference": r"does not compute packed groups as",
+    "the model takes no call without images or other inputs": r"missing \d+ required positional argument",
+    "needs {}": r"(?:requires the|No module named) '?(\w+)",
     "the small copy of the self-check does not run": r"could not be checked",
 }
 

@@ -25,7 +25,6 @@ SAMPLE = {
     "nemotron": zoo.EXACT,  # layers that hand no keyword arguments on
     "fuyu": zoo.EXACT,  # a model that numbers rows for its decoder
     "exaone4_5": zoo.EXACT,  # the same, with images that run
-    "idefics2": zoo.EXACT,  # a model that makes a cache for its decoder
     "kosmos-2.5": zoo.REFUSED,  # by the self-check
     "bert": zoo.REFUSED,
 }
