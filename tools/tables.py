@@ -457,7 +457,9 @@ def zoo() -> str:
         kinds.setdefault((result["outcome"], result.get("reason", "")), []).append(kind)
     outcomes = ["exact", "wrong", "refused", "not built"]
     order = sorted(kinds, key=lambda key: (outcomes.index(key[0]), -len(kinds[key]), key[1]))
-    rows = [[outcome, reason, str(len(kinds[outcome, reason])), _names(kinds[outcome, reason])] for outcome, reason in order]
+    rows = [
+        [outcome, reason, str(len(kinds[outcome, reason])), _names(kinds[outcome, reason])] for outcome, reason in order
+    ]
     where = f"transformers {run['transformers']}, {run['date'][:10]}, commit {run['commit'][:7]},"
     minutes = f"{run['seconds'] / 60:.0f} minutes in {run['workers']} processes:"
     return f"{where} {minutes}\n\n{markdown_table(['', 'reason', 'number', 'model types'], rows)}"

@@ -253,7 +253,15 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
 
 
 def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of decoder layers that do not hand keyword arguments on: their attention finds the layout."""
+    """Forward pre-hook of decoder layers that do not hand keyword arguments on: their attention finds the layout.
+
+    transformers' gradient checkpointing runs a layer again without this hook.
+    """
+    if kwargs.get("dualkv") is not None and module.training and getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(module).__name__} is set to gradient checkpointing and does not hand keyword arguments on to its"
+            " attention, which would lack the layout when it runs again: call gradient_checkpointing_disable"
+        )
     for part in module.children():
         if layers.route(type(part)) is not None:
             cast(Any, part).dualkv_layout = kwargs.get("dualkv")

