@@ -139,6 +139,26 @@ def difference(a: Entry, b: Entry) -> str | None:
     return None
 
 
+def grouped(keys: Sequence[bytes], media: Sequence[Entry]) -> IntArray:
+    """[N] the group of each rollout: equal keys and equal media. Groups are numbered in the order of their first.
+
+    Args:
+        keys: [N] what says that two prompts have equal tokens.
+        media: [N] of each rollout, or empty without any.
+    """
+    found: dict[bytes, list[int]] = {}  # equal tokens make several groups if their media differ
+    leaders: list[int] = []  # the first rollout of each group
+    group = np.empty(len(keys), np.int64)
+    for i, key in enumerate(keys):
+        same = found.setdefault(key, [])
+        g = next((g for g in same if not media or difference(media[leaders[g]], media[i]) is None), len(leaders))
+        if g == len(leaders):
+            same.append(g)
+            leaders.append(i)
+        group[i] = g
+    return group
+
+
 # ---------------------------------------------------------------- all prompts
 def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
     """The media of all packed prompts, as inputs of a model whose batch is one packed row.
