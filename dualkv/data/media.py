@@ -24,6 +24,15 @@ OF_TEXT = ("input_ids", "attention_mask")
 # Patches, their grids [images, 3] (frames, height, width) and the kind of their tokens in mm_token_type_ids.
 GRIDS = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_grid_thw", 2))
 
+# What processors return for all images or videos of a prompt, beside their pixels.
+BESIDE = {
+    "pixel_values": ("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "pixel_attention_mask"),
+    "pixel_values_videos": ("video_grid_thw", "image_sizes_videos", "second_per_grid_ts", "video_second_per_grid"),
+}
+
+# Seconds a frame, one value for each video.
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+
 # A tensor with a row for each prompt: images are its second dimension (Idefics 3).
 IN_ROWS = "pixel_attention_mask"
 
@@ -104,6 +113,18 @@ def _check_patches(name: str, entry: Entry) -> None:
                     f"{name}[{patches!r}] has {held} patches, {grids} counts {counted}: expected those of the same"
                     " images"
                 )
+    check_seconds(entry, name)
+
+
+def check_seconds(entry: Mapping[str, Any], of: str = "") -> None:
+    """Raises ValueError where seconds are not one value for each video; `of` names the entry in its message."""
+    grid = entry.get("video_grid_thw")
+    for name in SECONDS:
+        if entry.get(name) is not None and len(entry[name]) != (0 if grid is None else len(grid)):
+            raise ValueError(
+                f"{f'{of}[{name!r}]' if of else name} has {len(entry[name])} entries for"
+                f" {0 if grid is None else len(grid)} videos of video_grid_thw, expected one a video"
+            )
 
 
 def _check_placeholders(found: Sequence[Entry]) -> None:
@@ -184,6 +205,12 @@ def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
                 raise ValueError(f"media[{lacks[0]}] has no {name}, media[{have[0]}] has it: expected all or none")
             result[name] = _joined_of_tokens(name, found, prompts, layout)
         else:
+            for pixels in (pixels for pixels, beside in BESIDE.items() if name in beside):
+                lacks = [i for i, entry in enumerate(found) if pixels in entry and name not in entry]
+                if lacks:
+                    raise ValueError(
+                        f"media[{lacks[0]}] has {pixels} and no {name}, media[{have[0]}] has it: expected all or none"
+                    )
             result[name] = _joined(name, found, have, layout.device)
     return result
 

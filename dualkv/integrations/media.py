@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
+from dualkv.data.media import check_seconds
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention as causal_attention
 from dualkv.sequence_parallel import Shard
@@ -328,6 +329,9 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
             f"{KINDS} has images (1) and videos (2), which {type(module).__name__} cannot tell apart in one packed row:"
             " expected one kind"
         )
+    check_seconds(named)
+    if how.by_ids and named.get("video_grid_thw") is not None and named.get("video_second_per_grid") is None:
+        raise ValueError("video_grid_thw came without video_second_per_grid, expected one value a video")
     owners: dict[str, IntArray] = {}
     grids: dict[str, torch.Tensor] = {}
     for kind, patches, grid, token in ROWS:

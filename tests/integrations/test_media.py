@@ -353,6 +353,35 @@ def test_media_that_cannot_be_packed(change: Any, error: type[Exception], messag
         dualkv.pack([first, second], [[[3]], [[4]]], media=change(a, b))
 
 
+def test_seconds_of_some_videos() -> None:
+    """Of some prompts, of some videos of a prompt, and in calls without `pack`."""
+    prompts, responses, media = rollouts("Qwen2_5_VL", FILM, FILM + FILM)
+    for seconds, message in (
+        (
+            None,
+            r"media\[1\] has pixel_values_videos and no second_per_grid_ts, media\[0\] has it: expected all or none",
+        ),
+        (
+            [0.7],
+            r"media\[1\]\['second_per_grid_ts'\] has 1 entries for 2 videos of video_grid_thw, expected one a video",
+        ),
+    ):
+        some = [entry | {"second_per_grid_ts": seconds} if i == 1 else entry for i, entry in enumerate(media)]
+        with pytest.raises(ValueError, match=message):
+            dualkv.pack(prompts, responses, media=some)
+    for family, name in (("Qwen2_5_VL", "second_per_grid_ts"), ("Qwen2_5OmniThinker", "video_second_per_grid")):
+        prompts, responses, media = rollouts(family, FILM, FILM + FILM)
+        batch = dualkv.pack(prompts, responses, media=media)
+        model, given = enable(make(family)), batch.media | {name: batch.media[name][:2]}
+        with pytest.raises(ValueError, match=f"^{name} has 2 entries for 3 videos of video_grid_thw"):
+            model(input_ids=batch.input_ids, dualkv=batch.layout, **given)
+    del given[name]
+    with pytest.raises(
+        ValueError, match="video_grid_thw came without video_second_per_grid, expected one value a video"
+    ):
+        model(input_ids=batch.input_ids, dualkv=batch.layout, **given)
+
+
 def test_a_last_token_of_an_image_is_not_copied() -> None:
     ids, entry = prompt(torch.Generator().manual_seed(2), "Qwen3VL", *ONE)
     entry["mm_token_type_ids"] = entry["mm_token_type_ids"][:, :-3]
