@@ -63,6 +63,18 @@ PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Idefics3": ("llama", SQUARE | {"patch_size": 2}, {}),
     "SmolVLM": ("llama", SQUARE | {"patch_size": 2}, {}),
     "Gemma3": ("gemma3_text", SQUARE | {"patch_size": 2}, {"mm_tokens_per_image": 4}),
+    "Gemma4": (
+        "gemma4_text",
+        LAYERS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
+        {},
+    ),
 }
 
 
@@ -80,10 +92,14 @@ def _made(family: str) -> Any:
     if family in PLAIN:
         text, vision, settings = PLAIN[family]
         text_config = SIZES | {"model_type": text}
-        if family == "Gemma3":
+        if family.startswith("Gemma"):
             text_config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
         token = {"image_token_id": IMAGE} if family in ("InternVL", "Idefics3", "SmolVLM") else {
             "image_token_index": IMAGE, "video_token_index": VIDEO}  # fmt: skip
+        if family == "Gemma4":
+            text_config |= {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
+                            "use_bidirectional_attention": "vision"}  # fmt: skip
+            token = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": VIDEO + 1}
         config = getattr(tf, f"{family}Config")(text_config=text_config, vision_config=vision, **settings, **token)
         return getattr(tf, f"{family}ForConditionalGeneration")(config).train()
     text, vision = GRID[family]
@@ -149,6 +165,15 @@ def plain_media(draw: torch.Generator, family: str, *media: tuple[int, int, int]
         return {"pixel_values": pixels(1, len(media), 3, 8, 8) * mask[:, :, None], "pixel_attention_mask": mask}
     if family == "Mistral3":
         return {"pixel_values": pixels(len(media), 3, *sizes.amax(0).tolist()), "image_sizes": sizes}
+    if family == "Gemma4":  # padded to 32 patches
+        places = torch.full((len(media), media[0][0], 32, 2), -1)
+        for i, (_, h, w) in enumerate(media):
+            places[i, :, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
+        patches = pixels(*places.shape[:3], 12).sigmoid()
+        if media[0][0] == 1:
+            return {"pixel_values": patches[:, 0], "image_position_ids": places[:, 0]}
+        found = {"pixel_values_videos": patches.flatten(0, 1), "video_position_ids": places.flatten(0, 1)}
+        return found | {"num_frames_per_video": torch.full((len(media),), media[0][0])}
     if media[0][0] > 1:
         return {"pixel_values_videos": pixels(len(media), media[0][0], 3, 8, 8)}
     tiles = [tf.models.llava_next.modeling_llava_next.image_size_to_num_patches(size, TILES["image_grid_pinpoints"], 8)
@@ -171,8 +196,10 @@ def plain_prompt(
         each = [len(x) for x in found] if len(found) == len(media) else [rows // len(media)] * len(media)
         for count in each:
             ids += [*[VIDEO if film else IMAGE] * count, *torch.randint(3, 80, (2,), generator=draw).tolist()]
-    if family == "Gemma3":  # its rows of an image see each other
-        entry["token_type_ids"] = (torch.tensor(ids) == IMAGE).long()[None]
+    if family.startswith("Gemma"):  # its rows of an image see each other
+        marks = torch.tensor(ids)
+        name = "token_type_ids" if family == "Gemma3" else "mm_token_type_ids"
+        entry[name] = ((marks == IMAGE) + 2 * (marks == VIDEO))[None]
     return torch.tensor(ids), entry
 
 
@@ -243,9 +270,9 @@ def test_images_of_several_groups(family: str) -> None:
     check(family, ONE, TWO, NONE, ONE)
 
 
-@pytest.mark.parametrize("family", [*GRID, "LlavaOnevision"])
+@pytest.mark.parametrize("family", [*GRID, "LlavaOnevision", "Gemma4"])
 def test_videos(family: str) -> None:
-    beside = () if family.startswith(("Glm", "Llava")) else ((1, 4, 4),)
+    beside = () if family.startswith(("Glm", "Llava", "Gemma")) else ((1, 4, 4),)
     check(family, FILM + beside, NONE, FILM, labels="roll")
 
 
@@ -507,6 +534,39 @@ def test_neighbouring_images_of_two_segments_are_refused() -> None:
     text = torch.randint(3, 80, (1, 12))
     with pytest.raises(ValueError, match="pixel_values has 1 images, input_ids 0 of their placeholders"):
         model(input_ids=text, token_type_ids=0 * marks, pixel_values=torch.zeros(1, 3, 8, 8), dualkv=layout)
+
+
+def test_small_gemma_4_models_are_causal_among_images() -> None:
+    """Where the config does not say "vision", and where no kinds of tokens come."""
+    prompts, responses, media = rollouts("Gemma4", ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    for names, bidirectional in (((), None), (("mm_token_type_ids",), "vision")):
+        model = make("Gemma4").eval()
+        model.config.text_config.use_bidirectional_attention = bidirectional
+        with torch.no_grad():
+            given = without(batch.media, *names)
+            hidden = enable(model).model(input_ids=batch.input_ids, dualkv=batch.layout, **given).last_hidden_state
+            for i, got in enumerate(batch.unpack_sequences(hidden)):
+                expected = alone(model, prompts[i], responses[i], without(media[i], *names))
+                assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_position_ids": torch.full((3, 32, 2), -1)}, "image_position_ids describes 3 images or videos of 0"),
+        ({"mm_token_type_ids": torch.zeros(1, 3)}, r"mm_token_type_ids has shape \(1, 3\), expected \(1, \d+\)"),
+        ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Gemma4Model runs packed"),
+        ({"dualkv": object.__new__(Shard)}, "came together with a Shard: images do not run packed with sequence paral"),
+    ],
+)  # fmt: skip
+def test_calls_of_gemma_4_that_are_refused(change: dict[str, Any], message: str) -> None:
+    prompts, responses, media = rollouts("Gemma4", ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    model = enable(make("Gemma4"))
+    model.model.vision_tower.register_forward_pre_hook(lambda *_: pytest.fail("the vision tower ran"))
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media} | change)
 
 
 def test_kinds_of_tokens_that_a_model_does_not_take() -> None:
