@@ -97,13 +97,15 @@ def not_packable(data: Any, images: Images | str) -> str | None:
         data, "distillation_only", False
     ):
         return "top-k distillation reads the teacher's values at every row"
-    rows, held = data["position_ids"], sorted({name for entry in _modalities(data) for name in entry})
+    rows = data["position_ids"]
+    row_count = len(rows.values()) if rows.dim() == 3 else 1  # the nested tensor's own shape may be of another order
+    held = sorted({name for entry in _modalities(data) for name in entry})
     if held and isinstance(images, str):
         return f"it holds images, audio or video, and {images}"
-    if rows.dim() == 3 and isinstance(images, str):
-        return f"its positions have {rows.shape[1]} rows, and {images}"
-    if rows.dim() == 3 and rows.shape[1] != POSITION_ROWS:
-        return f"its positions have {rows.shape[1]} rows, expected {POSITION_ROWS}: text, frames, height and width"
+    if row_count > 1 and isinstance(images, str):
+        return f"its positions have {row_count} rows, and {images}"
+    if row_count not in (1, POSITION_ROWS):
+        return f"its positions have {row_count} rows, expected {POSITION_ROWS}: text, frames, height and width"
     if isinstance(images, Images) and (other := [name for name in held if name not in images.inputs]):
         return f"it holds {other[0]}, which is not known to run packed"
     sequences, prompts, responses = _nested_lens(data["input_ids"]), _prompt_lens(data), _response_lens(data)
