@@ -215,6 +215,16 @@ def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
     return result
 
 
+def placeholder_of_a_response(input_ids: torch.Tensor, media: Entry, layout: Layout) -> int | None:
+    """The first row [of 1, T] of a response with a token that stands for an image in a prompt; None without any."""
+    if "mm_token_type_ids" not in media:
+        return None
+    ids, kinds = input_ids[0], media["mm_token_type_ids"][0]
+    of_responses = np.repeat(layout.parent.numpy() >= 0, np.diff(layout.offsets.numpy()))
+    found = torch.from_numpy(of_responses) & torch.isin(ids, ids[kinds != 0].unique())
+    return int(found.int().argmax()) if found.any() else None
+
+
 def _padded(values: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
     """The same values with zeros behind, so that all but dimension `dim` are equally long."""
     if len({value.dim() for value in values}) > 1:
