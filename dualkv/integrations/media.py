@@ -82,6 +82,7 @@ FAMILIES = {
     "VipLlavaModel": _ALIKE,
     "LlavaModel": _SIZES,
     "LlavaNextModel": _SIZES,
+    "LlavaNextVideoModel": Family((*_SIZES.inputs, "pixel_values_videos")),
     "Mistral3Model": _SIZES,
     "LlavaOnevisionModel": Family((*_SIZES.inputs, "batch_num_images", "pixel_values_videos", "image_sizes_videos")),
     "Idefics3Model": _MASKED,

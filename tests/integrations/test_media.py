@@ -58,6 +58,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Llava": ("llama", CLIP, {}),
     "VipLlava": ("llama", CLIP, {"vision_feature_layers": [-1, -2]}),
     "LlavaNext": ("mistral", CLIP, TILES),
+    "LlavaNextVideo": ("llama", CLIP, TILES),
     "LlavaOnevision": ("qwen2", SQUARE | {"model_type": "siglip_vision_model", "vision_use_head": False}, TILES),
     "Mistral3": ("mistral", PIXTRAL | {"image_size": 16}, {"spatial_merge_size": 2}),
     "Idefics3": ("llama", SQUARE | {"patch_size": 2}, {}),
@@ -270,9 +271,9 @@ def test_images_of_several_groups(family: str) -> None:
     check(family, ONE, TWO, NONE, ONE)
 
 
-@pytest.mark.parametrize("family", [*GRID, "LlavaOnevision", "Gemma4"])
+@pytest.mark.parametrize("family", [*GRID, "LlavaNextVideo", "LlavaOnevision", "Gemma4"])
 def test_videos(family: str) -> None:
-    beside = () if family.startswith(("Glm", "Llava", "Gemma")) else ((1, 4, 4),)
+    beside = () if family in PLAIN or family.startswith("Glm") else ((1, 4, 4),)
     check(family, FILM + beside, NONE, FILM, labels="roll")
 
 
