@@ -243,8 +243,8 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
         else:
             whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
     prompts = torch.cat([whole["prompt_ids"], whole["prompt_mask"].to(whole["prompt_ids"].dtype)], 1).cpu().numpy()
-    of_images = [whole[name] for name in OF_IMAGES - COUNTS if whole.get(name) is not None]
-    images = [dict(enumerate(values)) for values in zip(*of_images, strict=True)]
+    of_images = {name: whole[name] for name in OF_IMAGES - COUNTS if whole.get(name) is not None}
+    images = [dict(zip(of_images, values, strict=True)) for values in zip(*of_images.values(), strict=True)]
     group = grouped([prompt.tobytes() for prompt in prompts], images)
     order = np.argsort(group, kind="stable").tolist()
     for name, value in whole.items():
