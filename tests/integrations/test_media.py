@@ -428,7 +428,7 @@ def test_a_last_token_of_an_image_is_not_copied() -> None:
         dualkv.pack([ids[:-3]], [[[3], [4]]], media=[entry], labels="roll")
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma4"])
 def test_a_compiled_decoder(family: str) -> None:
     """The whole model reads where images are, which graphs cannot."""
     prompts, responses, media = rollouts(family, ONE, TWO)
