@@ -95,7 +95,7 @@ PICTURE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    """A causal language model whose final layer is one matrix: logits = hidden @ head.T.
+    """A causal language model, also one that sees pictures, whose final layer is one matrix: logits = hidden @ head.T.
 
     Args:
         name_or_path: a name in :data:`CONFIGS` or :data:`PICTURE_MODELS` (random weights), or a local folder in Hugging
@@ -122,7 +122,10 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
             # Made on the CPU: there the random numbers are the same on every machine.
             model = auto.from_config(config, dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(os.fspath(name_or_path), dtype=dtype, local_files_only=True)
+        path = os.fspath(name_or_path)
+        of_text = type(AutoConfig.from_pretrained(path, local_files_only=True)) in AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+        model = auto.from_pretrained(path, dtype=dtype, local_files_only=True)
     _check_head(model)
     in_dtype(model, dtype)
     model.to(device).eval()

@@ -53,7 +53,11 @@ UPDATES = {
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
 }
 OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
-STOCK = {"fa4": "FlashAttention-4", "flex": "FlexAttention"}  # names of tools.bench.stock_attention
+STOCK = {
+    "fa4": "FlashAttention-4",
+    "flex": "FlexAttention",
+    "cudnn": "cuDNN's attention",
+}  # names of tools.bench.stock_attention
 WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
 MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
@@ -130,11 +134,19 @@ def replicated() -> str:
     ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
     what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
     rows.append(measured(what, "FlashAttention-4", run["sizes"], ways, "median"))
-    with contextlib.suppress(FileNotFoundError):  # not recorded yet
-        run = _load("step-h200-gpt-oss")
-        ways = [run["rows"][way] for way in ("replicated", "packed")]
-        what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
-        rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
+    run = _load("step-h200-gpt-oss")
+    ways = [run["rows"][way] for way in ("replicated", "packed")]
+    what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
+    rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
+    run = _load("hybrid-h200")
+    ways = [run["step"][way] for way in ("replicated", "packed")]
+    what = "forward and backward of a group, 8 layers of Qwen3.5-9B, H200"
+    rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
+    run = _load("images-h200")
+    ways = [run["rows"][way] for way in ("replicated", "packed")]
+    what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
+    tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
+    rows.append(measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median"))
     whole_grpo = [r for r in _verl("4gpu") if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")]
     ways = [
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
@@ -319,15 +331,15 @@ def windows(direction: str) -> str:
 
 
 def hybrid() -> str:
-    """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`; the last two rows are no times."""
+    """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
     run, rows = _load("hybrid-h200"), []
-    for part in ("step", "decoder", "short groups"):
+    for part in ("step", "decoder"):
         ways = [run[part][way] for way in ("packed", "replicated")]
         seconds, memory = (
             " / ".join(f"{way[name]:.{n}f}" for way in ways) for name, n in (("median", 2), ("peak_gib", 1))
         )
         rows.append([part, f"{seconds} s", f"{run[part]['times_as_fast']:.2f}", f"{memory} GiB"])
-    mixer, near = run["mixer"], run["distance"]
+    mixer = run["mixer"]
     both = (statistics.median(mixer[name]) * 1e3 for name in ("packed", "one_call"))
     rows.append(
         [
@@ -337,9 +349,6 @@ def hybrid() -> str:
             "",
         ]
     )
-    for name, what in (("logp_rms", "log-probs, distance from fp32"), ("gradients", "gradients, distance from fp32")):
-        apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
-        rows.append([what, apart, f"{1 / near['packed_over_replicated'][name]:.2f}", ""])
     head = ["", "packed / replicated", "replicated over packed", "peak memory"]
     said = f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}"
     return f"{markdown_table(head, rows)}\n\n{said}"

@@ -24,6 +24,15 @@ OF_TEXT = ("input_ids", "attention_mask")
 # Patches, their grids [images, 3] (frames, height, width) and the kind of their tokens in mm_token_type_ids.
 GRIDS = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_grid_thw", 2))
 
+# What processors return for all images or videos of a prompt, beside their pixels.
+BESIDE = {
+    "pixel_values": ("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "pixel_attention_mask"),
+    "pixel_values_videos": ("video_grid_thw", "image_sizes_videos", "second_per_grid_ts", "video_second_per_grid"),
+}
+
+# Seconds a frame, one value for each video.
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+
 # A tensor with a row for each prompt: images are its second dimension (Idefics 3).
 IN_ROWS = "pixel_attention_mask"
 
@@ -104,6 +113,18 @@ def _check_patches(name: str, entry: Entry) -> None:
                     f"{name}[{patches!r}] has {held} patches, {grids} counts {counted}: expected those of the same"
                     " images"
                 )
+    check_seconds(entry, name)
+
+
+def check_seconds(entry: Mapping[str, Any], of: str = "") -> None:
+    """Raises ValueError where seconds are not one value for each video; `of` names the entry in its message."""
+    grid = entry.get("video_grid_thw")
+    for name in SECONDS:
+        if entry.get(name) is not None and len(entry[name]) != (0 if grid is None else len(grid)):
+            raise ValueError(
+                f"{f'{of}[{name!r}]' if of else name} has {len(entry[name])} entries for"
+                f" {0 if grid is None else len(grid)} videos of video_grid_thw, expected one a video"
+            )
 
 
 def _check_placeholders(found: Sequence[Entry]) -> None:
@@ -139,6 +160,26 @@ def difference(a: Entry, b: Entry) -> str | None:
     return None
 
 
+def grouped(keys: Sequence[bytes], media: Sequence[Entry]) -> IntArray:
+    """[N] the group of each rollout: equal keys and equal media. Groups are numbered in the order of their first.
+
+    Args:
+        keys: [N] what says that two prompts have equal tokens.
+        media: [N] of each rollout, or empty without any.
+    """
+    found: dict[bytes, list[int]] = {}  # equal tokens make several groups if their media differ
+    leaders: list[int] = []  # the first rollout of each group
+    group = np.empty(len(keys), np.int64)
+    for i, key in enumerate(keys):
+        same = found.setdefault(key, [])
+        g = next((g for g in same if not media or difference(media[leaders[g]], media[i]) is None), len(leaders))
+        if g == len(leaders):
+            same.append(g)
+            leaders.append(i)
+        group[i] = g
+    return group
+
+
 # ---------------------------------------------------------------- all prompts
 def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
     """The media of all packed prompts, as inputs of a model whose batch is one packed row.
@@ -164,8 +205,24 @@ def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
                 raise ValueError(f"media[{lacks[0]}] has no {name}, media[{have[0]}] has it: expected all or none")
             result[name] = _joined_of_tokens(name, found, prompts, layout)
         else:
+            for pixels in (pixels for pixels, beside in BESIDE.items() if name in beside):
+                lacks = [i for i, entry in enumerate(found) if pixels in entry and name not in entry]
+                if lacks:
+                    raise ValueError(
+                        f"media[{lacks[0]}] has {pixels} and no {name}, media[{have[0]}] has it: expected all or none"
+                    )
             result[name] = _joined(name, found, have, layout.device)
     return result
+
+
+def placeholder_of_a_response(input_ids: torch.Tensor, media: Entry, layout: Layout) -> int | None:
+    """The first row [of 1, T] of a response with a token that stands for an image in a prompt; None without any."""
+    if "mm_token_type_ids" not in media:
+        return None
+    ids, kinds = input_ids[0], media["mm_token_type_ids"][0]
+    of_responses = np.repeat(layout.parent.numpy() >= 0, np.diff(layout.offsets.numpy()))
+    found = torch.from_numpy(of_responses) & torch.isin(ids, ids[kinds != 0].unique())
+    return int(found.int().argmax()) if found.any() else None
 
 
 def _padded(values: list[torch.Tensor], dim: int) -> list[torch.Tensor]:

@@ -266,8 +266,8 @@ def pack(
 
     Raises:
         ValueError: an empty prompt, a group without responses, different prompts or media in one group of `group_ids`,
-            negative tokens (checked on the CPU only), numbers of entries that do not match, tensors on different
-            devices; patches, grids and placeholder tokens that do not match.
+            negative tokens and placeholders of images in responses (both checked on the CPU only), numbers of entries
+            that do not match, tensors on different devices; patches, grids and placeholder tokens that do not match.
         TypeError: tokens that are not integers, group ids that cannot be hashed, media that are no mappings of tensors.
     """
     prompt_list, response_list = sequence_list("prompts", prompts), sequence_list("responses", responses)
@@ -464,6 +464,12 @@ def _group_keys(group_ids: GroupIds, rollouts: int) -> list[Hashable]:
     return cast(list[Hashable], keys)
 
 
+def _rollout_of(row: int, layout: Layout, order: IntArray) -> int:
+    """The rollout whose response has a packed row; for a row of a prompt the rollout of its first response."""
+    segment = np.searchsorted(layout.offsets.numpy(), row, side="right") - 1
+    return int(order[np.count_nonzero(layout.parent.numpy()[:segment] >= 0)])
+
+
 def _assemble(
     prompts: list[torch.Tensor],
     responses: list[torch.Tensor],
@@ -495,11 +501,13 @@ def _assemble(
         input_ids.device if device is None else device,
     )
     if input_ids.device.type == "cpu" and (lowest := int(input_ids.min())) < 0:
-        # A negative token of a prompt is reported for the prompt's first response.
-        leaf = layout.parent.numpy() >= 0
-        segment = np.searchsorted(layout.offsets.numpy(), int(input_ids.argmin()), side="right") - 1
-        at = order[np.count_nonzero(leaf[:segment])]
+        at = _rollout_of(int(input_ids.argmin()), layout, order)
         raise ValueError(f"token ids must be 0 or more, got {lowest} in the prompt or response of rollout {at}")
     input_ids = input_ids.to(layout.device)[None]
     joined = {} if media is None else images.joined(media, np.flatnonzero(layout.parent.numpy() < 0), layout)
+    if layout.device.type == "cpu" and (row := images.placeholder_of_a_response(input_ids, joined, layout)) is not None:
+        raise ValueError(
+            f"the response of rollout {_rollout_of(row, layout, order)} holds the token {int(input_ids[0, row])}, which"
+            " stands for an image or video in a prompt: only those of prompts are packed"
+        )
     return PackedBatch(input_ids, layout, labels, order, int(response_lens.max()), joined)

@@ -1,4 +1,4 @@
-"""Pictures that the program draws itself, as a processor hands them to a Qwen3-VL."""
+"""Pictures that the program draws itself, as a processor hands them to a Qwen-VL."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def patches(picture: torch.Tensor, patch: int, frames: int, merge: int) -> torch
     return cut[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(rows * columns * merge**2, -1)
 
 
+def check_config(config: Any) -> None:
+    """Raises ValueError for the configuration of a model whose pictures are not those of Qwen-VL's processors."""
+    named = [(config, name) for name in ("vision_start_token_id", "vision_end_token_id")]
+    named += [(config.vision_config, name) for name in ("patch_size", "temporal_patch_size", "spatial_merge_size")]
+    lacks = [name for of, name in named if getattr(of, name, None) is None]
+    if lacks:
+        raise ValueError(
+            f"model is of type {config.model_type}, which sees pictures and has no {lacks[0]}: the demo draws pictures"
+            " as Qwen2-VL, Qwen2.5-VL and Qwen3-VL take them, expected one of these or a model of text"
+        )
+
+
 def with_pictures(
     prompts: list[torch.Tensor], config: Any, seed: int
 ) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
@@ -39,7 +51,7 @@ def with_pictures(
 
     Args:
         prompts: [P] token ids.
-        config: of a Qwen3-VL.
+        config: for which :func:`check_config` raises nothing.
         seed: of the pictures.
     """
     generator, vision = torch.Generator().manual_seed(seed), config.vision_config

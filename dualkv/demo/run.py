@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dualkv.data.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
-from dualkv.demo.pictures import with_pictures
+from dualkv.demo.pictures import check_config, with_pictures
 from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DTYPES, DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
@@ -259,6 +259,7 @@ class _Demo:
         else:
             self.prompts = topic_prompts(self.tokenizer, settings.prompt_len, settings.groups, settings.seed)
             if getattr(self.model.config, "image_token_id", None) is not None:
+                check_config(self.model.config)
                 if settings.turns > 1:
                     raise ValueError(f"turns is {settings.turns}, expected 1 for a model that sees pictures")
                 self.prompts, self.media = with_pictures(self.prompts, self.model.config, settings.seed)

@@ -4,7 +4,7 @@ Some models give the rows of an image positions of its grid (multimodal rotary e
 of the text behind, come from the model's own `get_rope_index`, which runs on replicated sequences: on one for each
 prompt, as positions of a response do not depend on other responses. In other models an image's rows count as text does.
 
-In Gemma 3 the rows of an image also see each other's rows behind them. :func:`attention` adds these keys.
+In Gemma 3 and 4 the rows of an image also see each other's rows behind them. :func:`attention` adds these keys.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
+from dualkv.data.media import check_seconds
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention as causal_attention
 from dualkv.sequence_parallel import Shard
@@ -38,7 +39,8 @@ class Family(NamedTuple):
         frames_are_images: the placeholders of videos are those of images.
         by_ids: `get_rope_index` finds images by their placeholders, and takes no mm_token_type_ids.
         alike: every image of `pixel_values` has as many rows as any other.
-        ahead: rows of an image that token_type_ids marks see all rows of their image.
+        ahead: the input that marks rows of images, which see all rows of their image.
+        windows: they do so in layers with a window alone, if the text's config says "vision".
     """
 
     inputs: tuple[str, ...]
@@ -46,7 +48,8 @@ class Family(NamedTuple):
     frames_are_images: bool = False
     by_ids: bool = False
     alike: bool = False
-    ahead: bool = False
+    ahead: str | None = None
+    windows: bool = False
 
 
 _IMAGES, _VIDEOS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
@@ -54,6 +57,9 @@ _GRID = Family((*_IMAGES, *_VIDEOS, KINDS), grid=True)
 _SECONDS = _GRID._replace(inputs=(*_GRID.inputs, "second_per_grid_ts"))
 _FRAMES = _GRID._replace(frames_are_images=True)
 _OMNI = Family((*_IMAGES, *_VIDEOS, "video_second_per_grid"), grid=True, by_ids=True)
+_GEMMA4 = (
+    "pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "num_frames_per_video"
+)  # fmt: skip
 _ALIKE = Family(("pixel_values",), alike=True)
 _SIZES = Family(("pixel_values", "image_sizes"))
 _MASKED = Family(("pixel_values", "pixel_attention_mask"), alike=True)
@@ -76,11 +82,13 @@ FAMILIES = {
     "VipLlavaModel": _ALIKE,
     "LlavaModel": _SIZES,
     "LlavaNextModel": _SIZES,
+    "LlavaNextVideoModel": Family((*_SIZES.inputs, "pixel_values_videos")),
     "Mistral3Model": _SIZES,
     "LlavaOnevisionModel": Family((*_SIZES.inputs, "batch_num_images", "pixel_values_videos", "image_sizes_videos")),
     "Idefics3Model": _MASKED,
     "SmolVLMModel": _MASKED,
-    "Gemma3Model": Family(("pixel_values", BLOCKS), alike=True, ahead=True),
+    "Gemma3Model": Family(("pixel_values", BLOCKS), alike=True, ahead=BLOCKS),
+    "Gemma4Model": Family((*_GEMMA4, KINDS), ahead=KINDS, windows=True),
 }
 
 # The two kinds of rows: their number in mm_token_type_ids, patches, grids, the config's field of the placeholder.
@@ -123,11 +131,13 @@ class Ahead(NamedTuple):
         queries: [A] packed rows.
         keys: [A] packed rows.
         layout: of A rows, a segment for each image.
+        windows: only layers with a window see these keys.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     layout: Layout
+    windows: bool
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed, **features: Any) -> torch.Tensor:
@@ -146,6 +156,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed,
     ahead = placed.ahead
     assert ahead is not None
     assert isinstance(placed.layout, Layout)
+    if ahead.windows and features.get("window") is None:
+        return causal_attention(q, k, v, placed.layout, **features)
     out, lse = causal_attention(q, k, v, placed.layout, **features, return_lse=True)
     features |= {"window": None, "chunk": None, "sinks": None}  # a sink takes its part once
     mine, theirs = (x.index_select(0, ahead.keys) for x in (k, v))
@@ -211,10 +223,10 @@ def decodes_blindly(module: nn.Module) -> bool:
     return how is not None and how.by_ids
 
 
-def looks_ahead(module: nn.Module) -> bool:
-    """Whether token_type_ids says which rows of a model of a known family see rows behind them."""
+def takes_blocks(module: nn.Module) -> bool:
+    """Whether a model of a known family reads token_type_ids."""
     how = family(type(module))
-    return how is not None and how.ahead
+    return how is not None and BLOCKS in how.inputs
 
 
 def refuse_unplaced(decoder: nn.Module, inputs: dict[str, Any]) -> None:
@@ -247,10 +259,10 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
             raise ValueError(
                 f"{other} came together with dualkv: {name} runs packed with {', '.join(how.inputs)} and text"
             )
-    kinds = named.pop(BLOCKS, None) if how.ahead else named.get(KINDS)
+    kinds = named.pop(how.ahead, None) if how.ahead else named.get(KINDS)
     if not [name for name in names if name != KINDS] and not (isinstance(kinds, torch.Tensor) and kinds.any()):
         return None
-    names = names or [BLOCKS]
+    names = names or [how.ahead or KINDS]
     if not isinstance(layout, Layout):
         raise ValueError(
             f"{names[0]} came together with a Shard: images do not run packed with sequence parallelism, because each"
@@ -265,6 +277,8 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
         return Placed(layout, _grid_positions(module, how, named, layout).to(ids.device))
     if how.alike and named.get("pixel_values") is not None:
         _check_alike(module, named, layout)
+    if how.windows:
+        _check_patches(module, named, layout)
     ahead = None if kinds is None or not how.ahead else _ahead(module, how, ids, kinds, layout)
     return Placed(layout, layout.position_ids[None].to(ids.device), ahead)
 
@@ -272,17 +286,22 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
 def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, layout: Layout) -> Ahead | None:
     """The rows of each image, which lie next to each other; other images begin behind text."""
     if kinds.shape != ids.shape:
-        raise ValueError(f"{BLOCKS} has shape {tuple(kinds.shape)}, expected {tuple(ids.shape)}")
+        raise ValueError(f"{how.ahead} has shape {tuple(kinds.shape)}, expected {tuple(ids.shape)}")
+    assert how.ahead is not None
     marks = kinds[0].cpu()
-    _check_placeholders(module, how, ids[0].cpu(), marks, 1, "image_token_id", BLOCKS)
-    rows = (marks == 1).nonzero()[:, 0]
+    for kind, *_, token in ROWS[: 1 + how.windows]:
+        _check_placeholders(module, how, ids[0].cpu(), marks, kind, token, how.ahead)
+    if how.windows and module.config.get_text_config().use_bidirectional_attention != "vision":
+        return None
+    is_image = (marks == 1) | (marks == 2)
+    rows = is_image.nonzero()[:, 0]
     segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
     parent, offsets = layout.parent.tolist(), layout.offsets.tolist()
     for segment in segments[torch.isin(rows, layout.offsets[:-1].long())].unique().tolist():
         up = parent[segment]
         while up >= 0 and offsets[up] == offsets[up + 1]:
             up = parent[up]
-        if up >= 0 and marks[offsets[up + 1] - 1] == 1:  # the model takes neighbouring rows of images for one image
+        if up >= 0 and is_image[offsets[up + 1] - 1]:  # the model takes neighbouring rows of images for one image
             raise ValueError(
                 f"segment {segment} begins with an image and segment {up}, above it, ends with one: expected"
                 " text between"
@@ -295,7 +314,7 @@ def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, lay
         return None
     queries, keys = (torch.cat([image[cut] for image in images]) for cut in (slice(1, None), slice(0, -1)))
     of_images = Layout.from_lengths([len(image) - 1 for image in images], [[]] * len(images), ids.device)
-    return Ahead(queries.to(ids.device), keys.to(ids.device), of_images)
+    return Ahead(queries.to(ids.device), keys.to(ids.device), of_images, how.windows)
 
 
 def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
@@ -309,6 +328,16 @@ def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
             " placeholders for each image"
         )
     _owners(rows, torch.full((len(images),), len(rows) // len(images)), layout, "pixel_values")
+
+
+def _check_patches(module: Any, named: dict[str, Any], layout: Layout) -> None:
+    """Of images that are padded to a number of patches, and frames of videos: their positions count the others."""
+    merged = module.config.vision_config.pooling_kernel_size**2
+    for name, token in (("image_position_ids", "image_token_id"), ("video_position_ids", "video_token_id")):
+        if named.get(name) is not None:
+            counts = (named[name] != -1).all(-1).sum(-1).cpu() // merged
+            rows = (named["input_ids"][0] == getattr(module.config, token)).nonzero()[:, 0].cpu()
+            _owners(rows, counts, layout, name)
 
 
 def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Layout) -> torch.Tensor:
@@ -328,6 +357,9 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
             f"{KINDS} has images (1) and videos (2), which {type(module).__name__} cannot tell apart in one packed row:"
             " expected one kind"
         )
+    check_seconds(named)
+    if how.by_ids and named.get("video_grid_thw") is not None and named.get("video_second_per_grid") is None:
+        raise ValueError("video_grid_thw came without video_second_per_grid, expected one value a video")
     owners: dict[str, IntArray] = {}
     grids: dict[str, torch.Tensor] = {}
     for kind, patches, grid, token in ROWS:
@@ -342,11 +374,6 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
         if held != int(counts.sum()):
             raise ValueError(f"{patches} has {held} patches, {grid} counts {int(counts.sum())}")
         merged = counts // module.config.vision_config.spatial_merge_size**2
-        if len(rows) != int(merged.sum()):
-            raise ValueError(
-                f"{grid} describes {len(merged)} images or videos of {int(merged.sum())} rows in all, input_ids has"
-                f" {len(rows)} of their placeholders"
-            )
         owners[grid] = _owners(rows, merged, layout, grid)
     return _from_replicated(module, how, named, layout, ids, kinds, grids, owners)
 
@@ -372,6 +399,11 @@ def _check_placeholders(
 
 def _owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) -> IntArray:
     """The segment of each image, whose rows are the next `counts` of the placeholders in `rows`."""
+    if len(rows) != int(counts.sum()):
+        raise ValueError(
+            f"{name} describes {len(counts)} images or videos of {int(counts.sum())} rows in all, input_ids has"
+            f" {len(rows)} of their placeholders"
+        )
     segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
     ends = counts.cumsum(0)
     first, last = segments[ends - counts], segments[ends - 1]

@@ -239,7 +239,7 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     if with_media and torch.compiler.is_compiling():
         raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
     found = media.place(module, named, layout) if with_media else None
-    if not media.looks_ahead(module):  # some tokenizers return it, and these models ignore it
+    if not media.takes_blocks(module):  # some tokenizers return it, and these models ignore it
         named = {name: value for name, value in named.items() if name != media.BLOCKS}
     placed = layout if found is None else found
     if isinstance(placed, Layout | Shard) and media.decodes_blindly(module):

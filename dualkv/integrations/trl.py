@@ -24,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from dualkv.data.media import OF_TOKENS
+from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.data.packing import pack_padded
 from dualkv.integrations import losses, media, models
 from dualkv.integrations.transformers import disable, enable
@@ -32,8 +32,9 @@ from dualkv.layout import Layout
 
 Batch = dict[str, Any]
 
-# What TRL hands on about images; `num_images` and `num_tiles` say how many of them each rollout has.
-OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "num_images", "num_tiles"}
+# What TRL hands on about images; COUNTS say how many of them each rollout has.
+COUNTS = {"num_images", "num_tiles"}
+OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", *COUNTS}
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -42,8 +43,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
     load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
     too. A prompt takes P - 1 rows and each of its rollouts R + 1. A micro-batch has `per_device_train_batch_size`
-    rollouts, as in TRL. A multiple of `num_generations` splits no group, unless prompts differ in their images alone; a
-    group that is split repeats its prompt.
+    rollouts, as in TRL. A multiple of `num_generations` splits no group; a group that is split repeats its prompt.
 
     After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and groups in the
     order of their first rollout. So the order of groups and of the rollouts in a group comes from TRL's shuffle, and no
@@ -214,7 +214,7 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
             raise ValueError(f"{name} has images in completions: only those of prompts are packed, use trl.GRPOTrainer")
         found[name] = found[name][:, :width]
     apart = split_pixel_values_by_grid(found)
-    for name in ("num_images", "num_tiles"):
+    for name in COUNTS:
         apart.pop(name, None)
     rows: list[Batch] = [{} for _ in range(rollouts if apart else 0)]
     for name, values in apart.items():
@@ -228,10 +228,7 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
 
 
 def _regrouped(batches: list[Batch]) -> list[Batch]:
-    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts next to each other.
-
-    Prompts are compared by their tokens. Those that differ in their images alone come together too, in the order that
-    they had, so a micro-batch may then have more groups than it needs.
+    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other.
 
     Args:
         batches: with "prompt_ids" and "prompt_mask" [B, P]; images as TRL joins them. Values without a first dimension
@@ -246,8 +243,9 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
         else:
             whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
     prompts = torch.cat([whole["prompt_ids"], whole["prompt_mask"].to(whole["prompt_ids"].dtype)], 1).cpu().numpy()
-    first_of: dict[bytes, int] = {}
-    group = [first_of.setdefault(prompt.tobytes(), i) for i, prompt in enumerate(prompts)]
+    of_images = {name: whole[name] for name in OF_IMAGES - COUNTS if whole.get(name) is not None}
+    images = [dict(zip(of_images, values, strict=True)) for values in zip(*of_images.values(), strict=True)]
+    group = grouped([prompt.tobytes() for prompt in prompts], images)
     order = np.argsort(group, kind="stable").tolist()
     for name, value in whole.items():
         if isinstance(value, list):

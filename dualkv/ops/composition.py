@@ -209,15 +209,14 @@ def forward(
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Set PyTorch's global switch: without it the FlashAttention backward adds in any order."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    if not wanted or before:
+    """Set PyTorch's global switch: without it the FlashAttention backward adds in any order, and with warnings alone in
+    place of errors it does so too."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted:
         yield
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from dualkv.demo.pictures import draw, patches
 from dualkv.demo.run import run_demo
 from dualkv.demo.settings import DemoSettings
+from dualkv.models import load_model
+from tests.integrations.test_media import make
+from tests.integrations.tiny import SIZES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"model": "qwen3-vl-tiny", "prompt_len": 20, "responses": 3, "response_len": 6, "steps": 2, "device": "cpu"}
@@ -39,3 +44,21 @@ def test_patches_are_those_of_a_processor() -> None:
 def test_turns_are_refused() -> None:
     with pytest.raises(ValueError, match="turns is 2, expected 1 for a model that sees pictures"):
         run_demo(DemoSettings(**SMALL, turns=2))
+
+
+def test_a_folder_of_a_model_that_sees_pictures(tmp_path: Path) -> None:
+    load_model(SMALL["model"], torch.float32, torch.device("cpu"), 0).save_pretrained(tmp_path)
+    of_folder, named = (
+        run_demo(DemoSettings(**SMALL | {"model": x, "steps": 1})) for x in (str(tmp_path), SMALL["model"])
+    )
+    assert of_folder.exact
+    assert of_folder.ways["packed"].losses == named.ways["packed"].losses
+
+
+def test_pictures_of_other_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "vocab_size", 320)
+    make("Gemma3").save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="model is of type gemma3, which sees pictures and has no vision_start_token_id"
+    ):
+        run_demo(DemoSettings(**SMALL | {"model": str(tmp_path)}))

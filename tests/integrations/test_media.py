@@ -58,11 +58,24 @@ PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Llava": ("llama", CLIP, {}),
     "VipLlava": ("llama", CLIP, {"vision_feature_layers": [-1, -2]}),
     "LlavaNext": ("mistral", CLIP, TILES),
+    "LlavaNextVideo": ("llama", CLIP, TILES),
     "LlavaOnevision": ("qwen2", SQUARE | {"model_type": "siglip_vision_model", "vision_use_head": False}, TILES),
     "Mistral3": ("mistral", PIXTRAL | {"image_size": 16}, {"spatial_merge_size": 2}),
     "Idefics3": ("llama", SQUARE | {"patch_size": 2}, {}),
     "SmolVLM": ("llama", SQUARE | {"patch_size": 2}, {}),
     "Gemma3": ("gemma3_text", SQUARE | {"patch_size": 2}, {"mm_tokens_per_image": 4}),
+    "Gemma4": (
+        "gemma4_text",
+        LAYERS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
+        {},
+    ),
 }
 
 
@@ -80,10 +93,14 @@ def _made(family: str) -> Any:
     if family in PLAIN:
         text, vision, settings = PLAIN[family]
         text_config = SIZES | {"model_type": text}
-        if family == "Gemma3":
+        if family.startswith("Gemma"):
             text_config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
         token = {"image_token_id": IMAGE} if family in ("InternVL", "Idefics3", "SmolVLM") else {
             "image_token_index": IMAGE, "video_token_index": VIDEO}  # fmt: skip
+        if family == "Gemma4":
+            text_config |= {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
+                            "use_bidirectional_attention": "vision"}  # fmt: skip
+            token = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": VIDEO + 1}
         config = getattr(tf, f"{family}Config")(text_config=text_config, vision_config=vision, **settings, **token)
         return getattr(tf, f"{family}ForConditionalGeneration")(config).train()
     text, vision = GRID[family]
@@ -149,6 +166,15 @@ def plain_media(draw: torch.Generator, family: str, *media: tuple[int, int, int]
         return {"pixel_values": pixels(1, len(media), 3, 8, 8) * mask[:, :, None], "pixel_attention_mask": mask}
     if family == "Mistral3":
         return {"pixel_values": pixels(len(media), 3, *sizes.amax(0).tolist()), "image_sizes": sizes}
+    if family == "Gemma4":  # padded to 32 patches
+        places = torch.full((len(media), media[0][0], 32, 2), -1)
+        for i, (_, h, w) in enumerate(media):
+            places[i, :, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
+        patches = pixels(*places.shape[:3], 12).sigmoid()
+        if media[0][0] == 1:
+            return {"pixel_values": patches[:, 0], "image_position_ids": places[:, 0]}
+        found = {"pixel_values_videos": patches.flatten(0, 1), "video_position_ids": places.flatten(0, 1)}
+        return found | {"num_frames_per_video": torch.full((len(media),), media[0][0])}
     if media[0][0] > 1:
         return {"pixel_values_videos": pixels(len(media), media[0][0], 3, 8, 8)}
     tiles = [tf.models.llava_next.modeling_llava_next.image_size_to_num_patches(size, TILES["image_grid_pinpoints"], 8)
@@ -171,8 +197,10 @@ def plain_prompt(
         each = [len(x) for x in found] if len(found) == len(media) else [rows // len(media)] * len(media)
         for count in each:
             ids += [*[VIDEO if film else IMAGE] * count, *torch.randint(3, 80, (2,), generator=draw).tolist()]
-    if family == "Gemma3":  # its rows of an image see each other
-        entry["token_type_ids"] = (torch.tensor(ids) == IMAGE).long()[None]
+    if family.startswith("Gemma"):  # its rows of an image see each other
+        marks = torch.tensor(ids)
+        name = "token_type_ids" if family == "Gemma3" else "mm_token_type_ids"
+        entry[name] = ((marks == IMAGE) + 2 * (marks == VIDEO))[None]
     return torch.tensor(ids), entry
 
 
@@ -243,9 +271,9 @@ def test_images_of_several_groups(family: str) -> None:
     check(family, ONE, TWO, NONE, ONE)
 
 
-@pytest.mark.parametrize("family", [*GRID, "LlavaOnevision"])
+@pytest.mark.parametrize("family", [*GRID, "LlavaNextVideo", "LlavaOnevision", "Gemma4"])
 def test_videos(family: str) -> None:
-    beside = () if family.startswith(("Glm", "Llava")) else ((1, 4, 4),)
+    beside = () if family in PLAIN or family.startswith("Glm") else ((1, 4, 4),)
     check(family, FILM + beside, NONE, FILM, labels="roll")
 
 
@@ -322,6 +350,17 @@ def test_equal_prompts_have_equal_images() -> None:
         dualkv.pack([ids] * 3, [[3], [4], [5]], media=media, group_ids=[7, 7, 7])
 
 
+def test_audio_is_kept_once_and_refused_by_models() -> None:
+    draw = torch.Generator().manual_seed(2)
+    sound, other = ({"input_features": torch.randn(1, 4, 6, generator=draw)} for _ in range(2))
+    copy = {"input_features": sound["input_features"].clone()}
+    batch = dualkv.pack([[3, 4]] * 3, [[5], [6], [7]], media=[sound, other, copy])
+    assert batch.layout.response_lens == [[1, 1], [1]]
+    assert torch.equal(batch.media["input_features"], torch.cat([x["input_features"] for x in (sound, other)]))
+    with pytest.raises(ValueError, match=r"input_features came together with dualkv: Qwen2_5Omni\w+ runs packed with"):
+        enable(make("Qwen2_5OmniThinker"))(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -353,6 +392,35 @@ def test_media_that_cannot_be_packed(change: Any, error: type[Exception], messag
         dualkv.pack([first, second], [[[3]], [[4]]], media=change(a, b))
 
 
+def test_seconds_of_some_videos() -> None:
+    """Of some prompts, of some videos of a prompt, and in calls without `pack`."""
+    prompts, responses, media = rollouts("Qwen2_5_VL", FILM, FILM + FILM)
+    for seconds, message in (
+        (
+            None,
+            r"media\[1\] has pixel_values_videos and no second_per_grid_ts, media\[0\] has it: expected all or none",
+        ),
+        (
+            [0.7],
+            r"media\[1\]\['second_per_grid_ts'\] has 1 entries for 2 videos of video_grid_thw, expected one a video",
+        ),
+    ):
+        some = [entry | {"second_per_grid_ts": seconds} if i == 1 else entry for i, entry in enumerate(media)]
+        with pytest.raises(ValueError, match=message):
+            dualkv.pack(prompts, responses, media=some)
+    for family, name in (("Qwen2_5_VL", "second_per_grid_ts"), ("Qwen2_5OmniThinker", "video_second_per_grid")):
+        prompts, responses, media = rollouts(family, FILM, FILM + FILM)
+        batch = dualkv.pack(prompts, responses, media=media)
+        model, given = enable(make(family)), batch.media | {name: batch.media[name][:2]}
+        with pytest.raises(ValueError, match=f"^{name} has 2 entries for 3 videos of video_grid_thw"):
+            model(input_ids=batch.input_ids, dualkv=batch.layout, **given)
+    del given[name]
+    with pytest.raises(
+        ValueError, match="video_grid_thw came without video_second_per_grid, expected one value a video"
+    ):
+        model(input_ids=batch.input_ids, dualkv=batch.layout, **given)
+
+
 def test_a_last_token_of_an_image_is_not_copied() -> None:
     ids, entry = prompt(torch.Generator().manual_seed(2), "Qwen3VL", *ONE)
     entry["mm_token_type_ids"] = entry["mm_token_type_ids"][:, :-3]
@@ -360,73 +428,7 @@ def test_a_last_token_of_an_image_is_not_copied() -> None:
         dualkv.pack([ids[:-3]], [[[3], [4]]], media=[entry], labels="roll")
 
 
-# ---------------------------------------------------------------- calls that are refused
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mm_token_type_ids": None}, r"mm_token_type_ids is missing, expected \[1, T\]"),
-        ({"mm_token_type_ids": torch.zeros(1, 2)}, r"mm_token_type_ids has shape \(1, 2\), expected \(1, \d+\)"),
-        ({"image_grid_thw": None}, "mm_token_type_ids marks 13 rows with 1, and no image_grid_thw came"),
-        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "pixel_values has 52 patches, image_grid_thw count"),
-        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 6, 4], [1, 2, 2]]),
-          "pixel_values": torch.zeros(56, 24)}, "describes 4 images or videos of 14 rows in all, input_ids has 13 of"),
-        ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 6], [1, 6, 4]])},
-         r"image_grid_thw\[1\] has 6 rows, in segments 0 and \d of the layout"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 58, 48)}, "pixel_values came without input_ids"),
-        ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, r"input_ids has shape \(1, 5\), expected \[1, T\] ="),
-        ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Qwen3VLModel runs packed with"),
-        ({"deepstack_visual_embeds": [torch.zeros(1)]}, "deepstack_visual_embeds came together with dualkv"),
-        ({"dualkv": object.__new__(Shard)}, "pixel_values came together with a Shard: images do not run packed with"),
-        ({"dualkv": 5}, "dualkv is a int, expected a dualkv.Layout"),
-    ],
-)  # fmt: skip
-def test_calls_that_are_refused(change: dict[str, Any], message: str) -> None:
-    prompts, responses, media = rollouts("Qwen3VL", ONE, TWO)
-    batch = dualkv.pack(prompts, responses, media=media)
-    model = enable(make("Qwen3VL"))
-    model.model.visual.register_forward_pre_hook(lambda *_: pytest.fail("the vision tower ran"))
-    inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media} | change
-    for part in (model, model.model):
-        with pytest.raises((ValueError, TypeError), match=message):
-            part(**inputs)
-
-
-def test_a_response_with_a_placeholder_is_refused() -> None:
-    prompts, responses, media = rollouts("Qwen3VL", ONE)
-    responses[0][1] = IMAGE
-    batch = dualkv.pack(prompts, responses, media=media)
-    with pytest.raises(
-        ValueError, match=rf"row {len(prompts[0]) + 1} of input_ids holds {IMAGE}, its mm_token_type_ids"
-    ):
-        enable(make("Qwen3VL"))(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
-
-
-def test_models_and_parts_that_run_text_alone() -> None:
-    """By keyword and by position; a decoder itself, whose images another model places."""
-    images = torch.zeros(4, 8)
-    config = tf.AyaVisionConfig(text_config=SIZES | {"model_type": "cohere2"}, vision_config=CLIP)
-    unknown = enable(tf.AyaVisionForConditionalGeneration(config))
-    ids = torch.arange(3, 12)[None]
-    layout = dualkv.Layout.from_lengths([5], [[2, 2]])
-    for call in (
-        lambda **x: unknown(ids, images, **x),
-        lambda **x: unknown.model(input_ids=ids, pixel_values=images, **x),
-    ):
-        with pytest.raises(
-            ValueError, match=r"pixel_values came together with dualkv: AyaVision\w+ is not known to run"
-        ):
-            call(dualkv=layout)
-    decoder = enable(make("Qwen3VL")).model.language_model
-    with pytest.raises(ValueError, match="deepstack_visual_embeds came to Qwen3VLTextModel with a layout, and no hook"):
-        decoder(input_ids=ids, dualkv=layout, deepstack_visual_embeds=[images])
-    thinker = enable(make("Qwen2_5OmniThinker"))
-    with pytest.raises(
-        ValueError, match="inputs_embeds came to Qwen2_5OmniThinkerTextModel with a layout, and no hook"
-    ):
-        thinker.model.forward(input_ids=ids, dualkv=layout)  # as PEFT calls the outermost model
-
-
-@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma4"])
 def test_a_compiled_decoder(family: str) -> None:
     """The whole model reads where images are, which graphs cannot."""
     prompts, responses, media = rollouts(family, ONE, TWO)
@@ -468,16 +470,19 @@ def test_a_tree_with_images_in_its_turns() -> None:
 
 
 # ---------------------------------------------------------------- what else processors and layouts may hold
-def test_neighbouring_images_of_two_segments_are_refused() -> None:
-    """Gemma 3 takes the rows of both for one image."""
-    layout = dualkv.Layout.from_segments([0, 6, 6, 12], [-1, 0, 1])
-    ids = torch.tensor([[5, 6, *[IMAGE] * 8, 7, 8]])
-    marks, model = (ids == IMAGE).long(), enable(make("Gemma3"))
-    with pytest.raises(ValueError, match="segment 2 begins with an image and segment 0, above it, ends with one"):
-        model(input_ids=ids, token_type_ids=marks, pixel_values=torch.ones(2, 3, 8, 8), dualkv=layout)
-    text = torch.randint(3, 80, (1, 12))
-    with pytest.raises(ValueError, match="pixel_values has 1 images, input_ids 0 of their placeholders"):
-        model(input_ids=text, token_type_ids=0 * marks, pixel_values=torch.zeros(1, 3, 8, 8), dualkv=layout)
+def test_small_gemma_4_models_are_causal_among_images() -> None:
+    """Where the config does not say "vision", and where no kinds of tokens come."""
+    prompts, responses, media = rollouts("Gemma4", ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    for names, bidirectional in (((), None), (("mm_token_type_ids",), "vision")):
+        model = make("Gemma4").eval()
+        model.config.text_config.use_bidirectional_attention = bidirectional
+        with torch.no_grad():
+            given = without(batch.media, *names)
+            hidden = enable(model).model(input_ids=batch.input_ids, dualkv=batch.layout, **given).last_hidden_state
+            for i, got in enumerate(batch.unpack_sequences(hidden)):
+                expected = alone(model, prompts[i], responses[i], without(media[i], *names))
+                assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
 
 
 def test_kinds_of_tokens_that_a_model_does_not_take() -> None:

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -486,6 +487,17 @@ def test_compiled(family: str) -> None:
     assert_close("log-probs", got, expected, 1e-5)
     for name, g in gradients(model).items():
         assert (g - grads[name]).norm() <= 1e-5 * grads[name].norm() + 1e-7, name
+
+
+def test_gathered_states_are_not_kept() -> None:
+    states, parents = torch.randn(2, 4, dtype=torch.float64), torch.tensor([0, 1, 1])
+    weight, initial = torch.ones(3, 4, dtype=torch.float64, requires_grad=True), states.index_select(0, parents)
+    with ops.gathered_again(initial, states, parents):
+        found = (weight * initial).sum()
+    there = weakref.ref(initial)
+    del initial
+    assert there() is None
+    assert torch.equal(torch.autograd.grad(found, weight)[0], states.index_select(0, parents))
 
 
 def test_gathered_states_that_are_written_to_are_kept() -> None:

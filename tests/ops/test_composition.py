@@ -127,6 +127,34 @@ def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied):
         assert (got - want).abs().max() <= 3e-5 * max(size, want.abs().max().item())
 
 
+@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_switch_is_strict_for_the_backward(deterministic, before, monkeypatch):
+    """PyTorch's FlashAttention backward adds in any order where the switch only warns."""
+    seen = []
+
+    def backward(*given, **settings):
+        seen.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+        return dense_backward(*given, **settings)
+
+    monkeypatch.setattr(composition, "aten", SimpleNamespace(**vars(DENSE) | {"_flash_attention_backward": backward}))
+    layout = Layout.from_lengths([3], [[2, 1]])
+    q, k, v = torch.randn(3, layout.num_tokens, 1, 8)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        out, lse = composition.forward(q, k, v, layout._segments, 0.3)
+        composition.backward(q, q, k, v, out, lse, layout._segments, 0.3, deterministic)
+        assert (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ) == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(seen) == {(True, False) if deterministic else before}
+
+
 def test_a_cap_goes_to_the_reference(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     q = torch.zeros(1, 1, 8, dtype=torch.bfloat16)

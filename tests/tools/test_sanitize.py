@@ -120,6 +120,7 @@ MET = {
 }  # fmt: skip
 FULL = {"what": "418048 errors were skipped (error buffer overflow).", "kernel": "", "instructions": []}
 HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
+WORDS = {"what": "Race", "kernel": "bwd.FeaturedNarrow", "instructions": ["STS.128", "LDS"]}
 POLLED = {
     "what": "Race", "kernel": "bwd_narrow.NarrowBackward", "instructions": ["STS", "LDS"], "unpaced": False,
 }  # fmt: skip
@@ -136,7 +137,12 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("racecheck", HANDED, {"exchange": 3}, "handed over"),
         ("racecheck", HANDED | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
         ("racecheck", HANDED | {"kernel": "fwd_paths.PathForwardKernel"}, {"exchange": 3}, "handed over"),
+        ("racecheck", HANDED | {"kernel": "bwd.FeaturedWide"}, {"exchange": 3}, "handed over"),
+        ("racecheck", HANDED | {"kernel": "bwd.FeaturedNarrow"}, {"exchange": 3}, None),
+        ("racecheck", WORDS, {"exchange": 3}, "handed over"),
+        ("racecheck", WORDS | {"kernel": "bwd_narrow.NarrowBackward"}, {"exchange": 3}, None),
         ("racecheck", POLLED, {"polled": 1}, "polled"),
+        ("racecheck", POLLED | {"kernel": "bwd.FeaturedNarrow"}, {"polled": 1}, "polled"),
         ("racecheck", POLLED | {"instructions": ["STS", "LDS.128"]}, {"polled": 1}, None),
         ("racecheck", POLLED | {"unpaced": True}, {"polled": 1}, None),
         ("memcheck", RACE, {"bulk_ring": 3}, None),

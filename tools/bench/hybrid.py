@@ -94,8 +94,10 @@ def _wait() -> None:
 
 
 def timed(model: Any, run: Callable[[list[ModelBatch]], Any], batches: list[ModelBatch], repeats: int) -> Any:
-    """Seconds of all micro-batches after the first one by itself, and the peak of memory in all."""
-    run(batches[:1])
+    """Seconds of all micro-batches and the peak of memory in them, after one untimed pass over those that differ in
+    size: Triton's kernels are compiled and tuned in it."""
+    for batch in {batch.tokens: batch for batch in batches}.values():
+        run([batch])
     model.zero_grad(set_to_none=True)
     gc.collect()
     cuda = torch.cuda.is_available()

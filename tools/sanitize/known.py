@@ -51,11 +51,15 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
             other_lanes = "bulk copy, other lanes" if shown.get("bulk_ring_no_syncwarp") else None
             return "bulk copy" if shown.get("bulk_ring") else other_lanes
         handed = len(instructions) > 1 and all(name.startswith(("STS", "LDS")) for name in instructions)
-        if handed and kernel.startswith(("bwd_wide", "fwd")) and shown.get("exchange"):
+        # With a window the narrow backward's producer hands over the words of a query block so: one store of four.
+        words = kernel == "bwd.FeaturedNarrow" and instructions == ["STS.128", "LDS"]
+        handed &= kernel.startswith(("bwd_wide", "bwd.FeaturedWide", "fwd"))
+        if (handed or words) and shown.get("exchange"):
             return "handed over"
         # The word that paces the clearing of dQ, which sums in a fixed order and backwards without dQ do not have:
         # another race of such instructions would show in their cases too.
-        polls = kernel.startswith("bwd_narrow") and instructions == ["STS", "LDS"] and not report["unpaced"]
+        narrow = kernel.startswith(("bwd_narrow", "bwd.FeaturedNarrow"))
+        polls = narrow and instructions == ["STS", "LDS"] and not report["unpaced"]
         if polls and shown.get("polled"):
             return "polled"
     if tool == "synccheck" and shown.get("meeting"):

@@ -156,10 +156,11 @@ def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator
         return
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
     keep, find = around or (lambda x: x, lambda x: x)
-    storage, kept, version = initial.untyped_storage().data_ptr(), states.detach(), initial._version
+    storage, kept = initial.untyped_storage().data_ptr(), states.detach()
+    dtype, version = initial.dtype, initial._version  # a hook that names `initial` would keep it
 
     def pack(x: Tensor) -> Any:
-        other = x.dtype != initial.dtype or x._version != version  # written to since
+        other = x.dtype != dtype or x._version != version  # written to since
         if other or x.is_conj() or x.is_neg() or x.untyped_storage().data_ptr() != storage:
             return keep(x)
         return _Again(keep(kept), x.shape, x.stride(), int(x.storage_offset()))

@@ -12,12 +12,13 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 
 from dualkv.arrays import IntArray, positions
-from dualkv.data.media import difference
+from dualkv.data.media import grouped
 from dualkv.data.trees import tree_rows, tree_tokens
 from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
 
 logger = logging.getLogger(__name__)
+POSITION_ROWS = 4  # of positions that veRL sends to models that see images: text, frames, height, width
 _said: list[str] = []  # the warning of differing prompts, given once: agents may make prompts differ in every batch
 
 
@@ -96,11 +97,15 @@ def not_packable(data: Any, images: Images | str) -> str | None:
         data, "distillation_only", False
     ):
         return "top-k distillation reads the teacher's values at every row"
-    rows, held = data["position_ids"], sorted({name for entry in _modalities(data) for name in entry})
+    rows = data["position_ids"]
+    row_count = len(rows.values()) if rows.dim() == 3 else 1  # the nested tensor's own shape may be of another order
+    held = sorted({name for entry in _modalities(data) for name in entry})
     if held and isinstance(images, str):
         return f"it holds images, audio or video, and {images}"
-    if rows.dim() == 3 and isinstance(images, str):
-        return f"its positions have {rows.shape[1]} rows, and {images}"
+    if row_count > 1 and isinstance(images, str):
+        return f"its positions have {row_count} rows, and {images}"
+    if row_count not in (1, POSITION_ROWS):
+        return f"its positions have {row_count} rows, expected {POSITION_ROWS}: text, frames, height and width"
     if isinstance(images, Images) and (other := [name for name in held if name not in images.inputs]):
         return f"it holds {other[0]}, which is not known to run packed"
     sequences, prompts, responses = _nested_lens(data["input_ids"]), _prompt_lens(data), _response_lens(data)
@@ -158,16 +163,8 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
     prompt_lens, response_lens = _prompt_lens(data), _response_lens(data)
     sequences = data["input_ids"]
     tokens, starts = _host(sequences.values()), _host(sequences.offsets())[:-1]
-    media, leaders = _modalities(data), list[int]()
-    found: dict[bytes, list[int]] = {}  # equal tokens make several groups if their images differ
-    group = np.empty(len(prompt_lens), np.int64)
-    for i, (start, length) in enumerate(zip(starts, prompt_lens, strict=True)):
-        same = found.setdefault(tokens[start : start + length].tobytes(), [])
-        g = next((g for g in same if not media or difference(media[leaders[g]], media[i]) is None), len(leaders))
-        if g == len(leaders):
-            same.append(g)
-            leaders.append(i)
-        group[i] = g
+    keys = [tokens[start : start + length].tobytes() for start, length in zip(starts, prompt_lens, strict=True)]
+    group = grouped(keys, _modalities(data))
     rollouts = Rollouts.of_groups(prompt_lens, response_lens, group)
     uids = tu.get(data, "uid")
     if isinstance(uids, list) and (text := _differing_prompts(rollouts, uids, tokens, starts)) and not _said:

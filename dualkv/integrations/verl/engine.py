@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
@@ -46,6 +48,9 @@ OTHERS = ["megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo"]
 # TREES: true, or the fewest tokens to share, to pack trees; false to pack prompts only.
 KEEP, TREES = "dualkv_keep", "dualkv_trees"
 MIN_SHARED = 64  # tokens: sampled texts often begin alike by chance, and attention reads whole blocks of keys
+
+# veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
+OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttention)}
 
 # Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -111,6 +116,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
+        restore_attention()
         transformers.enable(module, deterministic=self.engine_config.full_determinism, check=not self._checked)
         decoder = module.get_decoder()
         # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
@@ -163,6 +169,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
+        restore_attention()  # another engine may have been built since
         reason = verl_data.not_packable(data, self._images())
         rollouts = None if reason else verl_data.read(data, self._min_shared)
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
@@ -347,8 +354,19 @@ def _checked(model_config: Any) -> bool:
     except Exception:
         # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False
+    restore_attention()
     models.refuse(model)
     return True
+
+
+def restore_attention() -> None:
+    """Puts transformers' own attention back into classes that veRL changed.
+
+    Both see the same rows: transformers' attention hands the positions of text on to FlashAttention's function, which
+    veRL replaces for sequence parallelism.
+    """
+    for cls, forward in OWN_ATTENTION.items():
+        cls.forward = forward  # type: ignore[method-assign]
 
 
 def _refuse_fused_head(model_config: Any) -> None:

@@ -18,7 +18,7 @@ from peft import LoraConfig, PromptTuningConfig, TaskType
 from transformers import ProcessorMixin
 
 from dualkv.integrations import losses
-from dualkv.integrations.trl import GRPOTrainer
+from dualkv.integrations.trl import GRPOTrainer, _regrouped
 from tests.integrations.tiny import VOCAB, assert_close, make_model
 from tests.integrations.trl.runs import SETTINGS, Padded, Run, make_trainer, tokenizer, train
 
@@ -153,6 +153,32 @@ def test_groups_follow_each_other_and_nothing_is_lost(folder: Path) -> None:
     grouped, shuffled = (list(chain.from_iterable(batches)) for batches in seen.values())
     first = list(dict.fromkeys(prompt for prompt, *_ in shuffled))
     assert grouped == sorted(shuffled, key=lambda row: first.index(row[0]))
+
+
+def test_one_text_with_several_images_makes_several_groups() -> None:
+    """Rollouts are put together by tokens and images; each keeps its own, also where their sizes differ."""
+    images = [torch.full((n, 24), float(n)) for n in (4, 8, 0)]
+    grids = [torch.tensor([[1, n // 2, 2]] * (n > 0), dtype=torch.int64).view(-1, 3) for n in (4, 8, 0)]
+    of_rollouts, texts = [0, 1, 2, 1, 0, 2, 1, 0], [5, 5, 6, 5, 5, 6, 5, 5]
+    batches = [
+        {
+            "prompt_ids": torch.tensor([[text] for text in texts[cut]]),
+            "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
+            "advantages": torch.arange(8.0)[cut],
+            "num_images": [int(k < 2) for k in of_rollouts[cut]],
+            "pixel_values": torch.cat([images[k] for k in of_rollouts[cut]]),
+            "image_grid_thw": torch.cat([grids[k] for k in of_rollouts[cut]]),
+            "num_items_in_batch": torch.tensor(8),
+        }
+        for cut in (slice(0, 4), slice(4, 8))
+    ]
+    found = _regrouped(batches)
+    assert [x for batch in found for x in batch["advantages"].tolist()] == [0, 4, 7, 1, 3, 6, 2, 5]
+    order = [0, 0, 0, 1], [1, 1, 2, 2]
+    for batch, kinds in zip(found, order, strict=True):
+        assert batch["num_images"] == [int(k < 2) for k in kinds]
+        assert torch.equal(batch["pixel_values"], torch.cat([images[k] for k in kinds]))
+        assert torch.equal(batch["image_grid_thw"], torch.cat([grids[k] for k in kinds]))
 
 
 # ---------------------------------------------------------------- log-probs of given batches

@@ -11,6 +11,8 @@ from tensordict import NonTensorData, TensorDict
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -54,6 +56,14 @@ MODELS = {
         Qwen3VLForConditionalGeneration,
         Qwen3VLConfig(text_config=SIZES | {"rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES),
     ),
+    "images_2_5": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig(
+            text_config=SIZES | {"hidden_size": 64, "rope_parameters": ROPE},
+            vision_config=VISION | {"out_hidden_size": 64, "window_size": 8, "fullatt_block_indexes": [1]},
+            **OF_IMAGES,
+        ),
+    ),
     "windows_and_sinks": (GptOssForCausalLM, GptOssConfig(**SIZES, **WINDOWS)),
 }
 
@@ -96,7 +106,7 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     masks = [torch.ones_like(r) for r in responses]
     seen: list[dict[str, Any]] = []
     of_images: list[torch.Tensor] = []
-    if s.get("model") == "images":
+    if s.get("model", "").startswith("images"):
         prompts, responses, of_images, seen = _with_images(prompts, responses)
     if s.get("turns"):
         prompts, responses, masks = _turns(prompts, responses, uids, draw)
@@ -148,7 +158,7 @@ def _with_images(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[dict[str, Any]]]:
     """Prompts with placeholders, responses without; positions [4, L] of each rollout; the images of each rollout.
 
-    Images follow each other from the prompt's second token on. As in Qwen3-VL, an image of h x w tokens takes max(h, w)
+    Images follow each other from the prompt's second token on. As in Qwen-VL, an image of h x w tokens takes max(h, w)
     positions.
     """
     prompts, responses = ([x % (IMAGE - 1) + 1 for x in rows] for rows in (prompts, responses))

@@ -14,6 +14,12 @@ SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
 ONE_KV_HEAD = {"model": "one_kv_head"}
 WINDOWS_AND_SINKS = {"model": "windows_and_sinks", "attention": "eager"}  # transformers has no SDPA with sinks
 IMAGES = {"model": "images"}
+# veRL 0.9.1 cannot run a micro-batch without images of a Qwen2.5-VL with transformers 5.
+IMAGES_2_5 = {
+    "model": "images_2_5",
+    "groups": [(23, [7, 0, 12]), (30, [3, 5, 8, 2, 6]), (14, [6, 3, 9, 1, 4, 2, 5, 8])],
+}
+OF_TEXT = IMAGES | {"groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3, 4, 7]), (15, [2, 3, 9, 1, 4, 2, 5, 1])]}
 # In each update one of two ranks has one group, the other has four.
 ONE_GROUP_AND_FOUR = {
     "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
@@ -59,6 +65,11 @@ ONE: dict[str, dict[str, Any]] = {
     "stock-images": STOCK | IMAGES,
     "images": PACKED | IMAGES | {"budget": TIGHT},
     "images-roomy": PACKED | IMAGES | {"budget": ROOMY, "pad_to": 64},
+    "images-fsdp1": PACKED | IMAGES | {"strategy": "fsdp"},
+    "stock-images-2.5": STOCK | IMAGES_2_5,
+    "images-2.5": PACKED | IMAGES_2_5 | {"budget": TIGHT},
+    "stock-images-none": STOCK | OF_TEXT,
+    "images-none": PACKED | OF_TEXT | {"budget": TIGHT},
     "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
     "stock-turns": STOCK | TURNS,
     "stock-turns-temperature": STOCK | TURNS | {"temperature": "ragged"},
@@ -92,6 +103,7 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-windows-and-sinks": PACKED | WINDOWS_AND_SINKS | {"sp": 2},
     "sp2-one-kv-head": PACKED | ONE_KV_HEAD | {"sp": 2},
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
+    "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
 }
 
 FOUR: dict[str, dict[str, Any]] = {
@@ -148,6 +160,7 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
+    "sp2-images": PACKED | IMAGES | {"run": "scored", "sp": 2},
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
     "sp2-bench": {
         "run": "bench",

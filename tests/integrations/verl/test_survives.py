@@ -74,6 +74,10 @@ def test_worker_restarted_from_a_checkpoint(results: Results) -> None:
 
 WHY = {
     "multimodal": "it holds images, audio or video, and images of qwen3 are not known to run packed in veRL",
+    "sp2-images": (
+        "it holds images, audio or video, and ulysses_sequence_parallel_size is above 1, which splits rows behind the"
+        " check of their positions"
+    ),
     "prompt-in-loss": "prompt tokens are in the loss",
     "distillation": "top-k distillation reads the teacher's values at every row",
 }
@@ -90,6 +94,13 @@ def test_images_that_are_packed_and_those_that_are_not() -> None:
     packs = Images(("pixel_values", "image_grid_thw"), (IMAGE,))
     assert not_packable(data, packs) is None
     assert not_packable(data, "why") == "it holds images, audio or video, and why"
+    three = data.copy()
+    three["position_ids"] = torch.nested.nested_tensor_from_jagged(
+        data["position_ids"].values()[1:], data["position_ids"].offsets(), jagged_dim=2
+    )
+    del three["multi_modal_inputs"]  # text alone
+    for what, why in ((packs, "expected 4: text, frames, height and width"), ("why", "and why")):
+        assert not_packable(three, what) == f"its positions have 3 rows, {why}"
     assert not_packable(data, Images(("pixel_values",), (IMAGE,))) == (
         "it holds image_grid_thw, which is not known to run packed"
     )

@@ -42,6 +42,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from dualkv.integrations.verl.engine import restore_attention
 from dualkv.ops import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 from tools.bench import stock_attention, train_verl
@@ -105,6 +106,8 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         )
     )
     worker.reset()
+    if not s["packed"]:
+        restore_attention()  # veRL's own attention of Qwen2.5-VL needs FlashAttention
     worker.set_loss_fn(partial(ppo_loss, config=actor))
     return worker
 
