@@ -82,7 +82,7 @@ class PackedGroups(PackedSeqParams):
         self.layout = layout
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
+    def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
         """[T, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row.
 
         One result serves all layers of a model, which get the same tensor.
@@ -104,7 +104,7 @@ class _PackedSelfAttention(SelfAttention):
     """[T, 1, C] -> [T, 1, C] and a bias; with sequence parallelism T / tensor_model_parallel_size rows on each rank."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        refuse(config)
+        _refuse(config)
         super().__init__(config, *args, **kwargs)
 
     def forward(
@@ -123,7 +123,7 @@ class _PackedSelfAttention(SelfAttention):
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
                     f" is {' or '.join(ROTARY)}"
                 )
-            rotary_pos_emb = packed_seq_params.frequencies(rotary_pos_emb)
+            rotary_pos_emb = packed_seq_params._frequencies(rotary_pos_emb)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -213,7 +213,7 @@ def _window(config: Any) -> int | None:
     return None if left == -1 else left + 1
 
 
-def objections(config: Any) -> Iterator[str]:
+def _objections(config: Any) -> Iterator[str]:
     """Reasons, by a TransformerConfig, why its model cannot run packed groups."""
     for name, (needed, why) in NEEDED.items():
         value = getattr(config, name, needed)
@@ -232,9 +232,9 @@ def objections(config: Any) -> Iterator[str]:
         )
 
 
-def refuse(config: Any) -> None:
+def _refuse(config: Any) -> None:
     """Raises ValueError for the TransformerConfig of a model that cannot run packed groups."""
-    for sentence in objections(config):
+    for sentence in _objections(config):
         raise ValueError(sentence)
 
 
@@ -340,7 +340,7 @@ def enable(target: Target) -> Target:
         return target
     layers = _layers(target)
     gpt = next(module for module in target.modules() if isinstance(module, GPTModel))
-    refuse(gpt.config)
+    _refuse(gpt.config)
     if gpt.position_embedding_type not in ROTARY:
         raise ValueError(
             f"position_embedding_type is {gpt.position_embedding_type!r}, expected {' or '.join(map(repr, ROTARY))}"

@@ -1,29 +1,35 @@
-"""Ranks of one host: `torchrun -m tests.integrations.megatron.ranks FOLDER` saves there what each rank found."""
+"""Four ranks of one host: `python -m tests.integrations.megatron.ranks FOLDER` saves there what each of them found."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from tests.integrations.megatron import cpu
 from tests.integrations.megatron.updates import EXPERTS, packed_against_replicated
 
-SCENARIOS = {
-    2: {
-        "tensor": {"tp": 2},
-        "one KV head": {"tp": 2, "num_query_groups": 1},
-        "sequence": {"tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
-        "pipeline": {"pp": 2},
-        "expert": {"ep": 2, **EXPERTS},
-    },
-    4: {"tensor and pipeline": {"tp": 2, "pp": 2}},
+COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "tensor": {"tp": 2},
+    "one KV head": {"tp": 2, "num_query_groups": 1},
+    "sequence": {"tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "pipeline": {"pp": 2},
+    "expert": {"ep": 2, **EXPERTS},
+    "tensor and pipeline": {"tp": 2, "pp": 2},
 }
 
+
+def main(number: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    with cpu.rank(dist.FileStore(str(folder / "store"), COUNT), number, COUNT):
+        found = {name: tuple(packed_against_replicated(**given)) for name, given in SCENARIOS.items()}
+    torch.save(found, folder / f"{number}.pt")
+
+
 if __name__ == "__main__":
-    cpu.start()
-    found = {name: packed_against_replicated(**given) for name, given in SCENARIOS[dist.get_world_size()].items()}
-    torch.save({name: tuple(one) for name, one in found.items()}, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    start_processes(main, (Path(sys.argv[1]),), COUNT, start_method="fork")  # megatron-core is imported once

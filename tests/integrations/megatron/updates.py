@@ -196,8 +196,22 @@ def difference(a: Update, b: Update) -> Difference:
     return Difference(logp, max(gradients))
 
 
-def packed_against_replicated(tp: int = 1, pp: int = 1, ep: int = 1, norms: bool = True, **settings: Any) -> Difference:
-    """On this rank, of a model that is built from an enabled spec."""
+def packed_against_replicated(
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    norms: bool = True,
+    arguments: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Difference:
+    """On this rank, of a model that is built from an enabled spec.
+
+    Args:
+        tp, pp, ep: ranks of each kind of parallelism.
+        norms: whether the layers have norms.
+        arguments: of the model.
+        settings: of its config.
+    """
     cpu.parallel(tp, pp, ep)
     settings |= {
         "tensor_model_parallel_size": tp,
@@ -205,8 +219,11 @@ def packed_against_replicated(tp: int = 1, pp: int = 1, ep: int = 1, norms: bool
         "expert_model_parallel_size": ep,
         "qk_layernorm": norms,
     }
-    spec = enable(layer_spec(norms, **settings))
-    model = build(spec, settings)
+    model = build(enable(layer_spec(norms, **settings)), settings, **arguments or {})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter.copy_(torch.linspace(-1, 2, len(parameter)))
     packed, replicated = rollouts(parallel_state.get_data_parallel_rank())
     if settings.get("sequence_parallel"):
         packed, replicated = [even(batch) for batch in packed], [even(batch) for batch in replicated]
