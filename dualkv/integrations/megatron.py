@@ -180,8 +180,10 @@ class _CoreAttention(nn.Module):
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         out = attention(
-            *(x.squeeze(1) for x in (query, key, value)),
-            layout=packed_seq_params.layout,
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            packed_seq_params.layout,
             softmax_scale=config.softmax_scale,
             deterministic=config.deterministic_mode,
             window=_window(config) if windowed else None,

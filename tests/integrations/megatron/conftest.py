@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tests.integrations.megatron import cpu
-
 
 @pytest.fixture(scope="package", autouse=True)
 def one_rank() -> Iterator[None]:
+    from tests.integrations.megatron import cpu
+
     with cpu.rank(dist.HashStore()):
         yield

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
 from megatron.core.transformer.attention import SelfAttention
@@ -28,7 +27,15 @@ from tests.integrations.megatron.updates import (
 )
 
 ROOT = Path(__file__).parents[3]
-RECENT = tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 
 
 def check(found: Any) -> None:
@@ -57,19 +64,14 @@ def check(found: Any) -> None:
         {"arguments": {"rope_scaling": True}},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"attention_output_gate": True},
         {"deterministic_mode": True},
+        {"arguments": {"position_embedding_type": "yarn"}, **YARN},
     ],
     ids=lambda settings: " ".join(settings) if settings is not EXPERTS else "experts",
 )
-def test_one_rank(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (torch, torch.backends.cudnn):  # which deterministic_mode would change for good
-        monkeypatch.setattr(module, "use_deterministic_algorithms", lambda *_, **__: None, raising=False)
+def test_one_rank(settings: dict[str, Any]) -> None:
     check(packed_against_replicated(**settings))
-
-
-@pytest.mark.skipif(not RECENT, reason="megatron-core has it since 0.19")
-def test_gates() -> None:
-    check(packed_against_replicated(attention_output_gate=True))
 
 
 def test_another_layout_computes_something_else() -> None:

@@ -53,7 +53,11 @@ EXPERTS = {
 
 
 def config(**settings: Any) -> TransformerConfig:
-    return TransformerConfig(**SMALL | settings)
+    """Fields of YaRN are none of a TransformerConfig, which is asked for them all the same."""
+    found = TransformerConfig(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
+    for name in settings.keys() - vars(found).keys():
+        setattr(found, name, settings[name])
+    return found
 
 
 def layer_spec(norms: bool = True, **settings: Any) -> Any:
