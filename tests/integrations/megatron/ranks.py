@@ -20,7 +20,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sequence": {"tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
     "pipeline": {"pp": 2},
     "expert": {"ep": 2, **EXPERTS},
-    "tensor and pipeline": {"tp": 2, "pp": 2},
+    "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
 
 
