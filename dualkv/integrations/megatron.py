@@ -45,6 +45,7 @@ ROTARY = ("rope", "yarn")
 NEEDED: dict[str, tuple[Any, str]] = {
     "multi_latent_attention": (False, "latent attention is not computed"),
     "context_parallel_size": (1, "the rows of a packed group are not split over ranks"),
+    "virtual_pipeline_model_parallel_size": (None, "packed groups do not run through interleaved stages yet"),
     "attention_dropout": (0, "attention dropout is not computed"),
     "mrope_section": (None, "multimodal rotary embeddings have positions that a layout does not say"),
     "mtp_num_layers": (None, "the next token of a packed row is not always the next row"),
@@ -295,7 +296,7 @@ def _layers(model: nn.Module) -> list[TransformerLayer]:
 def enable(target: Target) -> Target:
     """Lets a megatron-core model run packed groups. Calls without :class:`PackedGroups` do not change.
 
-    Either the spec, before the model is built from it, or the built model (each chunk, with interleaved stages):
+    Either the spec, before the model is built from it, or the built model:
 
         spec = enable(get_gpt_layer_local_spec(...))
         model = GPTModel(config, spec, ...)
@@ -320,10 +321,10 @@ def enable(target: Target) -> Target:
 
     Raises:
         ValueError: a layer whose attention is not causal `SelfAttention` of megatron-core with its own core attention,
-            or a config with latent attention, attention dropout, context parallelism, multimodal rotary embeddings,
-            multi-token prediction, CUDA graphs, 8-bit attention, experts that drop tokens, a window to the right, or
-            pipeline stages that exchange micro-batches of one length. Of a spec the config is checked when a layer is
-            built. Every rank raises the same error.
+            or a config with latent attention, attention dropout, context parallelism, interleaved pipeline stages,
+            multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
+            tokens, a window to the right, or pipeline stages that exchange micro-batches of one length. Of a spec the
+            config is checked when a layer is built. Every rank raises the same error.
             A call raises ValueError for an attention mask or bias, a cache, another number of tokens than the layout's,
             and a model without rotary embeddings.
         TypeError: neither a spec nor a model.

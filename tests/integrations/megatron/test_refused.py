@@ -23,6 +23,7 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
     [
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
         ({"context_parallel_size": 2}, "context_parallel_size is 2, expected 1: "),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2, expected None: "),
         ({"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None: "),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
         ({"multi_latent_attention": True}, "multi_latent_attention is True, expected False: "),
