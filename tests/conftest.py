@@ -19,6 +19,11 @@ TESTS = Path(__file__).parent
 # Folder, whether its tests run here, what they need otherwise.
 FOLDERS = (
     (TESTS / "gpu", torch.cuda.is_available(), "no CUDA device here (make test-gpu)"),
+    (
+        TESTS / "integrations" / "megatron",
+        find_spec("megatron") is not None,
+        "megatron-core is not installed here (make test-megatron)",
+    ),
     (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
     (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
 )

@@ -70,6 +70,7 @@ def test_metadata(distributions):
         "compile",
         "transformers",
         "trl",
+        "megatron",
         "verl",
         "hybrid",
         "bench",
@@ -140,7 +141,7 @@ def without(names, program, *args, **environment):
 
 
 def test_attention_needs_none_of_the_others():
-    others = "cutlass,triton,transformers,rich,typer,matplotlib,trl,verl,pynvml,tvm_ffi,cuda"
+    others = "cutlass,triton,transformers,rich,typer,matplotlib,trl,verl,megatron,pynvml,tvm_ffi,cuda"
     assert without(others, ATTENTION).stdout == "computed\n"
 
 

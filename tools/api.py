@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "api.md"
 MODULES = (
     "dualkv",
     "dualkv.grpo",
+    "dualkv.integrations.megatron",
     "dualkv.integrations.transformers",
     "dualkv.integrations.trl",
     "dualkv.sequence_parallel",

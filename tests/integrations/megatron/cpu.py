@@ -1,0 +1,73 @@
+"""megatron-core on the CPU: it names CUDA devices, streams and random states, for which nothing here has a use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+
+def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A factory of tensors that takes "cuda" for the CPU."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _on_host(x: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What megatron-core does to tensors of a GPU."""
+    return x.numpy() if as_numpy and x is not None else x
+
+
+STAND_INS: list[tuple[Any, str, Any]] = [
+    *((torch, name, _made_on_cpu(getattr(torch, name))) for name in ("empty", "ones", "tensor", "zeros")),
+    (torch.cuda, "current_device", lambda: torch.device("cpu")),
+    (torch.cuda, "synchronize", lambda device=None: None),
+    (torch.cuda, "Stream", MagicMock()),
+    (torch.cuda, "current_stream", MagicMock()),
+    (torch.cuda, "stream", lambda stream: nullcontext()),
+    (random, "_get_cuda_rng_state", lambda *_, **__: None),
+    (random, "_set_cuda_rng_state", lambda *_, **__: None),
+    (random.CudaRNGStatesTracker, "fork", lambda self, name="": nullcontext()),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+]
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """With the stand-ins, and without compilation."""
+    with ExitStack() as stack:
+        for owner, name, value in STAND_INS:
+            stack.enter_context(patch.object(owner, name, value))
+        # megatron-core 0.16 forgets this name where Transformer Engine is not installed.
+        stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        yield
+
+
+@contextmanager
+def rank(store: dist.Store, number: int = 0, count: int = 1) -> Iterator[None]:
+    """One of `count` ranks of gloo, in a process of its own."""
+    with on_cpu():
+        dist.init_process_group("gloo", store=store, rank=number, world_size=count)
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def parallel(tp: int = 1, pp: int = 1, ep: int = 1) -> None:
+    """Groups of ranks of these sizes in the place of those before."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)

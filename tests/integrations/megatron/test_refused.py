@@ -1,0 +1,168 @@
+"""What cannot run packed is one sentence: at `enable`, when a layer is built, or at the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+import dualkv
+from dualkv.integrations.megatron import PackedGroups, disable, enable
+from tests.integrations.megatron import cpu
+from tests.integrations.megatron.updates import build, layer_spec
+
+LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2, expected 1: "),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2, expected None: "),
+        ({"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None: "),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
+        ({"multi_latent_attention": True}, "multi_latent_attention is True, expected False: "),
+        ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope is True, expected False: "),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention is True, expected False: "),
+        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention is True, expected False: "),
+        ({"qk_clip": True}, "qk_clip is True, expected False: "),
+        ({"log_max_attention_logit": True}, "log_max_attention_logit is True, expected False: "),
+        ({"batch_invariant_mode": True}, "batch_invariant_mode is True, expected False: "),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', expected 'none': "),
+        ({"enable_cuda_graph": True}, "enable_cuda_graph is True, expected False: "),
+        ({"external_cuda_graph": True}, "external_cuda_graph is True, expected False: "),
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, expected None: "),
+        ({"window_size": (4, -1)}, r"window_size is \(4, -1\), expected \(n, 0\) or \(-1, 0\): "),
+        ({"kv_channels": 12}, "kv_channels is 12, expected a multiple of 8 up to 256"),
+        (
+            {"pipeline_model_parallel_size": 2, "variable_seq_lengths": False},
+            "variable_seq_lengths is False and pipeline_model_parallel_size 2, expected True: ",
+        ),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_configs(settings: dict[str, Any], says: str) -> None:
+    """Fields are set after the checks of megatron-core, which refuses some of them itself."""
+    cpu.parallel()
+    model = build(layer_spec(), {})
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=f"^{says}") as caught:
+        enable(model)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_config_is_read_where_a_model_is_built_and_where_one_is_enabled() -> None:
+    cpu.parallel()
+    with pytest.raises(ValueError, match=r"^attention_dropout is 0.1"):
+        build(enable(layer_spec()), {"attention_dropout": 0.1})
+    model = build(layer_spec(), {"attention_dropout": 0.1})
+    with pytest.raises(ValueError, match=r"^attention_dropout is 0.1"):
+        enable(model)
+
+
+def changed(spec: Any, **fields: Any) -> Any:
+    """With other parts of its self-attention, and a name for those of the layer."""
+    for name, value in fields.items():
+        owner = spec.submodules if hasattr(spec.submodules, name) else spec.submodules.self_attention.submodules
+        setattr(owner, name, value)
+    return spec
+
+
+def masked() -> Any:
+    spec = layer_spec()
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: get_gpt_layer_local_spec(multi_latent_attention=True),
+            "self_attention of layer 0 of the spec is MLASelfAttention, expected megatron-core's SelfAttention",
+        ),
+        (
+            lambda: changed(layer_spec(), core_attention=torch.nn.Linear),
+            "core_attention of layer 0 of the spec is Linear, expected megatron-core's DotProductAttention",
+        ),
+        (
+            lambda: TransformerBlockSubmodules([layer_spec(), changed(layer_spec(), cross_attention=torch.nn.Linear)]),
+            r"layer 1 of the spec has cross-attention \(Linear\), expected a layer of a decoder without it",
+        ),
+        (
+            lambda: changed(layer_spec(), self_attention=torch.nn.Linear),
+            "self_attention of layer 0 of the spec is Linear, expected the ModuleSpec of one",
+        ),
+        (masked, "layer 0 of the spec has attn_mask_type no_mask, expected causal or padding_causal"),
+        (lambda: torch.nn.Linear(2, 2), "Linear holds 0 GPTModel, expected one"),
+    ],
+)
+def test_specs_and_models(make: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        enable(make())
+
+
+def test_a_spec_that_is_refused_does_not_change() -> None:
+    good, bad = layer_spec(), masked()
+    before = good.submodules.self_attention.module
+    with pytest.raises(ValueError, match="no_mask"):
+        enable(TransformerBlockSubmodules([good, bad]))
+    assert good.submodules.self_attention.module is before
+
+
+@pytest.mark.parametrize("change", [enable, disable])
+def test_neither_a_spec_nor_a_model(change: Any) -> None:
+    with pytest.raises(TypeError, match=r"^str is neither a GPTModel nor the spec"):
+        change("qwen3")
+
+
+def test_models_without_rotary_embeddings() -> None:
+    cpu.parallel()
+    given = {"position_embedding_type": "learned_absolute"}
+    with pytest.raises(ValueError, match=r"^position_embedding_type is 'learned_absolute', expected 'rope' or 'yarn'$"):
+        enable(build(layer_spec(), {}, **given))
+    with pytest.raises(ValueError, match=r"^layer 1 gets no rotary_pos_emb, expected a model whose position_embedding"):
+        call(build(enable(layer_spec()), {}, **given))
+
+
+def call(model: Any, layout: dualkv.Layout = LAYOUT, rows: int = 6, **arguments: Any) -> None:
+    given = {"attention_mask": None, "packed_seq_params": PackedGroups(layout)} | arguments
+    model(torch.zeros(1, rows, dtype=torch.int64), torch.zeros(1, rows, dtype=torch.int64), **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"rows": 7}, "layer 1 gets 1 sequences of 7 tokens, expected one of 6: "),
+        (
+            {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)},
+            "attention_mask came together with PackedGroups",
+        ),
+        ({"extra_block_kwargs": {"attention_bias": torch.zeros(6, 6)}}, "attention_bias came together with Packed"),
+    ],
+)
+def test_calls(arguments: dict[str, Any], says: str) -> None:
+    cpu.parallel()
+    with pytest.raises(ValueError, match=f"^{says}"):
+        call(build(enable(layer_spec()), {}), **arguments)
+
+
+def test_a_cache_and_frequencies_of_other_positions() -> None:
+    cpu.parallel()
+    attention = build(enable(layer_spec()), {}).decoder.layers[0].self_attention
+    rows, packed = torch.zeros(6, 1, 32), PackedGroups(LAYOUT)
+    with pytest.raises(ValueError, match=r"^inference_context came together with PackedGroups"):
+        attention(rows, None, packed_seq_params=packed, inference_context=object())
+    with pytest.raises(ValueError, match=r"^rotary_pos_emb has shape \(6, 1, 1, 16\), expected \(5, 1, 1, 'D'\)"):
+        attention(rows, None, packed_seq_params=packed, rotary_pos_emb=torch.zeros(6, 1, 1, 16))
+
+
+def test_not_a_layout() -> None:
+    with pytest.raises(TypeError, match=r"^layout is a list, expected a dualkv\.Layout$"):
+        PackedGroups([3, 2])  # type: ignore[arg-type]

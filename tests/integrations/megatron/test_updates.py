@@ -1,0 +1,131 @@
+"""Log-probs and all gradients of packed micro-batches against the same model on replicated sequences, in fp32."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+import dualkv
+from dualkv.integrations.megatron import PackedGroups, disable, enable
+from tests.integrations.megatron import cpu
+from tests.integrations.megatron.ranks import COUNT, SCENARIOS
+from tests.integrations.megatron.updates import (
+    EXPERTS,
+    build,
+    difference,
+    layer_spec,
+    packed_against_replicated,
+    rollouts,
+    update,
+)
+
+ROOT = Path(__file__).parents[3]
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
+
+
+def check(found: Any) -> None:
+    logp, gradients = found
+    assert logp is None or logp < 1e-5
+    assert gradients < 1e-5
+
+
+# ---------------------------------------------------------------- one rank
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        EXPERTS,
+        {"num_query_groups": 4},
+        {"softmax_scale": 0.4},
+        {"apply_query_key_layer_scaling": True},
+        {"window_size": (2, 0)},
+        {"window_size": (2, 0), "window_attn_skip_freq": 2},
+        {"window_size": (2, 0), "window_attn_skip_freq": [0, 1]},
+        {"softmax_type": "off-by-one"},
+        {"softmax_type": "learnable"},
+        {"rotary_interleaved": True},
+        {"no_rope_freq": [0, 1]},
+        {"arguments": {"rotary_percent": 0.5}},
+        {"arguments": {"rope_scaling": True}},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"attention_output_gate": True},
+        {"deterministic_mode": True},
+        {"arguments": {"position_embedding_type": "yarn"}, **YARN},
+    ],
+    ids=lambda settings: " ".join(settings) if settings is not EXPERTS else "experts",
+)
+def test_one_rank(settings: dict[str, Any]) -> None:
+    check(packed_against_replicated(**settings))
+
+
+def test_another_layout_computes_something_else() -> None:
+    """So the bounds of the other tests separate right from wrong."""
+    cpu.parallel()
+    model = build(enable(layer_spec()), {})
+    packed, replicated = rollouts()
+    alone = [batch._replace(layout=dualkv.Layout.from_lengths([batch.input_ids.shape[1]], [[]])) for batch in packed]
+    wrong = difference(update(model, alone), update(model, replicated))
+    assert wrong.logp is not None
+    assert min(wrong.logp, wrong.gradients) > 1e-2
+
+
+def test_a_built_model() -> None:
+    """Enabled in place: the same parameters, and megatron-core's own results without PackedGroups."""
+    cpu.parallel()
+    model = build(layer_spec(), {})
+    keys = list(model.state_dict())
+    packed, replicated = rollouts()
+    stock = update(model, replicated)
+    assert enable(enable(model)) is model
+    assert list(model.state_dict()) == keys
+    check(difference(update(model, packed), stock))
+    assert difference(update(model, replicated), stock) == (0, 0)
+    assert disable(model) is model
+    attention = model.decoder.layers[1].self_attention
+    assert (type(attention), type(attention.core_attention)) == (SelfAttention, DotProductAttention)
+
+
+@pytest.mark.parametrize("lens", [(5, [3, 1]), (5, [])], ids=["group", "prompt"])
+def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
+    """Even where there are as many rows as positions."""
+    cpu.parallel()
+    model = build(disable(enable(layer_spec())), {})
+    layout = dualkv.Layout.from_lengths([lens[0]], [lens[1]])
+    ids = torch.zeros(1, layout.num_tokens, dtype=torch.int64)
+    with pytest.raises((AssertionError, RuntimeError)):
+        model(ids, layout.position_ids[None], None, packed_seq_params=PackedGroups(layout))
+
+
+# ---------------------------------------------------------------- several ranks
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.ranks", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(COUNT)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
+    found = [one[name] for one in ranks]
+    assert sum(logp is None for logp, _ in found) == (COUNT // 2 if "pipeline" in name else 0)
+    for one in found:
+        check(one)

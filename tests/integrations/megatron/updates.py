@@ -1,0 +1,234 @@
+"""One update of a small model, on packed micro-batches and on replicated sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import dualkv
+from dualkv.integrations.megatron import PackedGroups, enable
+from dualkv.sequence_parallel import padded
+from tests.integrations.megatron import cpu
+
+VOCAB = 64
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "ffn_hidden_size": 48,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.3,
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "pipeline_dtype": torch.float32,
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "batch_p2p_comm": False,
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+}
+
+
+def config(**settings: Any) -> TransformerConfig:
+    """Fields of YaRN are none of a TransformerConfig, which is asked for them all the same."""
+    found = TransformerConfig(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
+    for name in settings.keys() - vars(found).keys():
+        setattr(found, name, settings[name])
+    return found
+
+
+def layer_spec(norms: bool = True, **settings: Any) -> Any:
+    spec = get_gpt_layer_local_spec(
+        num_experts=settings.get("num_moe_experts"), qk_layernorm=norms, normalization="RMSNorm"
+    )
+    if norms:
+        return spec
+    # With sequence parallelism megatron-core has norms of Transformer Engine and Apex only.
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+    return TransformerBlockSubmodules(layer_specs=[spec] * settings.get("num_layers", SMALL["num_layers"]))
+
+
+def build(spec: Any, settings: dict[str, Any], **arguments: Any) -> GPTModel:
+    """The part of a model of this rank, with the same weights every time."""
+    torch.manual_seed(0)
+    arguments = {"position_embedding_type": "rope", "parallel_output": True} | arguments
+    return GPTModel(
+        config(**settings),
+        spec,
+        VOCAB,
+        64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **arguments,
+    )
+
+
+# ---------------------------------------------------------------- micro-batches
+class MicroBatch(NamedTuple):
+    """Rows of a model, and the M tokens whose log-probs are asked for, with the rows that predict them."""
+
+    input_ids: torch.Tensor  # [1, T]
+    position_ids: torch.Tensor  # [1, T]
+    layout: dualkv.Layout | None
+    rows: torch.Tensor  # [M]
+    targets: torch.Tensor  # [M]
+    unpack: Callable[[torch.Tensor], list[torch.Tensor]]  # [M] to one tensor a rollout
+    weights: torch.Tensor  # in the loss, of the log-probs of all rollouts
+
+
+def rollouts(seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """(packed, replicated): ragged groups, groups of one response, trees."""
+    g = torch.Generator().manual_seed(seed)
+
+    def tokens(n: int) -> torch.Tensor:
+        return torch.randint(0, VOCAB, (n,), generator=g)
+
+    prompts = [[tokens(5), tokens(2)], [tokens(4)], [tokens(1), tokens(6), tokens(3)]]
+    responses = [[[tokens(3), tokens(1), tokens(4)], [tokens(3)]], [[tokens(4)]], [[tokens(n)] for n in (3, 2, 1)]]
+    batches: list[Any] = [dualkv.pack(p, r) for p, r in zip(prompts, responses, strict=True)]
+    root, turn = tokens(4), tokens(3)
+    grown = [torch.cat([root, tokens(2)]), *(torch.cat([root, turn, tokens(n)]) for n in (3, 2)), root, tokens(3)]
+    batches.append(dualkv.pack_sequences(grown))
+    whole = [
+        [torch.cat([p, r]) for p, rs in zip(ps, rss, strict=True) for r in rs]
+        for ps, rss in zip(prompts, responses, strict=True)
+    ]
+    packed, replicated = [], []
+    for batch, sequences in zip(batches, [*whole, grown], strict=True):
+        counts = [len(row) for row in batch.unpack(batch.targets)]
+        weights = torch.randn(sum(counts), generator=g)
+        tokens_asked = batch.predict_rows, batch.targets
+        packed.append(
+            MicroBatch(batch.input_ids, batch.position_ids, batch.layout, *tokens_asked, batch.unpack, weights)
+        )
+        for sequence, some in zip(sequences, weights.split(counts), strict=True):
+            rows = torch.arange(len(sequence) - len(some), len(sequence)) - 1
+            ids, positions = sequence[None], torch.arange(len(sequence))[None]
+            replicated.append(MicroBatch(ids, positions, None, rows, sequence[rows + 1], lambda x: [x], some))
+    assert [b.layout.depth for b in packed] == [2, 2, 2, 3]
+    return packed, replicated
+
+
+def even(batch: MicroBatch) -> MicroBatch:
+    """With a row more if the number of rows is odd; the row predicts nothing that is asked for."""
+    odd = batch.input_ids.shape[1] % 2
+    ids, positions = (torch.nn.functional.pad(x, (0, odd)) for x in (batch.input_ids, batch.position_ids))
+    layout = None if batch.layout is None else padded(batch.layout, odd)
+    return batch._replace(input_ids=ids, position_ids=positions, layout=layout)
+
+
+def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
+    def step(batches: Any, model: GPTModel) -> Any:
+        batch = next(batches)
+        params = None if batch.layout is None else PackedGroups(batch.layout)
+        out = model(batch.input_ids, batch.position_ids, None, packed_seq_params=params)
+
+        def loss(logits: torch.Tensor) -> Any:
+            logp = -tensor_parallel.vocab_parallel_cross_entropy(logits[0, batch.rows], batch.targets)
+            logp = torch.cat(batch.unpack(logp))
+            found.append(logp.detach())
+            return (logp * batch.weights).sum() * count, {}  # megatron-core divides by the number of micro-batches
+
+        return out, loss
+
+    return step
+
+
+class Update(NamedTuple):
+    """Log-probs [M] on the last pipeline stage, else None; and the gradients of this rank's parameters."""
+
+    logp: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+
+
+def update(model: GPTModel, batches: list[MicroBatch]) -> Update:
+    """One backward of all micro-batches by megatron-core's schedule for this number of pipeline stages."""
+    model.zero_grad()
+    found: list[torch.Tensor] = []
+    get_forward_backward_func()(
+        forward_step_func=_step(found, len(batches)),
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return Update(torch.cat(found) if found else None, gradients)
+
+
+class Difference(NamedTuple):
+    """The largest differences: of log-probs, and of gradients relative to the largest entry of each."""
+
+    logp: float | None
+    gradients: float
+
+
+def difference(a: Update, b: Update) -> Difference:
+    logp = None if a.logp is None or b.logp is None else (a.logp - b.logp).abs().max().item()
+    assert a.gradients.keys() == b.gradients.keys()
+    gradients = [
+        ((x - b.gradients[name]).abs().max() / b.gradients[name].abs().max().clamp(min=1e-3)).item()
+        for name, x in a.gradients.items()
+    ]
+    assert max(x.abs().max().item() for x in b.gradients.values()) > 0.1
+    return Difference(logp, max(gradients))
+
+
+def packed_against_replicated(
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    norms: bool = True,
+    arguments: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Difference:
+    """On this rank, of a model that is built from an enabled spec.
+
+    Args:
+        tp, pp, ep: ranks of each kind of parallelism.
+        norms: whether the layers have norms.
+        arguments: of the model.
+        settings: of its config.
+    """
+    cpu.parallel(tp, pp, ep)
+    settings |= {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "qk_layernorm": norms,
+    }
+    model = build(enable(layer_spec(norms, **settings)), settings, **arguments or {})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+    packed, replicated = rollouts(parallel_state.get_data_parallel_rank())
+    if settings.get("sequence_parallel"):
+        packed, replicated = [even(batch) for batch in packed], [even(batch) for batch in replicated]
+    return difference(update(model, packed), update(model, replicated))
