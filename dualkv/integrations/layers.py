@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -44,6 +45,9 @@ NEUTRAL = {
 # Attributes of attention modules that repeat an argument of their attention function, by that argument.
 REPEATED = {"s_aux": "sinks", "softcap": "attn_logit_softcapping"}
 
+# Layers that attend to images. Their models skip them in calls without images, and a layout refuses images of these.
+OF_IMAGES = ("MllamaTextCrossAttention",)
+
 # Heads that make one row of logits for a whole input.
 POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
 
@@ -83,6 +87,19 @@ def makes_masks(cls: type[nn.Module]) -> bool:
     return code is not None and any(name.startswith("create_") and "mask" in name for name in code.co_names)
 
 
+def numbers_rows(cls: type[nn.Module]) -> bool:
+    """Whether `cls.forward` numbers the rows of its input where it gets no position_ids, as a decoder does."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code is not None and "arange" in code.co_names
+
+
+def drops_arguments(cls: type[nn.Module]) -> bool:
+    """Whether `cls.forward` takes further keyword arguments and never reads them."""
+    forward = inspect.unwrap(cls.forward)
+    name = next((p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    return name is not None and not any(x.argval == name for x in dis.get_instructions(forward))
+
+
 def parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that contain module `name`, innermost first, `model` last."""
     while name:
@@ -93,12 +110,13 @@ def parents(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module, PreTrainedModel]]:
     """Attention modules that take their attention from the registry: (name, module, decoder).
 
+    Layers of OF_IMAGES are left out.
     The decoder is the innermost pretrained model that contains the module; it makes the masks. Models without a causal
     layer or without token ids (the vision tower of a multimodal model) are no decoders.
     """
     found = []
     for name, module in model.named_modules():
-        if route(type(module)) is not None:
+        if route(type(module)) is not None and not is_of_images(type(module)):
             owners = (parent for _, parent in parents(model, name) if isinstance(parent, PreTrainedModel))
             owner = next(owners, None)
             if owner is not None and "input_ids" in arguments(type(owner)):
@@ -115,6 +133,11 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 def decoders(model: nn.Module) -> list[PreTrainedModel]:
     """The decoders of these layers, each once."""
     return list({id(owner): owner for _, _, owner in decoder_layers(model)}.values())
+
+
+def is_of_images(cls: type[nn.Module]) -> bool:
+    """Whether a layer is one of OF_IMAGES. Wrappers make subclasses of a layer's class."""
+    return any(c.__name__ in OF_IMAGES for c in cls.__mro__)
 
 
 def is_causal(module: nn.Module) -> bool:
@@ -241,7 +264,7 @@ def objections(model: nn.Module) -> Iterator[str]:
             yield f"{name} has no attention implementation set, call set_attn_implementation first"
     known = (
         {name for name, _, _ in layers} | {name for name, _ in recurrent.mixers(model)} | {*recurrent.pointwise(model)}
-    )
+    ) | {name for name, module in model.named_modules() if is_of_images(type(module))}
     for name, module, _ in layers:
         layer = f"{name} ({type(module).__name__})"
         if not is_causal(module):

@@ -25,7 +25,7 @@ from dualkv.sequence_parallel import Shard
 # Names that processors and models use for inputs other than text.
 MEDIA = re.compile(
     r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|mm_token_type_ids|deepstack"
-    r"|mm_encoder"
+    r"|mm_encoder|cross_attention_states"
 )
 KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
 

@@ -179,7 +179,13 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     config.dtype = torch.float32
     config._attn_implementation = "eager"
     model: PreTrainedModel = cls(config).eval()
-    draw = torch.Generator().manual_seed(0)
+    randomize(model, seed=0)
+    return model
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Draws weights that make attention and positions matter, in place."""
+    draw = torch.Generator().manual_seed(seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=draw)
@@ -191,4 +197,3 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
                 parameter.copy_(noise * 1.5 * max(parameter.shape[-2:]) ** -0.5)
             else:  # biases and norms, which start at 1 or at 0
                 parameter.add_(noise * 0.2)
-    return model

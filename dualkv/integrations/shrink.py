@@ -12,19 +12,36 @@ import math
 import re
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedConfig
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 
-MOST_LAYERS = 8  # enough for five window layers before a full one
-WIDTH = 64  # of MLPs, and of hidden states if their size is independent of the heads
-VOCABULARY = 64
-EXPERTS = 4
-LONGEST = 64  # size of tables of learned positions
-THRESHOLD = 6  # positions; the self-check's tree has paths of up to 16 tokens
-SELECTED = 16  # by an indexer: the tree's paths are no longer, and longer ones are refused
+
+class Sizes(NamedTuple):
+    """The largest sizes of a small copy; by default those of the self-check.
+
+    Attributes:
+        layers: enough for five window layers before a full one.
+        width: of MLPs, and of hidden states if their size is independent of the heads.
+        vocabulary: token ids.
+        experts: of a layer.
+        positions: size of tables of learned positions.
+        threshold: of positions; the self-check's tree has paths of up to 16 tokens.
+        selected: keys, by an indexer: the tree's paths are no longer, and longer ones are refused.
+    """
+
+    layers: int = 8
+    width: int = 64
+    vocabulary: int = 64
+    experts: int = 4
+    positions: int = 64
+    threshold: int = 6
+    selected: int = 16
+
+
+SELF_CHECK = Sizes()
 
 # Names of configuration fields. Model types have many authors, so one quantity has several names.
 DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
@@ -56,20 +73,20 @@ PERIOD = re.compile(r".*(_period|_interval|_sparse_step|_every_n_layers|_layer_s
 FIRST = re.compile(r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|max_window_layers)$")
 
 
-def shrink(config: Config, *, thresholds: bool = True) -> Config:
+def shrink(config: Config, *, thresholds: bool = True, sizes: Sizes = SELF_CHECK) -> Config:
     """The small copy; `thresholds=False` keeps the position thresholds."""
     small = copy.deepcopy(config)
     for part in vars(small).values():
         if isinstance(part, PreTrainedConfig):
-            vars(part).update(vars(shrink(part, thresholds=thresholds)))
-    _shrink_layers(small)
-    _shrink_heads(small)
+            vars(part).update(vars(shrink(part, thresholds=thresholds, sizes=sizes)))
+    _shrink_layers(small, sizes.layers)
+    _shrink_heads(small, sizes.width)
     _shrink_recurrent(small, config)
     for name, value in list(vars(small).items()):
-        if (new := _shrunk(name, value)) is not None:
+        if (new := _shrunk(name, value, sizes)) is not None:
             setattr(small, name, new)
     if thresholds:
-        _shrink_thresholds(small)
+        _shrink_thresholds(small, sizes.threshold)
     return small
 
 
@@ -90,29 +107,29 @@ def _fields(config: PreTrainedConfig, names: re.Pattern[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if value and names.match(name)}
 
 
-def _shrunk(name: str, value: Any) -> Any:
+def _shrunk(name: str, value: Any, sizes: Sizes) -> Any:
     """The value in the small copy of a field that shrinks on its own; None if the field stays or shrinks elsewhere."""
     most: int | None = None
     if MLP.match(name):
-        most = WIDTH
+        most = sizes.width
     elif VOCAB.match(name):
-        most = VOCABULARY
+        most = sizes.vocabulary
     elif LORA.match(name):
-        most = WIDTH // 2
+        most = sizes.width // 2
     elif POSITIONS.match(name):
-        most = LONGEST
+        most = sizes.positions
     elif NUM_EXPERTS.match(name):
-        most = EXPERTS
+        most = sizes.experts
     elif EXPERTS_A_TOKEN.match(name) or EXPERT_GROUPS.match(name):
         most = 2
     elif MAMBA_CHUNK.match(name):
-        most = 2 * THRESHOLD  # longer than some of the tree's segments and shorter than its paths
+        most = 2 * sizes.threshold  # longer than some of the tree's segments and shorter than its paths
     elif name == "index_topk":
-        return SELECTED if _number(value) else None
+        return sizes.selected if _number(value) else None
     elif name == "topk_group":
         most = 1
     elif TOKEN_ID.match(name):
-        return 0 if isinstance(value, list) or (_number(value) and value >= VOCABULARY) else None
+        return 0 if isinstance(value, list) or (_number(value) and value >= sizes.vocabulary) else None
     if most is None:
         return None
     if isinstance(value, list):
@@ -121,7 +138,7 @@ def _shrunk(name: str, value: Any) -> Any:
 
 
 # ---------------------------------------------------------------- layers
-def _shrink_layers(config: PreTrainedConfig) -> None:
+def _shrink_layers(config: PreTrainedConfig, most: int) -> None:
     """Keeps the first layers, up to the first of the last new kind; if these are too many, one layer of each kind."""
     depth = max(_fields(config, DEPTH).values(), default=0)
     if depth < 2:
@@ -138,9 +155,9 @@ def _shrink_layers(config: PreTrainedConfig) -> None:
     periods = [value for value in _fields(config, PERIOD).values() if isinstance(value, int)]
     firsts = [value + 1 for value in _fields(config, FIRST).values() if isinstance(value, int)]
     keep = list(range(min(max(len(keep), 2, *periods, *firsts), depth)))
-    if len(keep) > MOST_LAYERS:
-        first = sorted(first_of.values())[:MOST_LAYERS]
-        keep = sorted({*first, *range(min(MOST_LAYERS, max([2, *periods])))} if len(first) < 2 else first)
+    if len(keep) > most:
+        first = sorted(first_of.values())[:most]
+        keep = sorted({*first, *range(min(most, max([2, *periods])))} if len(first) < 2 else first)
         for name, value in _fields(config, FIRST).items():
             setattr(config, name, min(value, len(keep) - 1))
 
@@ -169,7 +186,7 @@ def _are_layer_numbers(value: Any, depth: int) -> bool:
 
 
 # ---------------------------------------------------------------- heads and widths
-def _shrink_heads(config: PreTrainedConfig) -> None:
+def _shrink_heads(config: PreTrainedConfig, most: int) -> None:
     """Divides all head counts by one number, and the hidden size too if it is heads times head dim."""
     counts = {**_fields(config, HEADS), **_fields(config, KV_HEADS)}
     heads = next(iter(_fields(config, HEADS).values()), None)
@@ -182,14 +199,14 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
     common = reduce(math.gcd, every)
     explicit = _fields(config, HEAD_DIM)
     width = max((x for x in explicit.values() if type(x) is int), default=max(hidden.values(), default=0) // heads)
-    by = common // 2 if common % 2 == 0 and 2 * heads // common * width <= 16 * WIDTH else common
+    by = common // 2 if common % 2 == 0 and 2 * heads // common * width <= 16 * most else common
     for name, value in counts.items():
         setattr(config, name, [x // by for x in value] if isinstance(value, list) else value // by)
     few = heads // by
     for name, value in hidden.items():
         if explicit and value != heads * width:
             step = math.lcm(few, 16)
-            setattr(config, name, min(value, -(-WIDTH // step) * step))
+            setattr(config, name, min(value, -(-most // step) * step))
         else:
             setattr(config, name, value // heads * few)
 
@@ -231,18 +248,18 @@ def _tables(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
         found += [value for value in table.values() if isinstance(value, dict)]
 
 
-def _shrink_thresholds(config: PreTrainedConfig) -> None:
+def _shrink_thresholds(config: PreTrainedConfig, threshold: int) -> None:
     for name, value in list(vars(config).items()):
         in_blocks = name.startswith("index_") and "block" in name  # a number of blocks, or the positions of one
-        most = 2 if in_blocks else THRESHOLD
+        most = 2 if in_blocks else threshold
         if THRESHOLDS.match(name) and _number(value) and value > most:
             setattr(config, name, type(value)(most))
         elif THRESHOLDS.match(name) and isinstance(value, list):
-            setattr(config, name, [min(x, THRESHOLD) if _number(x) else x for x in value])
+            setattr(config, name, [min(x, threshold) if _number(x) else x for x in value])
     for table in _tables(config):
         for name, value in table.items():
             if THRESHOLDS.match(str(name)) and _number(value):
-                table[name] = min(value, type(value)(THRESHOLD))
+                table[name] = min(value, type(value)(threshold))
         if "dynamic" in (table.get("rope_type"), table.get("type")):
             for name in _fields(config, POSITIONS):
-                setattr(config, name, THRESHOLD)
+                setattr(config, name, threshold)

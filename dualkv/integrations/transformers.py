@@ -190,7 +190,7 @@ def _enter_head(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the models that contain the decoder: refuses labels that would be shifted, places images.
 
-    A model that makes the decoder's masks gets the request for them.
+    A model that makes the decoder's masks gets the request for them, one that numbers its rows the positions.
     """
     layout = kwargs.get("dualkv")
     if layout is None:
@@ -207,9 +207,26 @@ def _enter_head(
         )
     if runs_images:
         args, kwargs = (), _with_images(module, named)
+    else:
+        kwargs = {**kwargs, **_for_decoder(module, layers.arguments(type(module))[len(args) :], named)}
     if named.get("attention_mask") is None and layers.makes_masks(type(module)):
         kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
     return args, kwargs
+
+
+def _for_decoder(module: PreTrainedModel, left: tuple[str, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that a model would make by itself, other than a packed call of its decoder takes them.
+
+    left: the names of the arguments that did not come by position.
+    """
+    made: dict[str, Any] = {}
+    if "use_cache" in left and named.get("use_cache") is None:
+        made["use_cache"] = False
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
+    numbers = "position_ids" in left and named.get("position_ids") is None and layers.numbers_rows(type(module))
+    if numbers and tokens is not None and tokens.dim() > 1:
+        made["position_ids"] = _positions(tokens, None, named["dualkv"])
+    return made
 
 
 def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +252,33 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     return {**named, **changed}
 
 
-HOOKS = (_enter_decoder, _enter_head, indexers.select_nothing)
+def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of decoder layers that do not hand keyword arguments on: their attention finds the layout.
+
+    transformers' gradient checkpointing runs a layer again without this hook.
+    """
+    if kwargs.get("dualkv") is not None and module.training and getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(module).__name__} is set to gradient checkpointing and does not hand keyword arguments on to its"
+            " attention, which would lack the layout when it runs again: call gradient_checkpointing_disable"
+        )
+    for part in module.children():
+        if layers.route(type(part)) is not None:
+            cast(Any, part).dualkv_layout = kwargs.get("dualkv")
+
+
+def _take_layout(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of attention in such a layer."""
+    layout = getattr(module, "dualkv_layout", None)
+    if layout is None:
+        return None
+    cast(Any, module).dualkv_layout = None
+    return args, {**kwargs, "dualkv": layout}
+
+
+HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -388,7 +431,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
         recurrent.install(decoder)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
-    for module in layers.attention_modules(model):
+    for name, module, _ in layers.decoder_layers(model):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if layers.drops_arguments(type(layer)):
+            layer.register_forward_pre_hook(_keep_layout, with_kwargs=True)
+            module.register_forward_pre_hook(_take_layout, with_kwargs=True)
         if (indexer := indexers.of_layer(module)) is not None:
             indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
     for module in model.modules():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,24 +84,6 @@ def test_every_reason_is_said_with_its_layers(written: Any) -> None:
 def test_layers_are_named_with_their_features(name: str, expected: list[str], written: Any) -> None:
     found = models.examine(written(MODELS[name]["config"]))
     assert (found.layers, found.refusals) == (expected, [])
-
-
-def types_with_features() -> list[str]:
-    """Model types that docs/transformers.md lists."""
-    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
-    return re.findall(r"`(\S+?)`", text.partition("<!-- types -->")[2].partition("<!-- end -->")[0])
-
-
-@pytest.mark.parametrize("kind", types_with_features())
-def test_types_that_the_guide_lists_run(kind: str) -> None:
-    """In the defaults of their configuration, with a window where the default is none."""
-    config = tf.AutoConfig.for_model(kind)
-    if getattr(config.get_text_config(), "sliding_window", 1) is None:
-        fields = {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
-        config = tf.AutoConfig.for_model(kind, **fields)
-    model = models.without_weights(config)
-    assert models.refusals(model) == []
-    assert any(models._features(module) for module in attention_modules(model))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

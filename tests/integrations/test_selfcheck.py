@@ -16,9 +16,9 @@ from torch import nn
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations import selfcheck  # noqa: E402
+from dualkv.integrations import layers, selfcheck  # noqa: E402
 from dualkv.integrations.models import config_of  # noqa: E402
-from dualkv.integrations.shrink import LONGEST, MOST_LAYERS, THRESHOLD, shrink, thresholds  # noqa: E402
+from dualkv.integrations.shrink import SELF_CHECK, shrink, thresholds  # noqa: E402
 from dualkv.integrations.transformers import enable  # noqa: E402
 from tests.integrations.tiny import hooks, make_model  # noqa: E402
 
@@ -102,12 +102,14 @@ def test_models_that_differ_are_refused(case: str) -> None:
     ("family", "settings", "message"),
     [
         ("StableLm", {}, r"layer 0 \(StableLmAttention\) is not handed the layout"),
-        ("Nemotron", {"num_key_value_heads": 8}, r"layer 0 \(NemotronAttention\) is not handed the layout"),
         ("DeepseekV3", {"v_head_dim": 12}, r"v has head_dim 12, expected a multiple of 8 up to 256"),
     ],
 )
-def test_what_would_fail_in_the_first_call_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
+def test_what_would_fail_in_the_first_call_is_refused(
+    family: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By what the call would say, with the model's own numbers and not those of the copy."""
+    monkeypatch.setattr(layers, "drops_arguments", lambda _: False)
     config = getattr(tf, f"{family}Config")(**settings)
     with torch.device("meta"):
         model = getattr(tf, f"{family}ForCausalLM")(config)
@@ -237,11 +239,11 @@ def test_the_small_copy_keeps_what_attention_is(name: str) -> None:
     kinds, of_small = (getattr(c, "layer_types", None) or ["none"] for c in (config, small))
     assert set(of_small) == set(kinds)
     assert list(dict.fromkeys(of_small)) == list(dict.fromkeys(kinds))  # in the same order
-    assert 2 <= small.num_hidden_layers <= MOST_LAYERS
+    assert 2 <= small.num_hidden_layers <= SELF_CHECK.layers
     assert len(of_small) in (1, small.num_hidden_layers)
-    assert all(value <= THRESHOLD for _, value in thresholds(small))
+    assert all(value <= SELF_CHECK.threshold for _, value in thresholds(small))
     assert len(list(thresholds(small))) == len(list(thresholds(config)))
-    assert THRESHOLD < max(map(len, selfcheck._paths(selfcheck.tree()))) <= LONGEST
+    assert SELF_CHECK.threshold < max(map(len, selfcheck._paths(selfcheck.tree()))) <= SELF_CHECK.positions
     assert list(thresholds(shrink(config, thresholds=False))) == list(thresholds(config))
 
 
@@ -252,7 +254,8 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
     config = tf.LlamaConfig(**fields)
     config.rope_parameters = table
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}
-    assert dict(thresholds(shrink(config))) == dict.fromkeys([*fields, "original_max_position_embeddings"], THRESHOLD)
+    names = [*fields, "original_max_position_embeddings"]
+    assert dict(thresholds(shrink(config))) == dict.fromkeys(names, SELF_CHECK.threshold)
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}  # the model's stays
 
 

@@ -1,0 +1,111 @@
+"""A sample of the zoo, and how it tells what is wrong or does not end."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+
+from dualkv.integrations import selfcheck  # noqa: E402
+from tools import filed, tables, zoo  # noqa: E402
+
+SAMPLE = {
+    "gpt_oss": zoo.EXACT,  # windows and sinks
+    "gemma2": zoo.EXACT,  # windows and softcapping
+    "deepseek_v3": zoo.EXACT,  # latent attention, experts
+    "lfm2": zoo.EXACT,  # short convolutions
+    "mllama": zoo.EXACT,  # layers that text skips
+    "nemotron": zoo.EXACT,  # layers that hand no keyword arguments on
+    "fuyu": zoo.EXACT,  # a model that numbers rows for its decoder
+    "exaone4_5": zoo.EXACT,  # the same, with images that run
+    "kosmos-2.5": zoo.REFUSED,  # by the self-check
+    "bert": zoo.REFUSED,
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_sample(kind: str, one_thread: None) -> None:
+    found = zoo.examine(kind)
+    assert found["outcome"] == SAMPLE[kind]
+    assert (found["outcome"] == zoo.EXACT) == ("reason" not in found)
+    if "error" in found:
+        assert (found["error"] <= zoo.BOUND) == (found["outcome"] == zoo.EXACT)
+
+
+def test_what_the_self_check_would_miss_is_wrong(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(selfcheck, "check", lambda *_: None)
+    found = zoo.examine("kosmos-2.5")
+    assert found["outcome"] == zoo.WRONG
+    assert found["error"] > 100 * zoo.BOUND
+
+
+def test_gradients_are_compared_too(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    packed = zoo.packed
+
+    def with_one_wrong(model: Any, layout: Any) -> zoo.Computed:
+        logits, gradients = packed(model, layout)
+        gradients["model.layers.0.self_attn.k_proj.weight"][0] *= 1.5
+        return logits, gradients
+
+    monkeypatch.setattr(zoo, "packed", with_one_wrong)
+    assert zoo.examine("llama")["outcome"] == zoo.WRONG
+
+
+def test_nothing_is_finite_enough_to_be_compared() -> None:
+    rows, zero = [torch.ones(2, 3)], {"weight": torch.zeros(3)}
+    assert (
+        zoo.difference(([rows[0] * torch.nan], {"weight": torch.ones(3)}), (rows, {"weight": torch.ones(3)}))
+        == torch.inf
+    )
+    with pytest.raises(ValueError, match="all gradients are zero"):
+        zoo.difference((rows, zero), (rows, zero))
+
+
+def outcome_of(kind: str) -> zoo.Result:
+    if kind == "slow":
+        time.sleep(60)
+    if kind == "dies":
+        os._exit(3)
+    if kind == "raises":
+        raise RuntimeError("no such file")
+    return {"outcome": kind, "reason": "model.layers.0 (X) has head dim 512, dualkv"}
+
+
+def test_types_that_do_not_end_are_not_built() -> None:
+    found = dict(zoo.run(["slow", "dies", "raises", "exact"], workers=4, seconds=1.0, of=outcome_of))
+    assert {kind: (result["outcome"], result["reason"]) for kind, result in found.items() if kind != "exact"} == {
+        "slow": (zoo.NOT_BUILT, "it takes more than 1 s"),
+        "dies": (zoo.NOT_BUILT, "its process ended with exit code 3"),
+        "raises": (zoo.NOT_BUILT, "RuntimeError: no such file"),
+    }
+    assert found["exact"]["outcome"] == zoo.EXACT
+
+
+@pytest.mark.parametrize(("outcome", "code"), [(zoo.REFUSED, 0), (zoo.WRONG, 1)])
+def test_the_command(outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(zoo, "run", lambda kinds, _: ((kind, outcome_of(kind)) for kind in kinds))
+    app = typer.Typer()
+    app.command()(zoo.main)
+    path = tmp_path / "zoo.json"
+    assert CliRunner().invoke(app, [outcome, "exact", "--json", str(path)]).exit_code == code
+    made = filed.read(path)
+    assert made["counts"] == {outcome: 1, "exact": 1}
+    assert made["types"][outcome] == {"outcome": outcome, "reason": "head dim 512"}
+
+
+def test_the_record_is_of_every_type_and_none_is_wrong() -> None:
+    path = tables.RESULTS / "zoo.json"
+    if not path.exists():
+        pytest.skip("not recorded yet")
+    made = filed.read(path)
+    assert zoo.WRONG not in made["counts"]
+    assert made["counts"][zoo.EXACT] >= 175
+    if made["transformers"] == transformers.__version__:
+        assert list(made["types"]) == zoo.types()
