@@ -77,25 +77,25 @@ def test_each_of_them_would_be_found(source):
 
 
 def test_what_is_installed_fits_the_bounds():
-    """What `make` installs (constraints.txt; files of their own for veRL and TRL) is what pyproject.toml allows.
+    """What `make` installs (constraints.txt; files of their own for some extras) is what pyproject.toml allows.
 
     It does not install what `hybrid` adds: those kernels need a GPU.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: extra for name, extra in project["optional-dependencies"].items() if name != "hybrid"}
-    needs = [*project["dependencies"], *(r for extra in extras.values() for r in extra)]
+    needs = [(of, Requirement(r)) for of, extra in {"": project["dependencies"], **extras}.items() for r in extra]
     assert all(Requirement(r).specifier for r in project["optional-dependencies"]["hybrid"])
     files = {path.parent.name: path for path in (ROOT / "tests" / "integrations").glob("*/requirements.txt")}
     pins = {
         of: {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in PIN.findall(path.read_text())}
         for of, path in {**files, "": ROOT / "constraints.txt"}.items()
     }
-    for requirement in map(Requirement, needs):
+    for of, requirement in needs:
         if requirement.name == project["name"]:  # one extra within another
             continue
         assert requirement.specifier, f"{requirement.name} has no lower bound"
         name = requirement.name.lower()
-        pinned = pins[name if name in files else ""].get(name)
+        pinned = pins.get(of, {}).get(name) or pins[""].get(name)
         assert pinned, f"what make installs does not pin {name}"
         assert requirement.specifier.contains(pinned), f"{requirement} and its pin {pinned}"
 

@@ -103,6 +103,7 @@ OPTIONAL = (  # name, purpose, how to install
     ("flash-linear-attention", "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
     ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
     ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
+    ("megatron-core", "models of megatron-core", "pip install 'dualkv[megatron]'"),
     ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
     ("nvidia-ml-py", "energy in benchmarks", "pip install 'dualkv[bench]'"),
     ("triton", "torch.compile on a GPU", "pip install triton"),
