@@ -333,7 +333,7 @@ def windows(direction: str) -> str:
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
     run, rows = _load("hybrid-h200"), []
-    for part in ("step", "decoder"):
+    for part in ("step", "decoder"):  # the record's short groups were timed while their kernels were tuned
         ways = [run[part][way] for way in ("packed", "replicated")]
         seconds, memory = (
             " / ".join(f"{way[name]:.{n}f}" for way in ways) for name, n in (("median", 2), ("peak_gib", 1))
@@ -349,6 +349,11 @@ def hybrid() -> str:
             "",
         ]
     )
+    near = run.get("distance")
+    for name, what in (("logp_rms", "log-probs"), ("gradients", "gradients")) if near else ():
+        apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
+        row = [f"{what}, distance from fp32", apart, f"{1 / near['packed_over_replicated'][name]:.2f}", ""]
+        rows.append(row)
     head = ["", "packed / replicated", "replicated over packed", "peak memory"]
     said = f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}"
     return f"{markdown_table(head, rows)}\n\n{said}"

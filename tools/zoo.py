@@ -100,7 +100,7 @@ def _examine_model(auto: str, config: PreTrainedConfig) -> Result:
         refused = str(error)
     if refused is not None:
         return result | {"outcome": REFUSED, "reason": refused}
-    if any(models._features(module) for module in layers.attention_modules(whole)):
+    if any(models.features(module) for module in layers.attention_modules(whole)):
         result["features"] = True
     return result
 
@@ -163,7 +163,7 @@ def replicated(model: Any, layout: Layout) -> Computed:
     """Logits of each sequence run by itself, and the gradients of a loss in which each packed row counts once."""
     ids, weight = _inputs(model, layout)
     logits, loss, seen = [], torch.zeros(()), set[int]()
-    for path in selfcheck._paths(layout):
+    for path in selfcheck.sequence_rows(layout):
         out = model(input_ids=ids[:, path], use_cache=False).logits[0]
         first = [i for i, row in enumerate(path) if row not in seen]
         loss = loss + _loss(out[first], weight[[path[i] for i in first]])
@@ -176,7 +176,7 @@ def packed(model: Any, layout: Layout) -> Computed:
     """The same of one packed call of the enabled model."""
     ids, weight = _inputs(model, layout)
     out = model(input_ids=ids, dualkv=layout).logits[0]
-    return [out[path].detach() for path in selfcheck._paths(layout)], _gradients(model, _loss(out, weight))
+    return [out[path].detach() for path in selfcheck.sequence_rows(layout)], _gradients(model, _loss(out, weight))
 
 
 def difference(got: Computed, expected: Computed) -> float:

@@ -282,15 +282,21 @@ def _specs(spec: Any) -> list[TransformerLayerSubmodules]:
     )
 
 
-def _layers(model: nn.Module) -> list[TransformerLayer]:
-    """The layers of a GPTModel's decoder, on this pipeline stage; raises ValueError for other models."""
+def _gpt(model: nn.Module) -> GPTModel:
+    """The GPTModel that a model is or holds; raises ValueError for other models."""
     found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
         raise ValueError(f"{type(model).__name__} holds {len(found)} GPTModel, expected one")
-    for layer in found[0].decoder.layers:
+    return found[0]
+
+
+def _layers(model: nn.Module) -> list[TransformerLayer]:
+    """The layers of a GPTModel's decoder, on this pipeline stage; raises ValueError for other models."""
+    found = list(_gpt(model).decoder.layers)
+    for layer in found:
         if not isinstance(layer, TransformerLayer):
             raise ValueError(f"the decoder has a {type(layer).__name__}, expected TransformerLayer only")
-    return list(found[0].decoder.layers)
+    return found
 
 
 def enable(target: Target) -> Target:
@@ -342,7 +348,7 @@ def enable(target: Target) -> Target:
         _swap(target, PACKED)
         return target
     layers = _layers(target)
-    gpt = next(module for module in target.modules() if isinstance(module, GPTModel))
+    gpt = _gpt(target)
     _refuse(gpt.config)
     if gpt.position_embedding_type not in ROTARY:
         raise ValueError(

@@ -163,7 +163,7 @@ def _layers(model: nn.Module) -> list[str]:
         dims = f"head dim {dim}" if dim == of_values else f"head dims {dim} and {of_values} of values"
         groups = getattr(module, "num_key_value_groups", None)
         about = [dims] * bool(dim) + [f"{groups} query heads a KV head"] * bool(groups)
-        kinds[", ".join([type(module).__name__, *about, *_features(module)])] += 1
+        kinds[", ".join([type(module).__name__, *about, *features(module)])] += 1
     kinds.update(f"{type(module).__name__}, recurrent" for _, module in recurrent.mixers(model))
     return [f"{number} x {kind}" for kind, number in kinds.items()]
 
@@ -174,7 +174,7 @@ def _head_dims(module: Any) -> tuple[int | None, int | None]:
     return dim, getattr(module, "v_head_dim", None) or dim
 
 
-def _features(module: Any) -> list[str]:
+def features(module: Any) -> list[str]:
     """What a layer's attention has beside a softmax over all keys, in words."""
     at = getattr(module, "layer_idx", None)
     of_layers = masks.by_config(module.config)

@@ -102,7 +102,7 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         ValueError: hidden states are not finite. Other errors of the model pass through.
     """
     layout = tree()
-    paths = _paths(layout)
+    paths = sequence_rows(layout)
     with _untouched(), torch.no_grad():
         device = _device(cls)
         model: Any = _copy(cls, config)
@@ -137,7 +137,7 @@ def tree() -> Layout:
     return Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
 
 
-def _paths(layout: Layout) -> list[list[int]]:
+def sequence_rows(layout: Layout) -> list[list[int]]:
     """The packed rows of each replicated sequence."""
     offsets, parents = layout.offsets.tolist(), layout.parent.tolist()
     rows: list[list[int]] = []

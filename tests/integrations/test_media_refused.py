@@ -18,6 +18,15 @@ from tests.integrations.test_media import CLIP, IMAGE, ONE, PLAIN, SIZES, TWO, m
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
+    """An enabled model whose vision tower must not run, and the inputs of a packed call with images."""
+    prompts, responses, media = rollouts(family, ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media)
+    model = enable(make(family))
+    getattr(model.model, tower).register_forward_pre_hook(lambda *_: pytest.fail("the vision tower ran"))
+    return model, {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -38,11 +47,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
 )  # fmt: skip
 def test_calls_that_are_refused(change: dict[str, Any], message: str) -> None:
-    prompts, responses, media = rollouts("Qwen3VL", ONE, TWO)
-    batch = dualkv.pack(prompts, responses, media=media)
-    model = enable(make("Qwen3VL"))
-    model.model.visual.register_forward_pre_hook(lambda *_: pytest.fail("the vision tower ran"))
-    inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media} | change
+    model, inputs = without_tower("Qwen3VL", "visual")
+    inputs |= change
     for part in (model, model.model):
         with pytest.raises((ValueError, TypeError), match=message):
             part(**inputs)
@@ -117,12 +123,9 @@ def test_models_and_parts_that_run_text_alone() -> None:
     ],
 )  # fmt: skip
 def test_calls_of_gemma_4_that_are_refused(change: dict[str, Any], message: str) -> None:
-    prompts, responses, media = rollouts("Gemma4", ONE, TWO)
-    batch = dualkv.pack(prompts, responses, media=media)
-    model = enable(make("Gemma4"))
-    model.model.vision_tower.register_forward_pre_hook(lambda *_: pytest.fail("the vision tower ran"))
+    model, inputs = without_tower("Gemma4", "vision_tower")
     with pytest.raises(ValueError, match=message):
-        model(**{"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media} | change)
+        model(**inputs | change)
 
 
 def test_neighbouring_images_of_two_segments_are_refused() -> None:

@@ -243,7 +243,7 @@ def test_the_small_copy_keeps_what_attention_is(name: str) -> None:
     assert len(of_small) in (1, small.num_hidden_layers)
     assert all(value <= SELF_CHECK.threshold for _, value in thresholds(small))
     assert len(list(thresholds(small))) == len(list(thresholds(config)))
-    assert SELF_CHECK.threshold < max(map(len, selfcheck._paths(selfcheck.tree()))) <= SELF_CHECK.positions
+    assert SELF_CHECK.threshold < max(map(len, selfcheck.sequence_rows(selfcheck.tree()))) <= SELF_CHECK.positions
     assert list(thresholds(shrink(config, thresholds=False))) == list(thresholds(config))
 
 
@@ -260,7 +260,7 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
 
 
 def test_an_indexer_selects_as_many_keys_as_the_tree_has_on_its_longest_path() -> None:
-    assert shrink(tf.DeepseekV32Config()).index_topk == max(map(len, selfcheck._paths(selfcheck.tree())))
+    assert shrink(tf.DeepseekV32Config()).index_topk == max(map(len, selfcheck.sequence_rows(selfcheck.tree())))
 
 
 def test_layers_of_one_kind_behind_many_of_another_are_kept() -> None:
