@@ -108,9 +108,9 @@ class KernelSpec(Generic[AnyTile]):
         if self.head_dim_v is not None:
             others = [of_v for of_qk, of_v in MIXED if of_qk == self.head_dim] if self.operation in OF_VALUES else []
             if type(self.head_dim_v) is not int or self.head_dim_v not in others:
-                allowed = " or ".join(map(str, (*others, None)))
+                wanted = " or ".join(map(str, (*others, None)))
                 of = f"{self.operation} at head_dim {self.head_dim}"
-                raise ValueError(f"head_dim_v is {self.head_dim_v!r} of {of}, expected {allowed}")
+                raise ValueError(f"head_dim_v is {self.head_dim_v!r} of {of}, expected {wanted}")
 
     @property
     def head_dims(self) -> tuple[int, int]:

@@ -154,7 +154,7 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     128: BackwardTile(tile_m=80, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
-    (192, 128): BackwardTile(tile_m=80, tile_n=64),
+    (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
 
 

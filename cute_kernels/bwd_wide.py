@@ -136,7 +136,12 @@ class WideBackward(BackwardFrame):
         """P; dS of this CTA, which is read until the other CTA has released a block of dO; dS of the other CTA."""
         # dS of this CTA is written after the wait for dO of its step. So both CTAs have released dO of the step before,
         # which their first warp groups do after dQ of two steps back: its copy to the other CTA is over as well.
-        return 1 + (self.do_stages + 1) + 3
+        return 1 + (self.do_stages + 1) + self.peer_buffers
+
+    @property
+    def peer_buffers(self) -> int:
+        """Buffers of the other CTA's dS: three, or two to make room for 96 rows. `exchange_dS` waits for more then."""
+        return 3 if self.tile_m <= 80 else 2
 
     def own_dS(self, it: Int32) -> Int32:
         """Buffer of this CTA's dS of step `it`."""
@@ -144,7 +149,7 @@ class WideBackward(BackwardFrame):
 
     def peer_dS(self, it: Int32) -> Int32:
         """Buffer of the other CTA's dS of step `it`."""
-        return self.buffers - 3 + it % 3
+        return self.buffers - self.peer_buffers + it % self.peer_buffers
 
     @property
     def smem_order(self) -> tuple[str, ...]:
@@ -226,13 +231,18 @@ class WideBackward(BackwardFrame):
         """This CTA's dS of every step to the other CTA.
 
         Its buffer there is free: dO of this step is here, so both CTAs have released the block before in that stage,
-        and then they were done with dQ of three steps back.
+        and then they were done with dQ of three steps back; their first warp groups even with dQ of two steps back.
+        Where there are two buffers, the second warp groups must be as well: they release Q of a step after that. The
+        barrier cannot be a phase ahead: Q of the next step is released after dQ of this one, for which the other CTA
+        waits for this copy.
         """
         if const_expr(not self.want_dq):
             return
         steps, num_bytes = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
         for it in cutlass.range(0, steps, 1, unroll=1):
             p.dS.wait(it)
+            if const_expr(self.peer_buffers == 2):
+                p.Q.producer_acquire(p.Q.stage(it + 1))  # Q of the step before is released
             bar = p.peer_dS.full[p.peer_dS.stage(it).index]
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)

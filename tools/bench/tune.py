@@ -47,7 +47,7 @@ CANDIDATES: dict[str, dict[HeadDims, list[str]]] = {
         128: ["tile_m=64"],
         192: ["tile_m=64", "tile_m=48"],
         256: ["tile_m=48"],
-        (192, 128): ["tile_m=96", "tile_m=64"],
+        (192, 128): ["tile_m=80", "tile_m=64"],
     },
 }
 
