@@ -6,7 +6,7 @@ A CTA owns a block of keys of one KV head and walks over its query heads and the
 dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
 order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
 Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of the head dim.
-`bwd_narrow` (up to head dim 128) and `bwd_wide` (192 and 256, and 192 with values of 128) say how the products are laid out.
+`bwd_narrow` (up to head dim 128) and `bwd_wide` (192, also with values of 128, and 256) say how products are laid out.
 
 A CTA has three warp groups. Warp 0 is the producer (bwd_load), warps 1 to 3 assist with dQ, and the other two warp
 groups, warps 4 to 11 (`warp_id` 0 to 7), are the consumers, which issue the products (MMA warps). All of them go
