@@ -17,7 +17,7 @@ from codegen.spec import (
     joined,
     table,
 )
-from codegen.tiles import kernel_head_dims
+from codegen.tiles import MIXED, kernel_head_dims
 
 NAMES = tuple(dict.fromkeys((*FEATURES["fwd_paths"], *FEATURES["bwd_preprocess"])))  # of all features
 DIRECTIONS = ("forward", "backward")
@@ -126,9 +126,11 @@ def _of(operation: str, features: Iterable[str]) -> str:
 def words(spec: KernelSpec) -> list[str]:
     """The options of `dualkv precompile` that select `spec`; empty for a specification that no call needs."""
     own = tuple(filter(None, spec.features.split("+")))
-    # Softcapping, without and with a window, changes tiles of kernels that do not have these features themselves.
-    for more, direction, deterministic in product(((), ("softcap",), ("window", "softcap")), DIRECTIONS, (False, True)):
-        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*own, *more))), spec.head_dim_v)
+    # Softcapping, windows and values of another head dim change tiles of kernels that do not depend on them otherwise.
+    others = ((), ("softcap",), ("window",), ("window", "softcap"))
+    values = dict.fromkeys((spec.head_dim_v, *(of_v for of_qk, of_v in MIXED if of_qk == spec.head_dim)))
+    for of_v, more, direction, deterministic in product(values, others, DIRECTIONS, (False, True)):
+        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*own, *more))), of_v)
         if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
             ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
             part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []

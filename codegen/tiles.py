@@ -158,11 +158,15 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
 }
 
 
+WINDOW_ROWS: dict[HeadDims, int] = {  # tile_m with a window; with 96 rows ptxas runs products one by one
+    (192, 128): 80,
+}
 SOFTCAP_ROWS: dict[HeadDims, tuple[int, int]] = {  # tile_m with softcapping, without and with a window: tanh takes
     # registers, and ptxas would spill
     64: (128, 96),
     96: (80, 80),
     128: (80, 48),
+    (192, 128): (96, 96),
 }
 
 
@@ -175,6 +179,8 @@ def backward_tile(
     """
     native = native_key(head_dim, head_dim_v)
     tile = BACKWARD_TILES[native]
+    if "window" in features and native in WINDOW_ROWS:
+        tile = replace(tile, tile_m=WINDOW_ROWS[native])
     if "softcap" in features and native in SOFTCAP_ROWS:
         tile = replace(tile, tile_m=SOFTCAP_ROWS[native]["window" in features])
     return replace(tile, deterministic=True) if deterministic else tile
