@@ -127,8 +127,8 @@ PLANTED = [
         "dS is sent before it is there",
         WIDE,
         "bwd_wide.py",
-        "            p.dS.wait(it)\n            bar",
-        "            bar",
+        "            p.dS.wait(it)\n            if const_expr(self.peer_buffers",
+        "            if const_expr(self.peer_buffers",
     ),
     one("P is read before it is there", WIDE, "bwd_wide.py", "            p.P.wait(it)\n", ""),
     one(
