@@ -113,10 +113,12 @@ def _kernel(spec: KernelSpec) -> Any:
     module = importlib.import_module(f"cute_kernels.{spec.operation}")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
     tile = spec.to_dict()["tile"]
-    features = {"features": tuple(spec.features.split("+"))} if spec.features else {}
+    more: dict[str, Any] = {"features": tuple(spec.features.split("+"))} if spec.features else {}
+    if spec.head_dim_v is not None:
+        more["head_dim_v"] = spec.head_dim_v
     if spec.operation in FORWARDS:
         kernel = {"fwd": "ForwardKernel", "fwd_paths": "PathForwardKernel"}[spec.operation]
-        return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **features)
+        return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **more)
     make = {
         "bwd_preprocess": "preprocess_kernel",
         "bwd": "backward_kernel",
@@ -124,7 +126,7 @@ def _kernel(spec: KernelSpec) -> Any:
         "bwd_postprocess": "BackwardPostprocess",
     }[spec.operation]
     partial = {"gradients": spec.gradients} if spec.operation in PARTIAL else {}
-    return getattr(module, make)(dtype, spec.head_dim, **partial, **tile, **features)
+    return getattr(module, make)(dtype, spec.head_dim, **partial, **tile, **more)
 
 
 def _shared_memory(ir: str) -> int:

@@ -35,7 +35,7 @@ EXPECTED = {  # kinds of instructions that an operation's kernel must have
 }
 USUALLY_ZERO: dict[str, Any] = {"stack": 0, "spill_stores": 0, "spill_loads": 0, "wgmma_warnings": []}
 OPERANDS = {"bf16": r".BF16", "fp16": ""}  # how a wgmma's name ends
-_NAME = re.compile(r"(\w+) (\w+) (head_dim=\d+ packed_heads=)(\d+)(.*)")
+_NAME = re.compile(r"(\w+) (\w+) (head_dim=\d+ (?:head_dim_v=\d+ )?packed_heads=)(\d+)(.*)")
 RESOURCES = ("registers", "stack", "spill_stores", "spill_loads", "shared_memory", "wgmma_warnings")
 
 

@@ -17,7 +17,7 @@ from codegen.spec import (
     joined,
     table,
 )
-from codegen.tiles import kernel_head_dims
+from codegen.tiles import MIXED, kernel_head_dims
 
 NAMES = tuple(dict.fromkeys((*FEATURES["fwd_paths"], *FEATURES["bwd_preprocess"])))  # of all features
 DIRECTIONS = ("forward", "backward")
@@ -37,9 +37,9 @@ class Shape(NamedTuple):
     head_dim_v: int | None = None
 
     @property
-    def native(self) -> int:
-        """The native head dim of the kernels, which take pairs of equal head dims."""
-        return kernel_head_dims(self.head_dim, self.head_dim_v)[0]
+    def native(self) -> tuple[int, int]:
+        """The native pair of the kernels: head dim of queries and keys, and of values."""
+        return kernel_head_dims(self.head_dim, self.head_dim_v)
 
 
 # Layers of models with windows, sinks and softcapping, one for each way in which features and tiles shape the code:
@@ -48,7 +48,7 @@ FEATURED = [
     *(Shape(64, 8, features) for features in (("window",), ("window", "sinks"), ("sinks",))),
     Shape(96, 1, ("window",)),
     *(Shape(128, 4, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
-    Shape(192, 8, ("window", "sinks")),
+    *(Shape(192, 8, ("window", "sinks"), head_dim_v) for head_dim_v in (None, 128)),
     *(Shape(256, 2, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
     *(Shape(head_dim, 1, ("dlse",)) for head_dim in (64, 128, 256)),
 ]
@@ -95,13 +95,15 @@ def select(
             raise ValueError(f"the GQA ratio is {shape.heads_per_kv}, expected 1 or more")
         if not set(shape.features) <= set(NAMES):
             raise ValueError(f"features is {','.join(shape.features)}, expected some of {','.join(NAMES)}")
+        head_dim, head_dim_v = shape.native
         for dtype in dtypes:
             if "forward" in directions:
                 found += _forwards(dtype, shape, trees)
             if "backward" in directions:
                 for asked in gradients:
                     for fixed in (False, True) if deterministic else (False,):
-                        found += backward_specs(dtype, shape.native, fixed, asked, shape.features).present
+                        of_call = dtype, head_dim, fixed, asked, shape.features, head_dim_v
+                        found += backward_specs(*of_call).present
     return list(dict.fromkeys(found))
 
 
@@ -109,8 +111,9 @@ def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
     """The forward's kernels of a shape; those of windows, long and short ones, serve layouts of any depth."""
     window = "window" in shape.features
     which = ((True, False), (True, True)) if window else ((False, False), (True, False)) if trees else ((False, False),)
+    head_dim, head_dim_v = shape.native
     return [
-        forward_spec(dtype, shape.native, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features), short)
+        forward_spec(dtype, head_dim, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features), short, head_dim_v)
         for deep, short in which
     ]
 
@@ -123,16 +126,19 @@ def _of(operation: str, features: Iterable[str]) -> str:
 def words(spec: KernelSpec) -> list[str]:
     """The options of `dualkv precompile` that select `spec`; empty for a specification that no call needs."""
     own = tuple(filter(None, spec.features.split("+")))
-    # Softcapping, without and with a window, changes tiles of kernels that do not have these features themselves.
-    for more, direction, deterministic in product(((), ("softcap",), ("window", "softcap")), DIRECTIONS, (False, True)):
-        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*own, *more))))
+    # Softcapping, windows and values of another head dim change tiles of kernels that do not depend on them otherwise.
+    others = ((), ("softcap",), ("window",), ("window", "softcap"))
+    values = dict.fromkeys((spec.head_dim_v, *(of_v for of_qk, of_v in MIXED if of_qk == spec.head_dim)))
+    for of_v, more, direction, deterministic in product(values, others, DIRECTIONS, (False, True)):
+        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*own, *more))), of_v)
         if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
             ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
             part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []
             features = ["--features", ",".join(shape.features)] if shape.features else []
             deep = ["--trees"] if spec.trees and "window" not in shape.features else []
+            dims = "/".join(map(str, filter(None, (shape.head_dim, shape.head_dim_v))))
             return [
-                "--head-dims", str(shape.head_dim), *ratio, "--dtypes", spec.dtype, "--directions", direction,
+                "--head-dims", dims, *ratio, "--dtypes", spec.dtype, "--directions", direction,
                 *part, *(["--deterministic"] if deterministic else []), *deep, *features,
             ]  # fmt: skip
     return []

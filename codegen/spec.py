@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from codegen.tiles import (
+    HEAD_DIM_PAIRS,
     HEAD_DIMS,
     MAX_PACKED_HEADS,
+    MIXED,
+    MIXED_RATIOS,
     BackwardTile,
     DqTile,
     ForwardTile,
@@ -17,7 +20,7 @@ from codegen.tiles import (
     RowTile,
     backward_tile,
     forward_tile,
-    kernel_head_dim,
+    kernel_head_dims,
     packed_heads,
 )
 
@@ -43,6 +46,7 @@ FEATURES = {  # what an operation's kernel may compute besides, in the order in 
     "bwd_preprocess": ("sinks", "dlse"),
     "bwd": ("window", "softcap"),
 }
+OF_VALUES = ("fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum")  # depend on the head dim of values
 PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # leave work out if fewer gradients are requested
 
 
@@ -61,6 +65,7 @@ class KernelSpec(Generic[AnyTile]):
         arch: "sm_90a".
         features: names of FEATURES of the operation, in that order, joined by "+"; "" for none. "window": a sliding
             window or chunks. "dlse": a gradient of the log-sum-exp.
+        head_dim_v: native head dim of values (kernels of OF_VALUES), if it is another one than `head_dim`.
 
     Raises:
         ValueError: no kernel is written for a value.
@@ -75,6 +80,7 @@ class KernelSpec(Generic[AnyTile]):
     gradients: str = "qkv"
     arch: str = "sm_90a"
     features: str = ""
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -99,12 +105,24 @@ class KernelSpec(Generic[AnyTile]):
         known = FEATURES.get(self.operation, ())
         if self.features != joined(*(name for name in known if name in self.features.split("+"))):
             raise ValueError(f"features is {self.features!r}, expected some of {known} in this order, joined by '+'")
+        if self.head_dim_v is not None:
+            others = [of_v for of_qk, of_v in MIXED if of_qk == self.head_dim] if self.operation in OF_VALUES else []
+            if type(self.head_dim_v) is not int or self.head_dim_v not in others:
+                wanted = " or ".join(map(str, (*others, None)))
+                of = f"{self.operation} at head_dim {self.head_dim}"
+                raise ValueError(f"head_dim_v is {self.head_dim_v!r} of {of}, expected {wanted}")
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """The native pair: of queries and keys, and of values."""
+        return self.head_dim, self.head_dim_v or self.head_dim
 
     @property
     def symbol(self) -> str:
         """The exported function's name: a C identifier, different for different specifications."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
-        shape = f"d{self.head_dim}_h{self.packed_heads}_{self.gradients}"
+        of_v = f"v{self.head_dim_v}" if self.head_dim_v else ""
+        shape = f"d{self.head_dim}{of_v}_h{self.packed_heads}_{self.gradients}"
         if self.features:
             shape += f"_{self.features.replace('+', '_')}"
         return f"dualkv_{self.operation}_{self.dtype}_{shape}_{self.arch}_{digest}"
@@ -115,7 +133,8 @@ class KernelSpec(Generic[AnyTile]):
         return self.operation == FORWARDS[True]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without `head_dim_v` where it is None: such kernels keep their names."""
+        return {name: value for name, value in asdict(self).items() if name != "head_dim_v" or value is not None}
 
     def to_json(self) -> str:
         return canonical_json(self.to_dict())
@@ -129,7 +148,8 @@ class KernelSpec(Generic[AnyTile]):
 
     def __str__(self) -> str:
         tile = " ".join(f"{name}={value}" for name, value in asdict(self.tile).items())
-        shape = f"head_dim={self.head_dim} packed_heads={self.packed_heads}"
+        of_v = f"head_dim_v={self.head_dim_v} " if self.head_dim_v else ""
+        shape = f"head_dim={self.head_dim} {of_v}packed_heads={self.packed_heads}"
         gradients = "" if self.gradients == "qkv" else f"gradients={self.gradients} "
         features = f"features={self.features} " if self.features else ""
         return f"{self.operation} {self.dtype} {shape} {gradients}{features}{tile} {self.arch}"
@@ -140,19 +160,27 @@ def joined(*features: str) -> str:
     return "+".join(features)
 
 
+def _native(head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
+    """Head dims of a specification: its `head_dim` and `head_dim_v`."""
+    native, native_v = kernel_head_dims(head_dim, head_dim_v)
+    return native, None if native_v == native else native_v
+
+
 def forward_spec(
-    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = "", short: bool = False
-) -> KernelSpec[ForwardTile]:
+    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = "", short: bool = False,
+    head_dim_v: int | None = None,
+) -> KernelSpec[ForwardTile]:  # fmt: skip
     """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles.
 
     Args:
         trees: the kernel for layouts deeper than two levels, which also serves windows.
         features: see :class:`KernelSpec`.
         short: see `forward_tile`.
+        head_dim_v: of values; None: `head_dim`.
     """
-    operation, native, packed = FORWARDS[trees], kernel_head_dim(head_dim), packed_heads(heads_per_kv)
-    tile = forward_tile(head_dim, features.split("+"), short)
-    return KernelSpec(operation, dtype, native, packed, tile, features=features)
+    operation, (native, native_v), packed = FORWARDS[trees], _native(head_dim, head_dim_v), packed_heads(heads_per_kv)
+    tile = forward_tile(head_dim, features.split("+"), short, head_dim_v)
+    return KernelSpec(operation, dtype, native, packed, tile, features=features, head_dim_v=native_v)
 
 
 class BackwardSpecs(NamedTuple):
@@ -174,19 +202,23 @@ def backward_specs(
     deterministic: bool = False,
     gradients: str = GRADIENTS[0],
     features: tuple[str, ...] = (),
+    head_dim_v: int | None = None,
 ) -> BackwardSpecs:
     """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio.
 
     Args:
         deterministic: concerns the sums of dQ; without dQ it changes nothing.
         features: of the call, names in FEATURES. Each kernel has those that concern it.
+        head_dim_v: of values; None: `head_dim`.
     """
-    native, tile = kernel_head_dim(head_dim), backward_tile(head_dim, deterministic and "q" in gradients, features)
+    native, native_v = _native(head_dim, head_dim_v)
+    tile = backward_tile(head_dim, deterministic and "q" in gradients, features, head_dim_v)
 
     def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
         own = joined(*(name for name in FEATURES.get(operation, ()) if name in features))
-        return KernelSpec(operation, dtype, native, 1, tile, asked, features=own)
+        of_v = native_v if operation in OF_VALUES else None
+        return KernelSpec(operation, dtype, native, 1, tile, asked, features=own, head_dim_v=of_v)
 
     return BackwardSpecs(
         spec("bwd_preprocess", RowTile(tile.tile_m)),
@@ -200,17 +232,19 @@ def table() -> list[KernelSpec]:
     """The specializations that training needs: with all gradients, with dQ alone, and with dK and dV.
 
     Other combinations of gradients have kernels too, compiled at first use. The forward of trees has kernels for every
-    dtype and GQA ratio, but neither changes how that forward differs from the other one: one a head dim is listed.
+    dtype and GQA ratio, but neither changes how that forward differs from the other one: one a head dim is listed. The
+    forward of MIXED head dims is listed with MIXED_RATIOS.
     """
     forward = [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
-    trees = [forward_spec(DTYPES[0], d, 4, trees=True) for d in HEAD_DIMS]
+    forward += [forward_spec(t, d, h, head_dim_v=of_v) for d, of_v in MIXED for h in MIXED_RATIOS for t in DTYPES]
+    trees = [forward_spec(DTYPES[0], d, 4, trees=True, head_dim_v=of_v) for d, of_v in HEAD_DIM_PAIRS]
     backward = [
         spec
-        for d in HEAD_DIMS
+        for d, of_v in HEAD_DIM_PAIRS
         for dtype in DTYPES
         for fixed in (False, True)
         for gradients in ("qkv", "q", "kv")
-        for spec in backward_specs(dtype, d, fixed, gradients).present
+        for spec in backward_specs(dtype, d, fixed, gradients, head_dim_v=of_v).present
     ]
     return forward + trees + list(dict.fromkeys(backward))
 

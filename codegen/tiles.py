@@ -38,21 +38,27 @@ class ForwardTile:
         return self.parts * warp_group_tokens(packed_heads)
 
 
-FORWARD_TILES = {
+HeadDims = int | tuple[int, int]  # of q, k and v; or of q and k, and another one of v
+Tiles = dict[HeadDims, ForwardTile]
+FORWARD_TILES: Tiles = {
     64: ForwardTile(tile_n=128, warp_groups=3, stages=3, cluster=1),
     96: ForwardTile(tile_n=96, warp_groups=3, stages=3),
     128: ForwardTile(tile_n=64, warp_groups=3, stages=4),
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
+    (192, 128): ForwardTile(tile_n=112),
 }
-HEAD_DIMS = tuple(FORWARD_TILES)  # native ones, in ascending order; TMA fills smaller head dims with zeros
-# Native pairs: head dim of q and k, head dim of v. A kernel for values of another head dim is one more pair.
-HEAD_DIM_PAIRS = tuple((head_dim, head_dim) for head_dim in HEAD_DIMS)
+# Native head dims, in ascending order; TMA fills smaller ones with zeros.
+HEAD_DIMS = tuple(head_dim for head_dim in FORWARD_TILES if isinstance(head_dim, int))
+MIXED = tuple(pair for pair in FORWARD_TILES if isinstance(pair, tuple))  # native, with another head dim of v
+HEAD_DIM_PAIRS = tuple((head_dim, head_dim) for head_dim in HEAD_DIMS) + MIXED  # (of q and k, of v)
+MIXED_RATIOS = (1, 8, 16)  # GQA ratios of models with such values: MLA, MiMo-V2
 
-WINDOW_TILES = FORWARD_TILES | {  # with windows and chunks: 128 keys and a tile of 24 or 32 rows are two blocks
+WINDOW_TILES: Tiles = FORWARD_TILES | {  # with windows and chunks: 128 keys and a tile of 24 or 32 rows are two blocks
     64: ForwardTile(tile_n=80, warp_groups=3, stages=4, cluster=1),
     128: ForwardTile(tile_n=64, warp_groups=3, stages=4, cluster=1),  # a cluster's CTAs see other keys: 3 to 8 % slower
     192: ForwardTile(tile_n=80),
+    (192, 128): ForwardTile(tile_n=96),
 }
 SHORT_WINDOW = 1024
 SHORT_WINDOW_TILES = WINDOW_TILES | {  # up to SHORT_WINDOW: fewer keys that not all rows see; from 4096 on 5 % slower
@@ -86,6 +92,12 @@ def kernel_head_dims(head_dim: int, head_dim_v: int | None = None) -> tuple[int,
     return min((pair for pair in HEAD_DIM_PAIRS if pair[0] >= wanted[0] and pair[1] >= wanted[1]), key=sum)
 
 
+def native_key(head_dim: int, head_dim_v: int | None) -> HeadDims:
+    """That of the native pair in a table of tiles."""
+    native, native_v = kernel_head_dims(head_dim, head_dim_v)
+    return native if native == native_v else (native, native_v)
+
+
 def packed_heads(heads_per_kv: int) -> int:
     """Query heads of a KV head in one tile: all of them up to 16, else the divisor that fills tiles best."""
     if heads_per_kv <= MAX_PACKED_HEADS:
@@ -94,8 +106,10 @@ def packed_heads(heads_per_kv: int) -> int:
     return max(divisors, key=lambda n: (64 // n * n, n))
 
 
-def forward_tile(head_dim: int, features: Collection[str] = (), short: bool = False) -> ForwardTile:
-    """The forward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share it.
+def forward_tile(
+    head_dim: int, features: Collection[str] = (), short: bool = False, head_dim_v: int | None = None
+) -> ForwardTile:
+    """The forward's tile for head dims (any that :func:`kernel_head_dims` takes); GQA ratios share it.
 
     Args:
         features: see codegen.spec.KernelSpec.
@@ -104,7 +118,7 @@ def forward_tile(head_dim: int, features: Collection[str] = (), short: bool = Fa
     tiles = SOFTCAP_TILES if "softcap" in features else FORWARD_TILES
     if "window" in features:
         tiles = SHORT_WINDOW_TILES if short else WINDOW_TILES
-    return tiles[kernel_head_dim(head_dim)]
+    return tiles[native_key(head_dim, head_dim_v)]
 
 
 # ---------------------------------------------------------------- backward
@@ -129,34 +143,44 @@ class BackwardTile:
     heads_inside: bool = False
     deterministic: bool = False
 
-    def partial_floats(self, head_dim: int) -> int:
-        """Floats of an item's partial dK and dV at a native head dim."""
-        return partial_floats(head_dim, self.tile_n, self.cluster)
+    def partial_floats(self, head_dim: int, head_dim_v: int) -> int:
+        """Floats of an item's partial dK and dV of a native pair."""
+        return partial_floats(head_dim, head_dim_v, self.tile_n, self.cluster)
 
 
-BACKWARD_TILES = {
+BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     64: BackwardTile(tile_m=128, heads_inside=True),
     96: BackwardTile(tile_m=96, heads_inside=True),
     128: BackwardTile(tile_m=80, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
+    (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
 
 
-SOFTCAP_ROWS = {  # tile_m with softcapping, without and with a window: tanh takes registers, and ptxas would spill
+WINDOW_ROWS: dict[HeadDims, int] = {  # tile_m with a window; with 96 rows ptxas runs products one by one
+    (192, 128): 80,
+}
+SOFTCAP_ROWS: dict[HeadDims, tuple[int, int]] = {  # tile_m with softcapping, without and with a window: tanh takes
+    # registers, and ptxas would spill
     64: (128, 96),
     96: (80, 80),
     128: (80, 48),
+    (192, 128): (96, 96),
 }
 
 
-def backward_tile(head_dim: int, deterministic: bool = False, features: Collection[str] = ()) -> BackwardTile:
-    """The backward's tile for a head dim (any that :func:`kernel_head_dim` takes); GQA ratios share kernels.
+def backward_tile(
+    head_dim: int, deterministic: bool = False, features: Collection[str] = (), head_dim_v: int | None = None
+) -> BackwardTile:
+    """The backward's tile for head dims (any that :func:`kernel_head_dims` takes); GQA ratios share kernels.
 
     features: see codegen.spec.KernelSpec.
     """
-    native = kernel_head_dim(head_dim)
+    native = native_key(head_dim, head_dim_v)
     tile = BACKWARD_TILES[native]
+    if "window" in features and native in WINDOW_ROWS:
+        tile = replace(tile, tile_m=WINDOW_ROWS[native])
     if "softcap" in features and native in SOFTCAP_ROWS:
         tile = replace(tile, tile_m=SOFTCAP_ROWS[native]["window" in features])
     return replace(tile, deterministic=True) if deterministic else tile

@@ -148,6 +148,7 @@ def clears_ahead(head_dim: int) -> bool:
     return head_dim <= 128
 
 
-def partial_floats(head_dim: int, tile_n: int, cluster: int) -> int:
-    """Floats of a work item's partial sums of dK and dV, of a native head dim: [cluster, 2, tile_n * head_dim]."""
-    return cluster * 2 * tile_n * head_dim
+def partial_floats(head_dim: int, head_dim_v: int, tile_n: int, cluster: int) -> int:
+    """Floats of a work item's partial sums, of native head dims: for each CTA of dK [tile_n * head_dim], then of dV
+    [tile_n * head_dim_v]."""
+    return cluster * tile_n * (head_dim + head_dim_v)

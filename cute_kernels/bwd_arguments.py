@@ -23,9 +23,9 @@ class Loads(NamedTuple):
     """Tensors that the copy engine brings to shared memory."""
 
     Q: Load  # (T, D, H)
-    dO: Load  # (T, D, H)
+    dO: Load  # (T, Dv, H)
     K: Load  # (T, D, Hk)
-    V: Load  # (T, D, Hk)
+    V: Load  # (T, Dv, Hk)
     peer_K: Load | None  # (T, D, Hk), beyond head dim 128: K of the cluster's other CTA
 
 
@@ -34,7 +34,7 @@ class Global(NamedTuple):
 
     stats: cute.Tensor  # (H, query blocks, M * STAT_COLUMNS)
     dk: cute.Tensor  # (T, Hk, D / 2) as pairs of elements in 32 bits
-    dv: cute.Tensor  # (T, Hk, D / 2)
+    dv: cute.Tensor  # (T, Hk, Dv / 2)
     dq_acc: cute.Tensor  # (H * query blocks * M * D), sums of dQ
     partials: cute.Tensor  # partial sums of dK and dV
     locks: cute.Tensor
@@ -51,9 +51,9 @@ class Shared(NamedTuple):
     """Tensors in shared memory, and words of 32 bits."""
 
     K: cute.Tensor  # (N, k_columns)
-    V: cute.Tensor  # (N, D)
+    V: cute.Tensor  # (N, Dv)
     Q: cute.Tensor  # (M, D, stages)
-    dO: cute.Tensor  # (M, D, do_stages)
+    dO: cute.Tensor  # (M, Dv, do_stages)
     dS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
     dQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory
     peer_K: cute.Tensor | None  # (N, peer_columns), beyond

@@ -32,6 +32,7 @@ class BackwardContainment:
 
     dtype: type[cutlass.Numeric]
     head_dim: int
+    head_dim_v: int
     tile_m: int
     tile_n: int
     warp_groups: int
@@ -144,7 +145,7 @@ class BackwardContainment:
                     if const_expr(self.windowed):
                         visible = visible & (mask.position[m + m0] < mask.end_position[r])
                     if visible:
-                        for e in cutlass.range_constexpr(self.head_dim // 4):
+                        for e in cutlass.range_constexpr(self.head_dim_v // 4):
                             x = Float32(sdO[m, first + e // 2 * 8 + e % 2])
                             i = e // 2 * 4 + 2 * r + e % 2
                             acc_dV[i] = cutlass.select_(x - x != 0.0, acc_dV[i] + x, acc_dV[i])

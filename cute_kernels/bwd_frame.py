@@ -6,7 +6,7 @@ A CTA owns a block of keys of one KV head and walks over its query heads and the
 dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
 order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
 Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of the head dim.
-`bwd_narrow` (up to head dim 128) and `bwd_wide` (192 and 256) say how the products are laid out.
+`bwd_narrow` (up to head dim 128) and `bwd_wide` (192, also with values of 128, and 256) say how products are laid out.
 
 A CTA has three warp groups. Warp 0 is the producer (bwd_load), warps 1 to 3 assist with dQ, and the other two warp
 groups, warps 4 to 11 (`warp_id` 0 to 7), are the consumers, which issue the products (MMA warps). All of them go
@@ -27,7 +27,7 @@ empty barriers; "held up by" names what keeps its producer from running ahead:
                           group
     wide    P             1           4 MMA warps of the first one   (held up by dS: WidePipelines says why)
     wide    dS            2           4 MMA warps of the second one  (held up by peer_dS; without dQ by P)
-    wide    peer_dS       3           warp 3, and bytes of the peer  (held up by dO)
+    wide    peer_dS       3           warp 3, and bytes of the peer  (held up by dO; of 96 rows by Q too)
     wide    dq_order      2           see DqOrder; if deterministic
 
 Besides, warps wait at the cluster's barrier (set-up and end); at named barriers of the MMA warps, where these remove
@@ -82,14 +82,17 @@ def split_rows(head_dim: int) -> bool:
 class BackwardFrame(Producer, BackwardContainment, Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
-    Compiled once for a dtype and a native head dim; at run time any T, H, Hk (H a multiple), group count, strides, and
-    any head dim D <= head_dim that is a multiple of 8 (the copy engine reads columns past D as zeros).
+    Compiled once for a dtype and native head dims; at run time any T, H, Hk (H a multiple), group count, strides, and
+    any head dims D <= head_dim and Dv <= head_dim_v that are multiples of 8 (the copy engine reads columns past them as
+    zeros). Without head_dim_v the two are one, and Dv is D.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        q, dout: [T, H, D] fp16 or bf16. T >= 1.
-        k, v: [T, Hk, D], dtype of q.
+        q: [T, H, D] fp16 or bf16. T >= 1.
+        k: [T, Hk, D], dtype of q.
+        v: [T, Hk, Dv], dtype of q.
+        dout: [T, H, Dv], dtype of q.
         stats: [H, nm * tile_m * STAT_COLUMNS] bf16 from the preprocess, nm = ceil(T / tile_m).
-        dk, dv: [T, Hk, D], dtype of q, or [0] where not asked. Rows of items with partial sums are left
+        dk, dv: [T, Hk, D] and [T, Hk, Dv], dtype of q, or [0] where not asked. Rows of items with partial sums are left
             alone, all others written.
         dq_acc: [H * nm * tile_m * head_dim] fp32: unscaled dQ in the order of registers, of blocks that are added to;
             before, zeros from the preprocess, or anything where `clears_ahead`. May be empty where dQ is not asked.
@@ -108,6 +111,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim.
+        head_dim_v: that of v and dout, if it is another one.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
             left out.
         tile_m, tile_n, stages, cluster, heads_inside: see codegen.tiles.BackwardTile.
@@ -121,6 +125,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     """
 
     HEAD_DIMS: tuple[int, ...]
+    MIXED: tuple[tuple[int, int], ...] = ()  # head_dim and head_dim_v
     warp_groups = 2  # of MMA warps
     regs_load, regs_mma = 24, 240  # registers a thread of the first warp group, and of the MMA warps
 
@@ -137,11 +142,16 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         heads_inside: bool = False,
         deterministic: bool = False,
         features: tuple[str, ...] = (),
+        head_dim_v: int | None = None,
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
         if head_dim not in self.HEAD_DIMS:
             raise ValueError(f"head_dim is {head_dim}, expected {' or '.join(map(str, self.HEAD_DIMS))}")
+        self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        if (head_dim, self.head_dim_v) not in (*((d, d) for d in self.HEAD_DIMS), *self.MIXED):
+            allowed = [head_dim, *(of_v for of_qk, of_v in self.MIXED if of_qk == head_dim)]
+            raise ValueError(f"head_dim_v is {head_dim_v}, expected {' or '.join(map(str, allowed))}")
         if cluster not in (1, 2):
             raise ValueError(f"got clusters of {cluster}, expected 1 or 2")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
@@ -220,10 +230,10 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         """S^T and dP^T of one warp group."""
         raise NotImplementedError
 
-    def mma_dKV(self) -> cute.TiledMma:
-        """dV (64, D) += P^T dO of one warp group, and dK (64, D) += dS^T Q. P^T and dS^T come from registers."""
+    def mma_dKV(self, columns: int) -> cute.TiledMma:
+        """dV (64, Dv) += P^T dO of one warp group, or dK (64, D) += dS^T Q. P^T and dS^T come from registers."""
         K_major, MN_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        shape, source = (64, self.head_dim), warpgroup.OperandSource.RMEM
+        shape, source = (64, columns), warpgroup.OperandSource.RMEM
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, K_major, MN_major, Float32, (1, 1, 1), shape, source
         )
@@ -258,24 +268,25 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         words = 1 + self.item_words
         small = 2 * STAT_COLUMNS * self.tile_m * self.stages + KEYS_BYTES + 8 * self.num_bars + 4 * words
         small += 4 * BLOCK_WORDS * self.stages * self.windowed
-        keys = self.tile_n * (self.k_columns + self.head_dim + self.peer_columns)
-        rows = (self.stages + self.do_stages) * self.tile_m * self.head_dim
+        keys = self.tile_n * (self.k_columns + self.head_dim_v + self.peer_columns)
+        rows = (self.stages * self.head_dim + self.do_stages * self.head_dim_v) * self.tile_m
         probs = self.buffers * self.tile_m * self.tile_n
         return -(-small // 1024) * 1024 + 2 * (keys + rows + probs) + 4 * self.staged_floats
 
     def partial_floats(self) -> int:
-        """Floats of the partial sums of an item, dK and dV: [cluster, 2, tile_n * head_dim]."""
-        return partial_floats(self.head_dim, self.tile_n, self.cluster)
+        """Floats of the partial sums of an item: see abi.partial_floats."""
+        return partial_floats(self.head_dim, self.head_dim_v, self.tile_n, self.cluster)
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
         rows, heads, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
-        q, dout = (fakes.packed(self.dtype, rows, heads, dim) for _ in range(2))
-        k, v = (fakes.packed(self.dtype, rows, kv_heads, dim) for _ in range(2))
+        dim_v = dim if self.head_dim_v == self.head_dim else fakes.head_dim()
+        q, dout = (fakes.packed(self.dtype, rows, heads, of) for of in (dim, dim_v))
+        k, v = (fakes.packed(self.dtype, rows, kv_heads, of) for of in (dim, dim_v))
         absent = fakes.flat(self.dtype, cute.sym_int32())
         dk, dv = (
-            fakes.packed(self.dtype, rows, kv_heads, dim) if wanted else absent
-            for wanted in (self.want_dk, self.want_dv)
+            fakes.packed(self.dtype, rows, kv_heads, of) if wanted else absent
+            for wanted, of in ((self.want_dk, dim), (self.want_dv, dim_v))
         )
         stats = fake_stats(heads, self.tile_m)
         work = fakes.table(items.NUM_FIELDS)
@@ -290,11 +301,11 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         self,
         q: cute.Tensor,  # (T, H, D)
         k: cute.Tensor,  # (T, Hk, D)
-        v: cute.Tensor,  # (T, Hk, D)
-        dout: cute.Tensor,  # (T, H, D)
+        v: cute.Tensor,  # (T, Hk, Dv)
+        dout: cute.Tensor,  # (T, H, Dv)
         stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dk: cute.Tensor,  # (T, Hk, D)
-        dv: cute.Tensor,  # (T, Hk, D)
+        dv: cute.Tensor,  # (T, Hk, Dv)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
         partials: cute.Tensor,  # (n * partial_floats)
         locks: cute.Tensor,  # (lock_words(H * nm))
@@ -320,15 +331,19 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         M, N = self.tile_m, self.tile_n
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_rows = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        rows, row_layout = (M, self.head_dim), cute.select(self.layout_Q(), mode=[0, 1])
-        Q = Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(q), row_layout, rows, self.cluster))
-        dO = Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(dout), row_layout, rows, self.cluster))
+        Q, dO = [
+            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(x), layout, (M, columns), self.cluster))
+            for x, layout, columns in (
+                (q, cute.select(self.layout_Q(), mode=[0, 1]), self.head_dim),
+                (dout, cute.select(self.layout_dO(), mode=[0, 1]), self.head_dim_v),
+            )
+        ]
         K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_K(), (N, self.k_columns)))
         peer_K = None
         if self.peer_columns:
             shape = (N, self.peer_columns)
             peer_K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_peer_K(), shape))
-        V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(v), self.layout_V(), (N, self.head_dim)))
+        V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(v), self.layout_V(), (N, self.head_dim_v)))
         dk = as_pairs(g.dk) if self.want_dk else g.dk
         dv = as_pairs(g.dv) if self.want_dv else g.dv
         self.kernel(
@@ -359,7 +374,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         return cute.tile_to_shape(atom, (self.tile_n, self.k_columns), (0, 1))
 
     def layout_V(self) -> cute.ComposedLayout:
-        return cute.tile_to_shape(self.row_atom(self.head_dim), (self.tile_n, self.head_dim), (0, 1))
+        return cute.tile_to_shape(self.row_atom(self.head_dim_v), (self.tile_n, self.head_dim_v), (0, 1))
 
     def layout_peer_K(self) -> cute.ComposedLayout:
         atom = self.row_atom(self.peer_columns, self.head_dim)
@@ -369,7 +384,8 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         return cute.tile_to_shape(self.row_atom(self.head_dim), (self.tile_m, self.head_dim, self.stages), (0, 1, 2))
 
     def layout_dO(self) -> cute.ComposedLayout:
-        return cute.tile_to_shape(self.row_atom(self.head_dim), (self.tile_m, self.head_dim, self.do_stages), (0, 1, 2))
+        shape = self.tile_m, self.head_dim_v, self.do_stages
+        return cute.tile_to_shape(self.row_atom(self.head_dim_v), shape, (0, 1, 2))
 
     def layout_dS(self) -> cute.ComposedLayout:
         """Keys are contiguous."""

@@ -20,6 +20,7 @@ class Producer(Clustered):
     tile_m: int
     tile_n: int
     head_dim: int
+    head_dim_v: int
     k_columns: int
     peer_columns: int
     want_dq: bool
@@ -38,7 +39,7 @@ class Producer(Clustered):
             self.load_tile(loads.peer_K, item.kv_head, first, s.peer_K, self.peer_columns, p.K, arrive=False)
         self.load_tile(loads.K, item.kv_head, (item.key, 0), s.K, self.k_columns, p.K)
         if const_expr(self.want_dp):
-            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, self.head_dim, p.V)
+            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, self.head_dim_v, p.V)
 
     @cute.jit
     def load_queries(
@@ -106,13 +107,14 @@ class Producer(Clustered):
         load: Load,
         h: Int32,
         m_block: Int32,
-        target: cute.Tensor,  # (M, D, stages)
+        target: cute.Tensor,  # (M, D or Dv, stages)
         pipeline: Pipeline,
         stage: Stage,
         extra_bytes: int,  # that come on the same barrier
     ) -> None:
         """A block of Q or dO of one head; each CTA of the cluster brings its part to all."""
         pipeline.producer_acquire(stage)
-        pipeline.producer_expect(stage, self.tile_m * self.head_dim * 2 + extra_bytes)
-        block = cute.local_tile(load.tensor[None, None, h], (self.tile_m, self.head_dim), (m_block, 0))
+        columns = cute.size(target, mode=[1])
+        pipeline.producer_expect(stage, self.tile_m * columns * 2 + extra_bytes)
+        block = cute.local_tile(load.tensor[None, None, h], (self.tile_m, columns), (m_block, 0))
         self.multicast(load.atom, block, target, pipeline, stage)

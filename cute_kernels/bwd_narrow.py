@@ -185,7 +185,7 @@ class NarrowBackward(NarrowDq):
             layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, D), (0, 1))
             sK = cute.make_tensor(s.K.iterator, layout.outer)
         column_tile, rows_tile = (0, wg) if split_rows(D) else (wg, 0)
-        mma_S, mma_dKV, mma_dQ = self.mma_S(), self.mma_dKV(), self.mma_dQ()
+        mma_S, mma_dKV, mma_dQ = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dQ()
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
         sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
         sdS = cute.local_tile(s.dS, (self.dq_rows, N), (rows_tile, 0, None))
@@ -486,7 +486,7 @@ class NarrowBackward(NarrowDq):
 
     def dKV_operand(self, rows: int) -> cute.Tensor:
         """Registers of P^T or dS^T (64 keys, rows) in 16 bits."""
-        return cute.make_rmem_tensor(self.mma_dKV().partition_shape_A((64, rows)), self.dtype)
+        return cute.make_rmem_tensor(self.mma_dKV(self.head_dim).partition_shape_A((64, rows)), self.dtype)
 
     @cute.jit
     def finish_previous_dq(self, p: NarrowPipelines, x: Operands, acc_dQ: cute.Tensor, it: Int32) -> None:

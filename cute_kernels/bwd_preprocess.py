@@ -1,7 +1,7 @@
 """Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query row, zeros."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,10 +29,10 @@ class BackwardPreprocess:
     """-lse / softmax_scale and -dpsum of each query row, as columns of an operand of the main kernel (bwd_stats); its
     locks and counter, and dq_acc unless it clears that itself, set to zero.
 
-    Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim D <= head_dim.
+    Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim Dv <= head_dim_v.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        out, dout: [T, H, D] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
+        out, dout: [T, H, Dv] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
         stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): `bwd_stats.stat_columns` of each row; rows
             past T say that P and dpsum are 0. Every element is written.
@@ -45,6 +45,7 @@ class BackwardPreprocess:
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel.
+        head_dim_v: that of out and dout, if it is another one.
         tile_m: query rows a block, a multiple of 16.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. dV alone needs no dpsum: it is 0 (or
             NaN, as below).
@@ -58,6 +59,7 @@ class BackwardPreprocess:
         tile_m: int,
         gradients: str = "qkv",
         features: tuple[str, ...] = (),
+        head_dim_v: int | None = None,
     ) -> None:
         if tile_m % 16 or tile_m > THREADS:
             raise ValueError(f"tile_m is {tile_m}, expected a multiple of 16 up to {THREADS}")
@@ -65,7 +67,7 @@ class BackwardPreprocess:
         self.sinks, self.dlse = "sinks" in features, "dlse" in features
         self.clear = "q" in gradients and not clears_ahead(head_dim)
         self.want_dpsum = gradients != "v" or self.sinks
-        self.lanes = 1 << (head_dim // VECTOR - 1).bit_length()  # threads a row, at most a warp
+        self.lanes = 1 << ((head_dim_v or head_dim) // VECTOR - 1).bit_length()  # threads a row, at most a warp
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -78,8 +80,8 @@ class BackwardPreprocess:
     @cute.jit
     def __call__(
         self,
-        out: cute.Tensor,  # (T, H, D)
-        dout: cute.Tensor,  # (T, H, D)
+        out: cute.Tensor,  # (T, H, Dv)
+        dout: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
@@ -208,8 +210,8 @@ class FeaturedPreprocess(BackwardPreprocess):
     @cute.jit
     def __call__(
         self,
-        out: cute.Tensor,  # (T, H, D)
-        dout: cute.Tensor,  # (T, H, D)
+        out: cute.Tensor,  # (T, H, Dv)
+        dout: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
         dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
@@ -224,8 +226,8 @@ class FeaturedPreprocess(BackwardPreprocess):
 
 
 def preprocess_kernel(
-    dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int, gradients: str = "qkv", features: tuple[str, ...] = ()
+    dtype: type[cutlass.Numeric], head_dim: int, *, features: tuple[str, ...] = (), **options: Any
 ) -> BackwardPreprocess:
     """The kernel for these; arguments and errors as of :class:`BackwardPreprocess`."""
     kernel = FeaturedPreprocess if features else BackwardPreprocess
-    return kernel(dtype, head_dim, tile_m=tile_m, gradients=gradients, features=features)
+    return kernel(dtype, head_dim, features=features, **options)

@@ -75,6 +75,7 @@ class Results(Windows):
 
     dtype: type[cutlass.Numeric]
     head_dim: int
+    head_dim_v: int
     tile_m: int
     tile_n: int
 
@@ -114,11 +115,11 @@ class Results(Windows):
         """Write dK and dV, or their partial sums where the item is split.
 
         Args:
-            results: accumulators (64 keys x D), the tensors that they belong to, and 0 (dK) or 1 (dV).
+            results: accumulators (64 keys x D or Dv), the tensors that they belong to, and 0 (dK) or 1 (dV).
             row: the thread's keys are `row` and `row` + 8 of the CTA's.
             first_partial: see there; where it is not given, split items alone compute it.
         """
-        size = self.tile_n * self.head_dim
+        size = self.tile_n * self.head_dim  # dV's sums lie behind those of dK
         if end.partial < 0:
             for acc, out, _ in results:
                 self.store_rows(acc, out, end.kv_head, end.key + row, end.key_end)
@@ -133,24 +134,24 @@ class Results(Windows):
 
     def first_partial(self, partial: Int32) -> Int64:
         """Where this CTA's partial sums begin."""
-        return Int64(partial) * self.partial_floats() + self.rank() * (2 * self.tile_n * self.head_dim)
+        return Int64(partial) * self.partial_floats() + self.rank() * (self.tile_n * (self.head_dim + self.head_dim_v))
 
     def partial_floats(self) -> int:
         """Floats of the partial sums of an item."""
         raise NotImplementedError
 
     def store_rows(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> out (T, Hk, D/2 pairs): this thread's keys are n and n + 8."""
+        """acc (64 keys x D or Dv) of one warp group -> out, in pairs: this thread's keys are n and n + 8."""
         rows = rows_of(out, kv_head, n, key_end)
-        for c in range(0, self.head_dim // 8, 4):
+        for c in range(0, cute.size(acc) // 4, 4):
             store_chunks(part(acc, 4 * c, 16), self.dtype, rows, Int32(c), out.shape[2])
 
     def store_partial(self, acc: cute.Tensor, partial: cute.Pointer, row: Int32) -> None:
-        """acc (64 keys x D) of one warp group -> partial sums, as it lies in registers: [16 keys][chunk][lane][4] fp32.
+        """acc (64 keys x D or Dv) of one warp group -> partial sums, as it lies in registers.
 
-        This thread's first key is `row`.
+        In fp32: [16 keys][chunk][lane][4]. This thread's first key is `row`.
         """
-        chunks = self.head_dim // 8
+        chunks = cute.size(acc) // 4
         own = (partial + (row // 16 * (chunks * 128) + cute.arch.lane_idx() * 4)).align(16)
         dst = cute.make_tensor(own, cute.make_layout((4, chunks), stride=(1, 128)))
         for c in range(chunks):

@@ -1,4 +1,4 @@
-"""Attention backward for head dims 192 and 256: two MMA warp groups with different work, and clusters that share dQ.
+"""Attention backward for head dims 192 (also with values of 128) and 256: clusters share dQ, warp groups divide work.
 
 The first warp group makes S, P and dV of the CTA's 64 keys, the second one dP, dS and dK; P and dS feed dV and dK from
 registers. Neither waits for a product of the other's, and the tensor cores always have one of them to work for.
@@ -93,17 +93,18 @@ class Operands(NamedTuple):
     """Operands in shared memory, and a warp group's accumulators."""
 
     mma_S: cute.TiledMma
-    mma_dKV: cute.TiledMma
+    mma_dK: cute.TiledMma
+    mma_dV: cute.TiledMma
     K: cute.Tensor  # (MMA, 1, D/16), of S^T
-    V: cute.Tensor  # (MMA, 1, D/16), of dP^T
+    V: cute.Tensor  # (MMA, 1, Dv/16), of dP^T
     Q: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
-    dO: cute.Tensor  # (MMA, 1, D/16, do_stages), of dP^T
+    dO: cute.Tensor  # (MMA, 1, Dv/16, do_stages), of dP^T
     Qt: cute.Tensor  # (MMA, 1, M/16, stages), of dK
     dOt: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
     stats: Statistics
     P: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
-    acc: cute.Tensor | None = None  # (64, D) dV, or dK
+    acc: cute.Tensor | None = None  # (64, Dv) dV, or (64, D) dK
     cap: Softcap | None = None
     dq: DqOperands | None = None
 
@@ -112,6 +113,7 @@ class WideBackward(BackwardFrame):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (192, 256)
+    MIXED = ((192, 128),)
 
     def check_tile(self) -> None:
         if self.tile_n != 64 or self.cluster != 2 or self.stages != 2 or self.heads_inside:
@@ -134,7 +136,12 @@ class WideBackward(BackwardFrame):
         """P; dS of this CTA, which is read until the other CTA has released a block of dO; dS of the other CTA."""
         # dS of this CTA is written after the wait for dO of its step. So both CTAs have released dO of the step before,
         # which their first warp groups do after dQ of two steps back: its copy to the other CTA is over as well.
-        return 1 + (self.do_stages + 1) + 3
+        return 1 + (self.do_stages + 1) + self.peer_buffers
+
+    @property
+    def peer_buffers(self) -> int:
+        """Buffers of the other CTA's dS: three, or two to make room for 96 rows. `exchange_dS` waits for more then."""
+        return 3 if self.tile_m <= 80 else 2
 
     def own_dS(self, it: Int32) -> Int32:
         """Buffer of this CTA's dS of step `it`."""
@@ -142,7 +149,7 @@ class WideBackward(BackwardFrame):
 
     def peer_dS(self, it: Int32) -> Int32:
         """Buffer of the other CTA's dS of step `it`."""
-        return self.buffers - 3 + it % 3
+        return self.buffers - self.peer_buffers + it % self.peer_buffers
 
     @property
     def smem_order(self) -> tuple[str, ...]:
@@ -224,13 +231,18 @@ class WideBackward(BackwardFrame):
         """This CTA's dS of every step to the other CTA.
 
         Its buffer there is free: dO of this step is here, so both CTAs have released the block before in that stage,
-        and then they were done with dQ of three steps back.
+        and then they were done with dQ of three steps back; their first warp groups even with dQ of two steps back.
+        Where there are two buffers, the second warp groups must be as well: they release Q of a step after that. The
+        barrier cannot be a phase ahead: Q of the next step is released after dQ of this one, for which the other CTA
+        waits for this copy.
         """
         if const_expr(not self.want_dq):
             return
         steps, num_bytes = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
         for it in cutlass.range(0, steps, 1, unroll=1):
             p.dS.wait(it)
+            if const_expr(self.peer_buffers == 2):
+                p.Q.producer_acquire(p.Q.stage(it + 1))  # Q of the step before is released
             bar = p.peer_dS.full[p.peer_dS.stage(it).index]
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
@@ -246,14 +258,15 @@ class WideBackward(BackwardFrame):
         x = self.operands(s, tid)
         mask = self.mask_of(g, item, item.key, warp_id)
         mask = self.await_keys(s, p, mask)
-        acc = cute.make_rmem_tensor(x.mma_dKV.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
+        acc = cute.make_rmem_tensor(x.mma_dK.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
         acc.fill(0.0)
+        acc_dV = self.of_values(x, acc)
         scale_log2 = scale * math.log2(math.e)
         if const_expr(self.softcap):
             x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
         steps = (item.block_end - item.block_begin) * heads_per_kv
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
-        values, keys = [x._replace(acc=acc, dq=self.dq_operands(g, s, i, tid)) for i in range(2)]
+        values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
         if wg == 0:
             self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
         else:
@@ -265,26 +278,33 @@ class WideBackward(BackwardFrame):
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.mark_keys(acc, s.V, row)
-                self.store_keys(((acc, g.dv, 1),), g.partials, end, row, first_partial)
+                    self.mark_keys(acc_dV, s.V, row)
+                self.store_keys(((acc_dV, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
                 for e in cutlass.range_constexpr(cute.size(acc)):
                     acc[e] = acc[e] * scale
                 self.store_keys(((acc, g.dk, 0),), g.partials, end, row, first_partial)
 
+    def of_values(self, x: Operands, acc: cute.Tensor) -> cute.Tensor:
+        """Of registers for dV or dK, those of dV."""
+        if self.head_dim_v == self.head_dim:
+            return acc
+        return cute.make_tensor(acc.iterator, cute.make_layout(x.mma_dV.partition_shape_C((64, self.head_dim_v))))
+
     def operands(self, s: Shared, tid: Int32) -> Operands:
-        mma_S, mma_dKV = self.mma_S(), self.mma_dKV()
-        thr_S, thr_dKV = mma_S.get_slice(0), mma_dKV.get_slice(0)
+        mma_S, mma_dK, mma_dV = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dKV(self.head_dim_v)
+        thr_S, thr_dK, thr_dV = mma_S.get_slice(0), mma_dK.get_slice(0), mma_dV.get_slice(0)
         return Operands(
             mma_S=mma_S,
-            mma_dKV=mma_dKV,
+            mma_dK=mma_dK,
+            mma_dV=mma_dV,
             K=mma_S.make_fragment_A(thr_S.partition_A(s.K)),
             V=mma_S.make_fragment_A(thr_S.partition_A(s.V)),
             Q=mma_S.make_fragment_B(thr_S.partition_B(s.Q)),
             dO=mma_S.make_fragment_B(thr_S.partition_B(s.dO)),
-            Qt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.Q))),
-            dOt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.dO))),
+            Qt=mma_dK.make_fragment_B(thr_dK.partition_B(self.transposed(s.Q))),
+            dOt=mma_dV.make_fragment_B(thr_dV.partition_B(self.transposed(s.dO))),
             stats=Statistics.of(s.stats, s.stat_keys, 0, self.tile_m),
             dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.dS)),
             P=self.P_of_thread(s, tid),
@@ -380,7 +400,7 @@ class WideBackward(BackwardFrame):
         if self.softcap:
             to_tanh(acc_S, x.cap)
         self.mask(acc_S, m_block * self.tile_m, mask)
-        shape = x.mma_dKV.partition_shape_A((64, self.tile_m))
+        shape = x.mma_dV.partition_shape_A((64, self.tile_m))
         tP = cute.make_rmem_tensor(shape, self.dtype)
         passed = tP  # to the other warp group, for dS
         if self.softcap:
@@ -406,7 +426,7 @@ class WideBackward(BackwardFrame):
             self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
         if self.want_dv:
-            gemm(x.mma_dKV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
+            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -444,7 +464,7 @@ class WideBackward(BackwardFrame):
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
             of_block = stage.index, do_stage.index, m_block * self.tile_m
             self.contain(mask, s, *of_block, acc_dP=acc_dP, remove_from=("Q",) if self.want_dk else (), wg=1)
-            tdS = cute.make_rmem_tensor(x.mma_dKV.partition_shape_A((64, self.tile_m)), self.dtype)
+            tdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
                 cute.autovec_copy(x.P[None, c], prob)
@@ -457,7 +477,7 @@ class WideBackward(BackwardFrame):
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
         if self.want_dk:
-            gemm(x.mma_dKV, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
+            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
             self.add_dq(g, p, x, it - 1, previous)

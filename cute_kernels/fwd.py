@@ -62,9 +62,9 @@ class State(NamedTuple):
     tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
     tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
     tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
-    acc_O: cute.Tensor  # (64, D), D/2 R
+    acc_O: cute.Tensor  # (64, Dv), Dv/2 R
     rows: Rows
-    sV: cute.Tensor  # (N, D, stages)
+    sV: cute.Tensor  # (N, Dv, stages)
     pipes: Pipelines
     bounds: cute.Tensor | PathBounds  # what the mask reads
     scale_log2: Float32
@@ -93,9 +93,9 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         )
 
     def mma_pv(self) -> cute.TiledMma:
-        """O (64, D) += P (64, N) V"""
+        """O (64, Dv) += P (64, N) V"""
         P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim)
+        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim_v)
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
         )
@@ -104,13 +104,13 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         """The state before the first block of a tile, whose Q is in `place`."""
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (D, N, stages)
+        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
         tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, place]
         tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(s.K))
         tOrP = cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype)
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim)), Float32)
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim_v)), Float32)
         for registers, initial in ((acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
             registers.fill(initial)
         scale_log2, cap_factor = self.scale(g) * math.log2(math.e), self.cap_factor(g)
@@ -170,7 +170,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             first, step = first_and_step(self.cluster)
             fields = g.work[g.schedule[first + n * step, 0], None]
             self.contain(state.acc_O, state.rows.scale, state.rows.token, g, fields, part)
-        self.store(state.acc_O, state.rows.scale, atoms.O, g, s.Q[None, None, place], part)
+        self.store(state.acc_O, state.rows.scale, atoms.O, g, self.output_tile(s.Q[None, None, place]), part)
         return it
 
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
@@ -345,7 +345,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             V.consumer_wait(stage)
             width = cute.size(self.smem_atom(), mode=[1]) // 2  # of a swizzle, in 32-bit words; it keeps to its row
             units, rows = width // 4, self.tile_n  # a thread clears 16 bytes at a time
-            chunks = self.head_dim // 2 // width
+            chunks = self.head_dim_v // 2 // width
             layout = cute.make_layout((4, units, rows, chunks), stride=(1, 4, width, rows * width))
             tile = cute.make_tensor(cute.recast_ptr(state.sV[None, None, stage.index].iterator, dtype=Int32), layout)
             zero = cute.make_rmem_tensor(4, Int32)
@@ -377,7 +377,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         row_lse: cute.Tensor,  # (2)
         tma_O: cute.CopyAtom,
         g: Global,
-        sO: cute.Tensor,  # (64, D), where Q was
+        sO: cute.Tensor,  # (64, Dv), where Q was
         part: Part,
     ) -> None:
         """lse, and O by the copy engine, or by the threads where the tile ends within the warp group's box."""
@@ -396,7 +396,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
             if part.thread.warp_id % 4 == 0:
-                tOs, tOg = self.partition(tma_O, sO, self.box(g.O, part.head_group, token))
+                box = self.box(g.O, self.head_dim_v, part.head_group, token)
+                tOs, tOg = self.partition(tma_O, sO, self.head_dim_v, box)
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()
         values = cute.recast_tensor(tOrO, Int32)

@@ -33,7 +33,7 @@ class ForwardContainment(ForwardFrame):
     @cute.jit
     def contain(
         self,
-        acc_O: cute.Tensor,  # (64, D) of one warp group, normalized
+        acc_O: cute.Tensor,  # (64, Dv) of one warp group, normalized
         lse: cute.Tensor,  # (2)
         token: cute.Tensor,  # (2) packed row of each of the thread's query rows
         g: Global,
@@ -72,8 +72,8 @@ class ForwardContainment(ForwardFrame):
         kv_head: Int32,
     ) -> None:
         """Row r of O += p * V of one key, if the row sees it. The four threads of a row share the score."""
-        chunks, score = cute.size(acc_O) // 4, Float32(0.0)
-        for c in cutlass.range(0, chunks, 1, unroll=1):
+        score = Float32(0.0)
+        for c in cutlass.range(0, self.head_dim // 8, 1, unroll=1):
             q, k = self.columns(g.q, query.token, query.head, c), self.columns(g.k, key, kv_head, c)
             score += q[0] * k[0] + q[1] * k[1]
         score = cute.arch.warp_reduction_sum(score, threads_in_group=4)
@@ -81,7 +81,7 @@ class ForwardContainment(ForwardFrame):
             score = capped(score, self.cap_factor(g))
         if visible:
             p = cute.math.exp2((score * self.scale(g) - query.lse) * math.log2(math.e), fastmath=True)
-            for c in cutlass.range_constexpr(chunks):
+            for c in cutlass.range_constexpr(cute.size(acc_O) // 4):
                 value = self.columns(g.v, key, kv_head, c)
                 for j in cutlass.range_constexpr(2):
                     acc_O[4 * c + 2 * r + j] = acc_O[4 * c + 2 * r + j] + p * value[j]

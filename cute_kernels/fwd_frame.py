@@ -60,8 +60,8 @@ class Arguments(NamedTuple):
 
     q: cute.Tensor  # (T, H, D)
     k: cute.Tensor  # (T, Hk, D)
-    v: cute.Tensor  # (T, Hk, D)
-    out: cute.Tensor  # (T, H, D)
+    v: cute.Tensor  # (T, Hk, Dv)
+    out: cute.Tensor  # (T, H, Dv)
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
@@ -75,12 +75,12 @@ class Global(NamedTuple):
 
     Q: cute.Tensor  # ((packed_heads, T), D, head groups)
     K: cute.Tensor  # (T, D, Hk)
-    V: cute.Tensor  # (T, D, Hk)
-    O: cute.Tensor  # ((packed_heads, T), D, head groups)
+    V: cute.Tensor  # (T, Dv, Hk)
+    O: cute.Tensor  # ((packed_heads, T), Dv, head groups)
     q: cute.Tensor  # (T, H, D)
     k: cute.Tensor  # (T, Hk, D)
-    v: cute.Tensor  # (T, Hk, D)
-    pairs: cute.Tensor  # (T, H, D / 2), out as pairs of elements in 32 bits
+    v: cute.Tensor  # (T, Hk, Dv)
+    pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
@@ -154,9 +154,9 @@ class Pipelines(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory."""
 
-    Q: cute.Tensor  # (64, D, q_places), and O
+    Q: cute.Tensor  # (64, D, q_places), and O in its first Dv columns
     K: cute.Tensor  # (N, D, stages)
-    V: cute.Tensor  # (N, D, stages)
+    V: cute.Tensor  # (N, Dv, stages)
     pipes: Pipelines
     item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, head group, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
@@ -181,14 +181,15 @@ class Part(NamedTuple):
 class ForwardFrame(Clustered):
     """out = softmax(scale Q K^T, masked) V and its log-sum-exp; query q sees key k iff k <= q < visible_end[k].
 
-    Compiled once for a dtype, a native head dim and a number of packed heads; at run time any T, H, Hk, group count,
-    strides, and any head dim D <= head_dim that is a multiple of 8 (the copy engine reads columns past D as zeros and
-    drops them on the way out).
+    Compiled once for a dtype, native head dims and a number of packed heads; at run time any T, H, Hk, group count,
+    strides, and any head dims D <= head_dim and Dv <= head_dim_v that are multiples of 8 (the copy engine reads columns
+    past them as zeros and drops them on the way out). Without head_dim_v the two are one, and Dv is D.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         q: [T, H, D] fp16 or bf16. H a multiple of Hk * packed_heads. T >= 1.
-        k, v: [T, Hk, D], dtype of q.
-        out: [T, H, D], dtype of q. Every element is written.
+        k: [T, Hk, D], dtype of q.
+        v: [T, Hk, Dv], dtype of q.
+        out: [T, H, Dv], dtype of q. Every element is written.
         lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
         work: [n, 8] int32, the tiles of `dualkv.ops.plan.forward` for this kernel's tile (fields: abi.ForwardFields).
         schedule: [n * H / packed_heads, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched:
@@ -211,6 +212,7 @@ class ForwardFrame(Clustered):
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim, a multiple of 32 up to 256.
+        head_dim_v: that of v and out, likewise, if it is another one; not above head_dim.
         packed_heads: query heads of one KV head in a tile, 1 to 16.
         tile_n, warp_groups, stages, cluster: see codegen.tiles.ForwardTile.
         features: see codegen.spec.KernelSpec.
@@ -234,11 +236,15 @@ class ForwardFrame(Clustered):
         stages: int = 2,
         cluster: int = 2,
         features: tuple[str, ...] = (),
+        head_dim_v: int | None = None,
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
         if head_dim % 32 or not 32 <= head_dim <= 256:
             raise ValueError(f"head_dim is {head_dim}, expected a multiple of 32 from 32 to 256")
+        self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        if self.head_dim_v % 32 or not 32 <= self.head_dim_v <= head_dim:  # O takes Q's place
+            raise ValueError(f"head_dim_v is {head_dim_v}, expected a multiple of 32 from 32 to head_dim {head_dim}")
         if not 1 <= packed_heads <= 16:
             raise ValueError(f"packed_heads is {packed_heads}, expected 1 to 16")
         if tile_n % 16 or not 16 <= tile_n <= 256:
@@ -272,8 +278,9 @@ class ForwardFrame(Clustered):
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
         rows, heads, kv_heads, dim = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), fakes.head_dim()
-        q, out = [fakes.packed(self.dtype, rows, heads, dim) for _ in range(2)]
-        k, v = [fakes.packed(self.dtype, rows, kv_heads, dim) for _ in range(2)]
+        dim_v = dim if self.head_dim_v == self.head_dim else fakes.head_dim()
+        q, out = [fakes.packed(self.dtype, rows, heads, of) for of in (dim, dim_v)]
+        k, v = [fakes.packed(self.dtype, rows, kv_heads, of) for of in (dim, dim_v)]
         lse, segment_begin = fakes.by_head(Float32, heads, rows), fakes.flat(Int32, rows)
         work, schedule = fakes.table(ForwardFields.NUM_FIELDS, align=16), fakes.table(2, align=8)
         numbers = Float32(0.0), Int32(0), fakes.stream()
@@ -291,8 +298,8 @@ class ForwardFrame(Clustered):
         self,
         q: cute.Tensor,  # (T, H, D)
         k: cute.Tensor,  # (T, Hk, D)
-        v: cute.Tensor,  # (T, Hk, D)
-        out: cute.Tensor,  # (T, H, D)
+        v: cute.Tensor,  # (T, Hk, Dv)
+        out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, 8)
         schedule: cute.Tensor,  # (n * head groups, 2)
@@ -307,17 +314,23 @@ class ForwardFrame(Clustered):
         self.launch(arguments, softmax_scale, num_sms, stream)
 
     def launch(self, x: Arguments, softmax_scale: Float32, num_sms: Int32, stream: cuda.CUstream) -> None:
-        q_smem = cute.make_composed_layout(self.q_layout().inner, 0, self.rows_layout())
-        q_box = ((self.packed_heads, self.tokens_wg), self.head_dim)
-        kv_smem, kv_box = cute.select(self.kv_layout(), mode=[0, 1]), (self.tile_n, self.head_dim)
+        swizzle, rows = self.smem_atom().inner, (self.packed_heads, self.tokens_wg)
+        q_smem, o_smem = [
+            cute.make_composed_layout(swizzle, 0, self.rows_layout(columns))
+            for columns in (self.head_dim, self.head_dim_v)
+        ]
+        k_smem, v_smem = [
+            cute.select(self.kv_layout(columns), mode=[0, 1]) for columns in (self.head_dim, self.head_dim_v)
+        ]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(x.q), q_smem, q_box)
-        tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(x.out), q_smem, q_box)
-        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.k), kv_smem, kv_box, self.cluster)
-        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.v), kv_smem, kv_box, self.cluster)
+        K_box, V_box = (self.tile_n, self.head_dim), (self.tile_n, self.head_dim_v)
+        tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(x.q), q_smem, (rows, self.head_dim))
+        tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(x.out), o_smem, (rows, self.head_dim_v))
+        tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.k), k_smem, K_box, self.cluster)
+        tma_V, gV = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.v), v_smem, V_box, self.cluster)
         pairs_layout = cute.make_layout(
-            (x.q.shape[0], x.q.shape[1], x.q.shape[2] // 2), stride=(x.out.stride[0] // 2, x.out.stride[1] // 2, 1)
+            (x.q.shape[0], x.q.shape[1], x.out.shape[2] // 2), stride=(x.out.stride[0] // 2, x.out.stride[1] // 2, 1)
         )
         pairs = cute.make_tensor(cute.recast_ptr(x.out.iterator, dtype=Int32), pairs_layout)
         tables = x.lse, x.work, x.schedule, x.bounds, x.regions, x.features.sinks, x.features.softcap
@@ -348,36 +361,44 @@ class ForwardFrame(Clustered):
         """Q and O, K and V stages, mbarriers, `item` and `recompute`, alignment."""
         barriers = MbarrierAllocator()
         self.pipelines(barriers, q_places)
-        rows = q_places * WG_ROWS + 2 * self.stages * self.tile_n
+        elements = q_places * WG_ROWS * self.head_dim
+        elements += self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
         numbers = q_places * self.item_fields + 1 + RECOMPUTE_WORDS
-        return rows * self.head_dim * 2 + barriers.num_bars * 8 + numbers * 4 + 1024
+        return elements * 2 + barriers.num_bars * 8 + numbers * 4 + 1024
 
     def smem_atom(self) -> cute.ComposedLayout:
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.head_dim)
+        """The widest swizzle for rows of all tiles."""
+        columns = math.gcd(self.head_dim, self.head_dim_v)
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
         return warpgroup.make_smem_layout_atom(kind, self.dtype)
 
     def q_layout(self) -> cute.ComposedLayout:
-        """(64, D, q_places), of Q and O in shared memory."""
+        """(64, D, q_places), of Q in shared memory."""
         shape = (WG_ROWS, self.head_dim, self.q_places)
         return cute.tile_to_shape(self.smem_atom(), shape, (0, 1, 2))
 
-    def kv_layout(self) -> cute.ComposedLayout:
-        """(N, D, stages), of K and V in shared memory."""
-        return cute.tile_to_shape(self.smem_atom(), (self.tile_n, self.head_dim, self.stages), (0, 1, 2))
+    def output_tile(self, q_tile: cute.Tensor) -> cute.Tensor:
+        """The (64, Dv) tile of O in the place of Q, a (64, D) tile."""
+        if self.head_dim_v == self.head_dim:
+            return q_tile
+        layout = cute.tile_to_shape(self.smem_atom(), (WG_ROWS, self.head_dim_v), (0, 1))
+        return cute.make_tensor(q_tile.iterator, layout.outer)
 
-    def rows_layout(self) -> cute.Layout:
+    def kv_layout(self, columns: int) -> cute.ComposedLayout:
+        """(N, D or Dv, stages), of K or V in shared memory."""
+        return cute.tile_to_shape(self.smem_atom(), (self.tile_n, columns, self.stages), (0, 1, 2))
+
+    def rows_layout(self, columns: int) -> cute.Layout:
         """The rows in use of a 64-row tile as the copy engine sees them: chunks of a swizzle's width, rows within."""
         width = cute.size(self.smem_atom(), mode=[1])
-        return cute.make_layout((self.rows_wg, (width, self.head_dim // width)), stride=(width, (1, WG_ROWS * width)))
+        return cute.make_layout((self.rows_wg, (width, columns // width)), stride=(width, (1, WG_ROWS * width)))
 
     @cute.jit
     def allocate(self) -> tuple[Shared, MbarrierAllocator]:
         """Shared memory, and the mbarriers of its pipelines."""
         allocator = SmemAllocator()
-        q_layout, kv_layout = self.q_layout(), self.kv_layout()
-        sQ = allocator.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
-        sK = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        sV = allocator.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
+        layouts = self.q_layout(), self.kv_layout(self.head_dim), self.kv_layout(self.head_dim_v)
+        sQ, sK, sV = [allocator.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts]
         counted = MbarrierAllocator()
         self.pipelines(counted, self.q_places)
         barriers = MbarrierAllocator(allocator.allocate_array(cutlass.Int64, counted.num_bars))
@@ -500,14 +521,16 @@ class ForwardFrame(Clustered):
         """Whether the thread's row r is a query's; the others hold anything and are not stored."""
         return (part.thread.row + 8 * r < self.rows_wg) & (self.token(part, r) < part.tile.row_end)
 
-    def box(self, x: cute.Tensor, head_group: Int32, token: Int32) -> cute.Tensor:
-        """The ((packed_heads, tokens_wg), D) box of q or out that starts at `token`."""
-        tile = ((self.packed_heads, self.tokens_wg), self.head_dim)
+    def box(self, x: cute.Tensor, columns: int, head_group: Int32, token: Int32) -> cute.Tensor:
+        """The ((packed_heads, tokens_wg), D or Dv) box of q or out that starts at `token`."""
+        tile = ((self.packed_heads, self.tokens_wg), columns)
         return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, head_group]), tile, ((0, 0), 0))
 
-    def partition(self, atom: cute.CopyAtom, shared: cute.Tensor, box: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """(shared, global) sides of a copy of one warp group's Q or O; `shared` is its (64, D) tile."""
-        in_use = cute.make_tensor(shared.iterator, self.rows_layout())
+    def partition(
+        self, atom: cute.CopyAtom, shared: cute.Tensor, columns: int, box: cute.Tensor
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """(shared, global) sides of a copy of one warp group's Q or O; `shared` is its (64, D or Dv) tile."""
+        in_use = cute.make_tensor(shared.iterator, self.rows_layout(columns))
         return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(in_use, 0, 2), cute.group_modes(box, 0, 2)
         )

@@ -99,8 +99,8 @@ class ForwardLoads(ForwardFrame):
         """A warp group's Q, and the item with the blocks that it walks."""
         lane, item = cute.arch.lane_idx(), s.item
         stage, place = s.pipes.Q.producer_acquire(count, wg)
-        box = self.box(g.Q, head_group, self.first_token(tile, wg))
-        tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], box)
+        box = self.box(g.Q, self.head_dim, head_group, self.first_token(tile, wg))
+        tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], self.head_dim, box)
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
         if lane <= self.num_fields:
             item[lane, place] = field
@@ -124,8 +124,8 @@ class ForwardLoads(ForwardFrame):
     def load_block(
         self,
         atom: cute.CopyAtom,
-        x: cute.Tensor,  # (T, D)
-        shared: cute.Tensor,  # (N, D, stages)
+        x: cute.Tensor,  # (T, D or Dv)
+        shared: cute.Tensor,  # (N, D or Dv, stages)
         pipeline: WrappingPipeline,
         row: Int32,
         it: Int32,
@@ -133,6 +133,7 @@ class ForwardLoads(ForwardFrame):
         """Rows [row, row + N) of K or V of one head."""
         stage = pipeline.stage(it)
         pipeline.producer_acquire(stage)
-        pipeline.producer_expect(stage, self.tile_n * self.head_dim * 2)
-        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, self.head_dim), (0, 0))
+        columns = cute.size(shared, mode=[1])
+        pipeline.producer_expect(stage, self.tile_n * columns * 2)
+        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, columns), (0, 0))
         self.multicast(atom, block, shared, pipeline, stage)

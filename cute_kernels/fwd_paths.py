@@ -52,8 +52,8 @@ class PathForwardKernel(ForwardKernel):
         self,
         q: cute.Tensor,  # (T, H, D)
         k: cute.Tensor,  # (T, Hk, D)
-        v: cute.Tensor,  # (T, Hk, D)
-        out: cute.Tensor,  # (T, H, D)
+        v: cute.Tensor,  # (T, Hk, Dv)
+        out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, num_fields)
         schedule: cute.Tensor,  # (n * head groups, 2)

@@ -33,7 +33,7 @@ def run(forward: KernelSpec, backward: bool) -> float:
     layout = dualkv.Layout.from_lengths([200, 3], [[70, 1, 129], [40]])
     generator = torch.Generator().manual_seed(0)
     heads, rows = forward.packed_heads, layout.num_tokens
-    shapes = [(rows, 2 * heads, forward.head_dim)] + [(rows, 2, forward.head_dim)] * 2
+    shapes = [(rows, 2 * heads, forward.head_dim)] + [(rows, 2, head_dim) for head_dim in forward.head_dims]
     half = [torch.randn(s, generator=generator).to(DTYPES[forward.dtype]) for s in shapes]
     results = []
     for device, dtype in (("cuda", DTYPES[forward.dtype]), ("cpu", torch.float32)):
@@ -69,7 +69,7 @@ def main() -> None:
         return
     for spec in specs:
         if spec.operation == "fwd":
-            backward = set(backward_specs(spec.dtype, spec.head_dim).present) <= set(specs)
+            backward = set(backward_specs(spec.dtype, spec.head_dim, head_dim_v=spec.head_dim_v).present) <= set(specs)
             difference = run(spec, backward)
             print(f"{spec}: forward{' and backward' if backward else ''}, largest relative difference {difference:.1e}")
             if not difference < TOLERANCE[spec.dtype]:

@@ -36,10 +36,11 @@ def mathematics(q, k, v, dout, visible_end):
     return [x.transpose(0, 1) for x in (out, dq, dk, dv)]
 
 
-def inputs(layout, head_dim, heads, kv_heads, dtype):
+def inputs(layout, head_dim, heads, kv_heads, dtype, head_dim_v=None):
     """q, k, v, dout"""
     generator = torch.Generator(layout.device).manual_seed(0)
-    shapes = [(layout.num_tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    dims = head_dim, head_dim, *[head_dim_v or head_dim] * 2
+    shapes = [(layout.num_tokens, *n) for n in zip((heads, kv_heads, kv_heads, heads), dims, strict=True)]
     return [torch.randn(s, device=layout.device, generator=generator).to(dtype) for s in shapes]
 
 

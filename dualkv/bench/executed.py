@@ -24,15 +24,17 @@ def executed_over_useful(workload: Workload, direction: str, num_sms: int = 132)
     window, layout = workload.reach, workload.layout()
     if window is None or direction not in ("fwd", "bwd"):
         return None
-    segments, native = segments_of(layout.offsets, layout.parent), kernel_head_dims(*workload.head_dims)[0]
+    segments, native = segments_of(layout.offsets, layout.parent), kernel_head_dims(*workload.head_dims)
     features = tuple(name for name in ("window", "sinks", "softcap") if name == "window" or getattr(workload, name))
     if direction == "fwd":
         ratio = workload.heads // workload.kv_heads
-        spec = forward_spec(workload.dtype, native, ratio, True, joined(*features), window.short)
+        spec = forward_spec(
+            workload.dtype, native[0], ratio, True, joined(*features), window.short, native[1]
+        )  # fmt: skip
         tile, packed = spec.tile, spec.packed_heads
         done = forward_pairs(path_work(segments, tile.tokens(packed), tile.tile_n, window, tile.parts), tile, packed)
     else:
-        main = backward_specs(workload.dtype, native, features=features).main.tile
+        main = backward_specs(workload.dtype, native[0], features=features, head_dim_v=native[1]).main.tile
         work = windowed_work(segments, window, main, workload.heads, workload.kv_heads, num_sms)
         done = backward_pairs(work, main)
     return done / workload.visible_pairs()

@@ -172,6 +172,8 @@ _WINDOWS: dict[str, dict[str, Any]] = {
 }
 _CHUNKS: dict[str, Any] = {"chunk": 8192, "heads": 40, "kv_heads": 8}  # Llama 4
 
+_D192_V128: dict[str, Any] = {"head_dim": 192, "head_dim_v": 128}  # MLA, MiMo-V2
+
 _UNIFORM = np.random.default_rng(0).integers(131, 2049, 32).tolist()
 _MAIN = _one_group("n32-p8192-r2048", 8192, [2048] * 32)
 NAMED = {
@@ -206,6 +208,12 @@ NAMED = {
             _one_group(f"n{count}-p{prompt}-r2048-c8192", prompt, [2048] * count, **_CHUNKS)
             for prompt, count in ((7168, 32), (30720, 16))
         ),
+        *(  # values of another head dim
+            replace(lengths, name=f"{lengths.name}-d192v128-h{heads}", heads=heads, kv_heads=kv_heads, **_D192_V128)
+            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _many_groups("g64-n8"))
+            for heads, kv_heads in ((16, 16), (64, 4))  # MLA with tensor parallelism; MiMo-V2, full layers
+        ),
+        _one_group("n8-p4096-r1024-d192v128-h128", 4096, [1024] * 8, heads=128, kv_heads=128, **_D192_V128),
         # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
         *(replace(_MAIN, name=f"{_MAIN.name}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
     ]

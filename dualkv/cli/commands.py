@@ -195,7 +195,8 @@ def doctor(
     kernels = Table("kernels ready", "forward, GQA ratios", "backward", "deterministic")
     for ready in found.kernels:
         words = ["yes" if one else "-" for one in (ready.backward, ready.deterministic)]
-        kernels.add_row(f"{ready.dtype}, head dim {ready.head_dim}", ", ".join(map(str, ready.forward)) or "-", *words)
+        dims = "/".join(map(str, dict.fromkeys((ready.head_dim, ready.head_dim_v))))
+        kernels.add_row(f"{ready.dtype}, head dim {dims}", ", ".join(map(str, ready.forward)) or "-", *words)
     console.print(kernels if found.kernels else "no kernels are ready")
     console.print(found.lookup, markup=False, highlight=False)
     for sentence in found.advice:

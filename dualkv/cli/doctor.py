@@ -16,7 +16,7 @@ import torch
 
 from codegen import KernelError, compile, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
-from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
+from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
 from dualkv import __version__
 from dualkv.ops import composition, hopper
 
@@ -43,10 +43,12 @@ class Runs:
 
 @dataclass(frozen=True)
 class Ready:
-    """Kernels of a dtype and native head dim that are compiled: the forward's by GQA ratio, and whole backwards."""
+    """Kernels of a dtype and a native pair of head dims that are compiled: the forward's by GQA ratio, and whole
+    backwards."""
 
     dtype: str
     head_dim: int
+    head_dim_v: int
     forward: list[int]
     backward: bool
     deterministic: bool
@@ -162,7 +164,7 @@ def _kernels() -> tuple[list[Ready], str, list[str]]:
         ]  # fmt: skip
         lookup = f"kernels are looked for in {', then '.join(places)}; others are "
         lookup += f"refused, because of {cannot}" if cannot else f"compiled at their first use by {toolchain.found()}"
-        found = [_ready(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
+        found = [_ready(dtype, *pair) for dtype in DTYPES for pair in HEAD_DIM_PAIRS]
     except KernelError as e:
         return [], str(e), [str(e)]
     ready = [one for one in found if one.forward or one.backward]
@@ -182,12 +184,14 @@ def _counted(folder: Path) -> str:
     return f"{entries} kernel{'' if entries == 1 else 's'}"
 
 
-def _ready(dtype: str, head_dim: int) -> Ready:
+def _ready(dtype: str, head_dim: int, head_dim_v: int) -> Ready:
     def whole(deterministic: bool) -> bool:
-        return all(store.where(spec) for spec in backward_specs(dtype, head_dim, deterministic).present)
+        specs = backward_specs(dtype, head_dim, deterministic, head_dim_v=head_dim_v)
+        return all(store.where(spec) for spec in specs.present)
 
-    ratios = [h for h in range(1, MAX_PACKED_HEADS + 1) if store.where(forward_spec(dtype, head_dim, h))]
-    return Ready(dtype, head_dim, ratios, whole(False), whole(True))
+    every = range(1, MAX_PACKED_HEADS + 1)
+    ratios = [h for h in every if store.where(forward_spec(dtype, head_dim, h, head_dim_v=head_dim_v))]
+    return Ready(dtype, head_dim, head_dim_v, ratios, whole(False), whole(True))
 
 
 def _driver() -> tuple[str | None, list[str]]:

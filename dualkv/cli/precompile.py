@@ -339,9 +339,10 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
             serves = f"GQA {spec['packed_heads']}"
         else:
             serves = f"d{spec['gradients']}" + (" deterministic" if spec["tile"].get("deterministic") else "")
+        dims = "/".join(str(spec[name]) for name in ("head_dim", "head_dim_v") if name in spec)
         serves += f" {spec['features']}" if spec["features"] else ""
         yield (
-            f"{spec['operation']} {spec['dtype']} D={spec['head_dim']} {serves}",
+            f"{spec['operation']} {spec['dtype']} D={dims} {serves}",
             str(record["registers"]),
             str(record["spill_stores"] + record["spill_loads"]),
             f"{record['shared_memory'] / 1024:.1f}",

@@ -81,7 +81,7 @@ class ForwardPlan(Plan):
         parts = spec.tile.parts if window is not None else 0  # with a window, a work item has fields for each
         key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, parts, window
         tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec, window))
-        clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 4 * spec.head_dim * segments.total
+        clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 2 * sum(spec.head_dims) * segments.total
         head_groups = heads // spec.packed_heads
         items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
         self.tables = tiles.work, _upload(items, device), *tiles.tables
@@ -192,7 +192,7 @@ def forward_plan(
     window: Window | None = None,
 ) -> ForwardPlan:  # fmt: skip
     """The forward's plan; see `_planned`. With a window `spec` is that of trees."""
-    key = "forward", spec.operation, spec.head_dim, spec.tile, heads, kv_heads, window
+    key = "forward", spec.operation, spec.head_dims, spec.tile, heads, kv_heads, window
     return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads, window))
 
 
@@ -238,11 +238,11 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 @cache
 def _kernel(
     dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False, features: str = "",
-    short: bool = False,
+    short: bool = False, head_dim_v: int | None = None,
 ) -> tuple[KernelSpec[ForwardTile], Kernel]:  # fmt: skip
     """The specification and the loaded kernel for these; independent of a batch's lengths."""
     _refuse_capture(device, "the kernel is not loaded")
-    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features, short)
+    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features, short, head_dim_v)
     return spec, store.load(spec)
 
 
@@ -254,10 +254,11 @@ def _backward_kernels(
     gradients: str,
     device: torch.device,
     features: tuple[str, ...] = (),
+    head_dim_v: int | None = None,
 ) -> tuple[BackwardSpecs, dict[str, Kernel]]:
     """The specifications and the loaded kernels, by operation; independent of the batch and the GQA ratio."""
     _refuse_capture(device, "the backward's kernels are not loaded")
-    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients, features)
+    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients, features, head_dim_v)
     operations = [spec.operation for spec in specs.present]
     return specs, dict(zip(operations, store.load_all(specs.present), strict=True))
 
@@ -286,14 +287,15 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float,
     window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out [T, H, D] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
+    """(out [T, H, Dv] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
 
-    The first call with a dtype, head dim and GQA ratio loads the kernel, and compiles it if no store has it. The first
+    The first call with a dtype, head dims and GQA ratio loads the kernel, and compiles it if no store has it. The first
     call with a layout makes its plan. Later calls wait for nothing.
 
     Args:
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
-        k, v: [T, Hk, D], H a multiple of Hk.
+        k: [T, Hk, D], H a multiple of Hk.
+        v: [T, Hk, Dv], Dv of those that `padding.for_kernel` gives.
         segments: the layout of the T rows.
         softmax_scale: from 2^-100 to 2^100.
         window: a sliding window or chunks.
@@ -308,7 +310,7 @@ def forward(
     features = {"window": window, "sinks": sinks, "softcap": softcap}
     named = joined(*(name for name, x in features.items() if x is not None))
     short = window is not None and window.short
-    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named, short)
+    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named, short, v.shape[2])
     planned = forward_plan(segments, device, spec, heads, k.shape[1], window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, v.shape[2]))
@@ -328,7 +330,7 @@ def backward(
     window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq [T, H, D], dk and dv [T, Hk, D] in q's dtype, dsinks [H] fp32), in two to four launches.
+    """(dq [T, H, D], dk [T, Hk, D] and dv [T, Hk, Dv] in q's dtype, dsinks [H] fp32), in two to four launches.
 
     They run on the current stream. Takes the calls that :func:`forward` takes; first calls load kernels and make plans
     likewise. dk, dv and dsinks are bitwise equal from run to run. dq is a sum over key blocks in fp32; the order of the
@@ -336,7 +338,7 @@ def backward(
     of that for partial sums of dk and dv where items are split.
 
     Args:
-        dout, out: [T, H, D], dtype of q.
+        dout, out: [T, H, Dv], dtype of q.
         q, k, v, segments, softmax_scale: as given to the forward.
         lse: [H, T] fp32, natural log, from the forward.
         deterministic: bitwise equal dq from run to run.
@@ -354,7 +356,9 @@ def backward(
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
     asked = {"window": window, "sinks": sinks, "softcap": softcap, "dlse": dlse}
     features = tuple(name for name, value in asked.items() if value is not None)
-    specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device, features)
+    specs, kernels = _backward_kernels(
+        q.dtype, head_dim, deterministic, gradients, device, features, v.shape[2]
+    )  # fmt: skip
     tile, native = specs.main.tile, specs.main.head_dim
     planned = backward_plan(segments, device, tile, heads, kv_heads, window)
     q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
@@ -372,7 +376,7 @@ def backward(
     dq_sums = workspace(heads * blocks * tile.tile_m * native if specs.postprocess else 0)
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
-    partials = workspace(planned.num_partials * tile.partial_floats(native) if specs.partial_sum else 0)
+    partials = workspace(planned.num_partials * tile.partial_floats(*specs.main.head_dims) if specs.partial_sum else 0)
     sinks = None if sinks is None else sinks.float().contiguous()
     dsinks = None if sinks is None else workspace(heads, blocks)
     of_lse = (dlse, sinks, dsinks) if specs.preprocess.features else ()

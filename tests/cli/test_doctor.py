@@ -26,7 +26,10 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
         pass
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(there))
     ready, lookup, wrong = doctor._kernels()
-    assert ready == [doctor.Ready("bf16", 128, [4, 8], True, False), doctor.Ready("fp16", 64, [1], False, False)]
+    assert ready == [
+        doctor.Ready("bf16", 128, 128, [4, 8], True, False),
+        doctor.Ready("fp16", 64, 64, [1], False, False),
+    ]
     assert (
         f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (5 kernels)" in lookup
     )
@@ -97,7 +100,7 @@ def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
     found = doctor.examine()
     assert "looked for in the wheel dualkv-kernels None (1 kernel), then the cache" in found.lookup
     assert "others are refused, because of nothing here compiles kernels" in found.lookup
-    assert found.kernels == [doctor.Ready("bf16", 128, [4], False, False)]
+    assert found.kernels == [doctor.Ready("bf16", 128, 128, [4], False, False)]
     assert found.healthy
     stand_in.changed(entry / "kernel.json", sources="others")
     assert any("make the wheel dualkv-kernels again" in sentence for sentence in doctor.examine().advice)

@@ -123,10 +123,13 @@ def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
     ],
 )
 def test_values_of_another_head_dim(tmp_path, kind, heads):
-    """Padded, they need the kernels of the larger head dim."""
+    """They have kernels of their own; or they are padded, and need those of the larger head dim."""
     assert with_defaults(tmp_path, kind) == heads
-    wide = max(heads.head_dim, heads.head_dim_v or 0)
-    assert requested([str(tmp_path)]) == requested(head_dims=[wide], gqa=[1])
+    pair = (192, 128) if heads.head_dim == 192 else heads.head_dim
+    found = requested([str(tmp_path)])
+    assert found == requested(head_dims=[pair], gqa=[1])
+    assert found[0] == forward_spec("bf16", heads.head_dim, 1, head_dim_v=heads.head_dim_v)
+    assert (found[0].head_dim_v == 128) == (heads.head_dim == 192)
     assert requested(head_dims=[(96, 200)], gqa=[4]) == requested(head_dims=[256], gqa=[4])
 
 

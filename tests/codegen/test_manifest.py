@@ -11,10 +11,10 @@ boxes and divisions. So SPECS are every head dim; at one head dim a single packe
 and the most (16), and fp16; and the forward of trees where its tile is of another kind.
 
 Of the backward SPECS has every head dim's main kernel, with deterministic sums where these differ in kind; of the small
-kernels around it those of one head dim for each order of dQ and statistics (64, 128, 192); and one head dim's in fp16.
-Of parts of the gradients, those that are recorded at the head dim that training meets most and at a wide one, and the
-others, which are not recorded, at one head dim each. Of windows, sinks and softcapping, those of two head dims but for
-deterministic sums.
+kernels around it those of one head dim for each order of dQ and statistics (64, 128, 192), and of 192 with values of
+128; and one head dim's in fp16. Of parts of the gradients, those that are recorded at the head dim that training meets
+most and at a wide one, and the others, which are not recorded, at one head dim each. Of windows, sinks and softcapping,
+those of two head dims but for deterministic sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pytest
 from codegen import manifest, store
 from codegen.select import feature_table
 from codegen.spec import TILES, backward_specs, forward_spec
-from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS
+from codegen.tiles import HEAD_DIMS, MAX_PACKED_HEADS, MIXED
 
 ROOT = Path(__file__).parents[2]
 RECORD = manifest.read(Path(__file__).with_name("manifest.json"))
@@ -41,6 +41,8 @@ SPECS = sorted(
     | {spec for d in (64, 128, 192) for spec in backward_specs("bf16", d).present}
     | {backward_specs("bf16", 128, deterministic=True).partial_sum}
     | set(backward_specs("fp16", 128).present)
+    | {forward_spec("bf16", d, 1, head_dim_v=of_v) for d, of_v in MIXED}
+    | {spec for d, of_v in MIXED for spec in backward_specs("bf16", d, head_dim_v=of_v).present}
     | {spec for part in ("q", "kv") for spec in backward_specs("bf16", 128, gradients=part).present}
     | {backward_specs("bf16", 256, gradients=part).main for part in ("q", "kv")}
     | {s for s in feature_table() if s.head_dim in (64, 256) and not getattr(s.tile, "deterministic", False)},

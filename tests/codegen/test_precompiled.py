@@ -17,7 +17,7 @@ import pytest
 from codegen import KernelError, cubin, precompiled, store, toolchain
 from codegen.select import Shape, select, words
 from codegen.spec import GRADIENTS, KernelSpec, backward_specs, forward_spec, table
-from codegen.tiles import HEAD_DIMS
+from codegen.tiles import HEAD_DIM_PAIRS
 from tests.codegen import stand_in
 
 VERSION = "9.9.9"
@@ -252,7 +252,7 @@ def test_a_wheel_that_is_too_large_or_cannot_be_written_is_refused(made, tmp_pat
 
 
 def test_the_words_of_every_kernel_select_it():
-    every = [Shape(d, h) for d in HEAD_DIMS for h in range(1, 17)]
+    every = [Shape(d, h, (), of_v) for d, of_v in HEAD_DIM_PAIRS for h in range(1, 17)]
     specs = select(every, ["bf16", "fp16"], gradients=GRADIENTS, deterministic=True, trees=True)
     assert set(table()) <= set(specs)
     for spec in specs:

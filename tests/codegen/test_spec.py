@@ -13,7 +13,7 @@ import pytest
 
 from codegen import toolchain
 from codegen.spec import GRADIENTS, TILES, KernelSpec, backward_specs, forward_spec, table
-from codegen.tiles import HEAD_DIMS, ForwardTile
+from codegen.tiles import HEAD_DIM_PAIRS, HEAD_DIMS, MIXED, MIXED_RATIOS, ForwardTile
 
 SPEC = forward_spec("bf16", 128, 4)
 
@@ -22,7 +22,8 @@ def test_json_round_trip_and_symbols_over_the_whole_table():
     specs = table()
     forward, preprocess, main, partial_sum, postprocess = 16, 3, 2 + 2 + 1, 1 + 1, 1
     both = len(HEAD_DIMS) * (forward + preprocess + main + partial_sum + postprocess)
-    trees = len(HEAD_DIMS)  # of one dtype and ratio
+    both += len(MIXED) * (len(MIXED_RATIOS) + preprocess + main + partial_sum + postprocess)
+    trees = len(HEAD_DIM_PAIRS)  # of one dtype and ratio
     assert len(specs) == len(set(specs)) == 2 * both + trees
     for spec in specs:
         assert KernelSpec.from_json(spec.to_json()) == spec
@@ -41,11 +42,17 @@ def test_every_head_dim_and_ratio_is_served_by_the_table():
         specs = backward_specs("fp16", head_dim, deterministic)
         assert known.issuperset(specs.present)
         assert {spec.head_dim for spec in specs} == {forward_spec("fp16", head_dim, 1).head_dim}
+    for head_dim, head_dim_v in ((192, 128), (136, 8)):
+        specs = backward_specs("fp16", head_dim, head_dim_v=head_dim_v)
+        assert known.issuperset([*specs.present, forward_spec("fp16", head_dim, 32, head_dim_v=head_dim_v)])
+        assert [spec.head_dims for spec in specs] == [(192, 128)] * 3 + [(192, 192)]
+        assert specs.main.symbol.startswith("dualkv_bwd_fp16_d192v128_h1_qkv_sm_90a_")
 
 
 def test_kernels_of_one_backward_agree_on_their_tiles():
-    for head_dim, deterministic in itertools.product(HEAD_DIMS, (False, True)):
-        preprocess, main, partial_sum, postprocess = backward_specs("bf16", head_dim, deterministic)
+    for (head_dim, of_v), deterministic in itertools.product(HEAD_DIM_PAIRS, (False, True)):
+        specs = backward_specs("bf16", head_dim, deterministic, head_dim_v=of_v)
+        preprocess, main, partial_sum, postprocess = specs
         assert main.tile.deterministic == deterministic
         assert preprocess.tile.tile_m == postprocess.tile.tile_m == main.tile.tile_m
         assert (partial_sum.tile.tile_n, partial_sum.tile.cluster) == (main.tile.tile_n, main.tile.cluster)

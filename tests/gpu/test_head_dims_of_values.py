@@ -1,12 +1,18 @@
-"""Values of another head dim than queries and keys, padded for the kernels and for PyTorch's calls, against float64."""
+"""Values of another head dim than queries and keys, by kernels of their own or padded, against float64."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from codegen.spec import backward_specs, forward_spec
-from codegen.tiles import HEAD_DIMS, kernel_head_dims
+import pytest
+import torch
+
+from codegen.spec import GRADIENTS, backward_specs, forward_spec
+from codegen.tiles import HEAD_DIMS, MIXED, kernel_head_dims
+from dualkv import Layout
 from dualkv.ops import hopper
+from tests import not_finite
+from tests.gpu.test_backward import SPLIT
 from tests.gpu.test_windows import BF16, FP16, HOPPER, LAYOUTS, check, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -17,7 +23,10 @@ CASES = [
     *((pair, features) for pair in ((192, 128), (96, 64), (64, 192), (176, 72)) for features in ({}, WINDOW)),
     ((192, 256), WINDOW),
     *((pair, features) for pair in ((128, 64), (40, 128), (256, 192)) for features in ({}, ALL)),
+    *((pair, features) for pair in MIXED for features in (ALL, {"chunk": 50}, {"sinks": True}, {"softcap": 3.0})),
+    *(((160, 40), features) for features in ({}, ALL)),
 ]
+RATIOS = (1, 3, 8, 16, 24)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,9 +34,22 @@ def kernels(compile_all):
     if HOPPER:
         kinds = [(dtype, d) for d in HEAD_DIMS for dtype in ("bf16", "fp16")]
         specs = [forward_spec(*kind, 4, trees=deep) for kind in kinds for deep in (False, True)]
-        compile_all(
-            specs + [s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present]
-        )
+        specs += [s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present]
+        for d, of_v in MIXED:
+            more = {"head_dim_v": of_v}
+            specs += [forward_spec("bf16", d, ratio, **more) for ratio in RATIOS]
+            named = "window", "window+sinks+softcap", "sinks", "softcap", "sinks+softcap"
+            for features, deep in itertools.product(named, (False, True)):
+                if deep or "window" not in features:
+                    specs.append(forward_spec("bf16", d, 4, deep, features, **more))
+            kinds = [((), part) for part in GRADIENTS]
+            kinds += [((*some.split("+"), "dlse"), "qkv") for some in named]
+            for (features, part), fixed in itertools.product(kinds, (False, True)):
+                specs += backward_specs("bf16", d, fixed, part, features, **more).present
+            for dtype, deep in itertools.product(("bf16", "fp16"), (False, True)):
+                specs.append(forward_spec(dtype, d, 4, deep, **more))
+                specs += backward_specs(dtype, d, deep, **more).present
+        compile_all(specs)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -45,6 +67,57 @@ def test_the_kernel_gets_one_head_dim_and_no_more_than_it_needs(pair, monkeypatc
     check(LAYOUTS["one group"], {}, pair[0], head_dim_v=pair[1])
     of_qk, of_v = kernel_head_dims(*pair)
     assert all(dims == ([max(pair)] * 3 if of_qk == of_v else [pair[0], pair[0], pair[1]]) for dims in seen)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("pair", MIXED, ids=str)
+def test_ratios(pair, ratio):
+    for layout in (LAYOUTS["ragged groups"], LAYOUTS["long"]):
+        check(layout, {}, pair[0], ratio, 1, head_dim_v=pair[1])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("pair", MIXED, ids=str)
+def test_split_key_blocks(pair, deterministic):
+    tile = backward_specs("bf16", pair[0], deterministic, head_dim_v=pair[1]).main.tile
+    assert hopper.backward_plan(SPLIT._segments, torch.device("cuda", 0), tile, 8, 1).num_partials
+    check(SPLIT, {}, pair[0], 8, 1, BF16, deterministic, head_dim_v=pair[1])
+    check(SPLIT, {}, pair[0], 8, 1, BF16, deterministic, head_dim_v=pair[1] - 56)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS[1:])
+@pytest.mark.parametrize("pair", MIXED, ids=str)
+def test_parts_of_the_gradients(pair, gradients):
+    """Bit for bit what all three together give, of dQ where its sums have an order."""
+    for layout, deterministic in itertools.product((SPLIT, LAYOUTS["ragged groups"]), (False, True)):
+        q, k, v, dout = not_finite.inputs(layout.to("cuda"), pair[0], 8, 1, BF16, pair[1])
+        call = layout._segments, pair[0] ** -0.5
+        saved = hopper.forward(q, k, v, *call)
+        whole = hopper.backward(dout, q, k, v, *saved, *call, deterministic and "q" in gradients)
+        part = hopper.backward(dout, q, k, v, *saved, *call, deterministic, gradients)
+        for which, a, b in zip("qkv", part, whole, strict=False):
+            if which not in gradients:
+                assert a.shape == (0,), which
+            elif which == "q" and not deterministic:
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4 * b.abs().max().item())
+            else:
+                assert not a.isnan().any(), which
+                assert torch.equal(a, b), which
+
+
+@pytest.mark.parametrize("value", [not_finite.NAN, not_finite.INF], ids=str)
+@pytest.mark.parametrize("pair", MIXED, ids=str)
+def test_what_is_not_finite_stays_with_the_rows_that_see_it(pair, value):
+    layout = Layout.from_lengths(*not_finite.LENGTHS, device="cuda")
+    tensors = not_finite.inputs(layout, pair[0], 4, 1, BF16, pair[1])
+    clean = not_finite.step(tensors, layout, False)
+    for case, (names, where) in enumerate(itertools.product(not_finite.BROKEN, not_finite.WHERE)):
+        segment = not_finite.SEGMENTS[case % 4]
+        rows = slice(*layout.offsets[segment : segment + 2].tolist())
+        changed = not_finite.broken(tensors, names, rows, where, value)
+        got = not_finite.step(changed, layout, deterministic=bool(case % 2))
+        want = not_finite.mathematics(*changed, layout.visible_end)
+        not_finite.check(("out", "dq", "dk", "dv"), got, want, clean, rows, not_finite.limits(names, value))
 
 
 @pytest.mark.parametrize("features", [{}, {"window": 37}, {"chunk": 50, "sinks": True}], ids=str)

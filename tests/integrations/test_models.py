@@ -132,7 +132,6 @@ def test_what_runs_with_conditions_is_noted(written: Any) -> None:
     )
     assert models.examine(written(MODELS["deepseek-v3.2"]["config"])).notes == [
         "paths of more than 2048 tokens are refused: beyond that the indexer selects keys (index_topk)",
-        "kernels take head dims 192 and 128 of values padded to 192",
     ]
     assert models.examine(written({"model_type": "llama", "attention_dropout": 0.1})).notes == [
         "attention_dropout=0.1 is refused in training: set it to 0"

@@ -256,10 +256,11 @@ class Gradients:
 
 def backward(
     name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 1, kv_heads: int = 1, tile_m: int = 32,
-    window: Window | None = None, softcap: float | None = None, parents: list[int] | None = None, **tile: Any,
+    window: Window | None = None, softcap: float | None = None, parents: list[int] | None = None,
+    head_dim_v: int | None = None, **tile: Any,
 ) -> Case:  # fmt: skip
     """A launch of the backward's main kernel. parents: of a tree, where `layout` is lengths of segments."""
-    config = tiles.backward_tile(head_dim)
+    config, of_v = tiles.backward_tile(head_dim, head_dim_v=head_dim_v), head_dim_v or head_dim
     options = {"tile_m": tile_m, "tile_n": config.tile_n, "stages": config.stages, "cluster": config.cluster,
                "heads_inside": config.heads_inside, **tile}  # fmt: skip
     made = tiles.BackwardTile(**options)
@@ -278,11 +279,15 @@ def backward(
     features = tuple(feature for feature, value in asked.items() if value is not None)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
-        kernel = loaded.bwd.backward_kernel(BFloat16, head_dim, gradients=gradients, features=features, **options)
+        kernel = loaded.bwd.backward_kernel(
+            BFloat16, head_dim, gradients=gradients, features=features, head_dim_v=head_dim_v, **options
+        )
         machine.barrier_names = barrier_names(kernel.pipelines(loaded.pipeline.MbarrierAllocator()))
         total, blocks = seg.total, -(-seg.total // tile_m)
-        q, dout = (View(x, (total, heads, head_dim)) for x in ("Q", "dO"))
-        k, v, dk, dv = (View(x, (total, kv_heads, head_dim)) for x in ("K", "V", "dk", "dv"))
+        q, dout = (View(*x) for x in (("Q", (total, heads, head_dim)), ("dO", (total, heads, of_v))))
+        k, v, dk, dv = (
+            View(x, (total, kv_heads, of_v if "v" in x.lower() else head_dim)) for x in ("K", "V", "dk", "dv")
+        )
         stats = View("stats", (heads, blocks * tile_m * 8), ("head", "col"))
         dq_acc = Flat("dq_acc", heads * blocks * tile_m * head_dim)
         locks = Flat("locks", heads * blocks * LOCKS + 1)
@@ -364,13 +369,14 @@ class Outputs:
 def forward(
     name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
     parents: list[int] | None = None, window: Window | None = None, features: tuple[str, ...] = (), short: bool = True,
+    head_dim_v: int | None = None,
 ) -> Case:  # fmt: skip
     """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles.
 
     features: besides a window.
     """
     has = (*([] if window is None else ["window"]), *features)
-    config = tiles.forward_tile(head_dim, has, short)
+    config, of_v = tiles.forward_tile(head_dim, has, short, head_dim_v), head_dim_v or head_dim
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -388,11 +394,13 @@ def forward(
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
-        kernel = cls(Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has)
+        kernel = cls(
+            Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has, head_dim_v=head_dim_v
+        )
         barriers = loaded.pipeline.MbarrierAllocator()
         machine.barrier_names = barrier_names(kernel.pipelines(barriers, kernel.q_places))
-        q, out = (View(x, (seg.total, heads, head_dim)) for x in ("Q", "out"))
-        k, v = (View(x, (seg.total, kv_heads, head_dim)) for x in ("K", "V"))
+        q, out = (View(*x) for x in (("Q", (seg.total, heads, head_dim)), ("out", (seg.total, heads, of_v))))
+        k, v = (View(*x) for x in (("K", (seg.total, kv_heads, head_dim)), ("V", (seg.total, kv_heads, of_v))))
         lse = View("lse", (heads, seg.total), ("head", "row"))
         found = Outputs(kernel, seg, heads, kv_heads, window)
         machine.stores = found
@@ -416,8 +424,13 @@ def cases() -> list[Case]:
         for d in tiles.HEAD_DIMS:
             kernel, layout = ("bwd_narrow", narrow) if d <= tiles.NARROW else ("bwd_wide", wide)
             found.append(backward(f"{kernel} d{d}{after}", d, "qkv", layout, deterministic=deterministic))
+        # As many rows as in the table: that decides how many buffers there are for dS.
+        more = {"head_dim_v": 128, "heads": 2, "tile_m": 96, "deterministic": deterministic}
+        found.append(backward(f"bwd_wide d192v128{after}", 192, "qkv", wide, **more))
         more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
         found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
+    for gradients in ("q", "kv"):
+        found.append(backward(f"bwd_wide d192v128 {gradients}", 192, gradients, wide, head_dim_v=128))
     for gradients in ("q", "k", "v", "kv"):
         found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide))
         found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow))
@@ -436,8 +449,9 @@ def cases() -> list[Case]:
         found.append(backward(f"bwd_narrow d64 window groups{after}", 64, "qkv", groups, **far))
         narrow_one = options | {"cluster": 1}
         found.append(backward(f"bwd_narrow d64 window cluster 1{after}", 64, "qkv", windowed, **narrow_one))
-        for d in (192, 256):
-            found.append(backward(f"bwd_wide d{d} window{after}", d, "qkv", windowed, **options))
+        for dims, of_v in (("192", None), ("192v128", 128), ("256", None)):
+            more = options | {"head_dim_v": of_v}
+            found.append(backward(f"bwd_wide d{dims} window{after}", int(dims[:3]), "qkv", windowed, **more))
         found.append(backward(f"bwd_wide d256 chunks{after}", 256, "qkv", [90, 30, 60, 20, 40, 30], **tree))
     for gradients in ("q", "kv"):
         for kernel, d in (("wide", 256), ("narrow", 128)):
@@ -447,13 +461,16 @@ def cases() -> list[Case]:
     found.append(backward("bwd_narrow d128 softcap", 128, "qkv", narrow, softcap=30.0))
     found.append(backward("bwd_wide d192 two heads", 192, "qkv", ([30], [[20, 10]]), heads=2))
     found.append(backward("bwd_narrow d64 two KV heads", 64, "qkv", ([30], [[40]]), heads=4, kv_heads=2))
-    for d in tiles.HEAD_DIMS:
-        found.append(forward(f"fwd d{d}", d, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1))
+    for d, of_v in tiles.HEAD_DIM_PAIRS:
+        dims, more = (f"d{d}", {}) if of_v == d else (f"d{d}v{of_v}", {"head_dim_v": of_v})
+        more |= {"heads": 4, "kv_heads": 1}
+        found.append(forward(f"fwd {dims}", d, ([130, 30], [[40, 7], [10]]), **more))
         lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
-        found.append(forward(f"fwd_paths d{d}", d, lengths, heads=4, kv_heads=1, parents=parents))
+        found.append(forward(f"fwd_paths {dims}", d, lengths, **more, parents=parents))
         window, lengths, parents = Window(size=40), [130, 90, 20, 0, 70], [-1, 0, 1, 0, 0]
-        more = {"heads": 4, "kv_heads": 1, "parents": parents, "window": window}
-        found.append(forward(f"fwd_paths d{d} window", d, lengths, **more))
+        more |= {"parents": parents, "window": window}
+        found.append(forward(f"fwd_paths {dims} window", d, lengths, **more))
+    del more["head_dim_v"]
     found.append(forward("fwd_paths d256 long window", 256, lengths, **more, short=False))
     found.append(forward("fwd d128 fp16", 128, ([130, 30], [[40, 7], [10]]), heads=4, kv_heads=1, fp16=True))
     both = {"heads": 4, "kv_heads": 1, "features": ("sinks", "softcap")}

@@ -21,6 +21,7 @@ import typer
 
 from codegen import KernelError, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
+from codegen.tiles import HeadDims
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
@@ -31,13 +32,14 @@ from tools.ncu.job import TABLES, changed, read_tile
 from tools.tables import MAIN
 
 STANDS = "as it stands"
-CANDIDATES: dict[str, dict[int, list[str]]] = {
+CANDIDATES: dict[str, dict[HeadDims, list[str]]] = {
     "fwd": {
         64: ["stages=4"],
         96: ["tile_n=80,stages=4", "tile_n=64,stages=4"],
         128: ["tile_n=80,stages=2", "cluster=1"],
         192: ["tile_n=112", "tile_n=80"],
         256: ["tile_n=80"],
+        (192, 128): ["tile_n=128", "tile_n=80,warp_groups=3,stages=3", "tile_n=64,warp_groups=3,stages=3"],
     },
     "bwd": {
         64: ["tile_m=112", "tile_m=96"],
@@ -45,6 +47,7 @@ CANDIDATES: dict[str, dict[int, list[str]]] = {
         128: ["tile_m=64"],
         192: ["tile_m=64", "tile_m=48"],
         256: ["tile_m=48"],
+        (192, 128): ["tile_m=80", "tile_m=64"],
     },
 }
 
@@ -52,7 +55,7 @@ CANDIDATES: dict[str, dict[int, list[str]]] = {
 class Candidate:
     """A changed entry of the table, which calls of its side put there first."""
 
-    def __init__(self, direction: str, head_dim: int, changes: str = "") -> None:
+    def __init__(self, direction: str, head_dim: HeadDims, changes: str = "") -> None:
         """changes: `name=value`, several with commas; none for the entry itself.
 
         Raises:
@@ -70,9 +73,10 @@ class Candidate:
 
     def specs(self, ratios: Sequence[int]) -> list[KernelSpec]:
         self.use()
+        head_dim, of_v = pair(self.head_dim)
         if self.direction == "bwd":  # any ratio's
-            return list(backward_specs("bf16", self.head_dim).present)
-        return [forward_spec("bf16", self.head_dim, ratio) for ratio in ratios]
+            return list(backward_specs("bf16", head_dim, head_dim_v=of_v).present)
+        return [forward_spec("bf16", head_dim, ratio, head_dim_v=of_v) for ratio in ratios]
 
     def side(self, inputs: Inputs, direction: str) -> Side:
         self.use()
@@ -85,7 +89,17 @@ class Candidate:
         return replace(side, call=call)
 
 
-def candidates(direction: str, head_dim: int, given: Sequence[str]) -> list[Candidate]:
+def pair(head_dim: HeadDims) -> tuple[int, int | None]:
+    """Head dim of q and k, and that of v if it is another one."""
+    return (head_dim, None) if isinstance(head_dim, int) else head_dim
+
+
+def named(head_dim: HeadDims) -> str:
+    """As --head-dim takes it."""
+    return "/".join(map(str, filter(None, pair(head_dim))))
+
+
+def candidates(direction: str, head_dim: HeadDims, given: Sequence[str]) -> list[Candidate]:
     """The entry as it stands, then the changed ones."""
     changes = given or CANDIDATES[direction][head_dim]
     return [Candidate(direction, head_dim, text) for text in ("", *changes)]
@@ -112,7 +126,7 @@ def compiled(tried: Sequence[Candidate], ratios: Sequence[int], say: Callable[[s
     for one in tried:
         why = next((faults[spec] for spec in specs[one.name] if faults[spec]), None)
         if why:
-            say(f"D={one.head_dim} {one.direction}, {one.name}: {why}")
+            say(f"D={named(one.head_dim)} {one.direction}, {one.name}: {why}")
         if not why or one.name == STANDS:
             ready.append(one)
     return ready
@@ -137,7 +151,9 @@ def fastest(results: Sequence[dict[str, Any]]) -> tuple[str, float]:
 
 def main(
     direction: Annotated[str, typer.Option("-d", help="fwd or bwd.")] = "bwd",
-    head_dim: Annotated[list[int] | None, typer.Option(help="Native head dims. Default: all.")] = None,
+    head_dim: Annotated[
+        list[str] | None, typer.Option(help="Native ones, such as 128 and 192/128. Default: all.")
+    ] = None,
     gqa: Annotated[list[int] | None, typer.Option(help="GQA ratios. Default: 1, 4 and 8.")] = None,
     workload: Annotated[str, typer.Option("-w", help="By name or lengths, at 32 heads.")] = MAIN,
     tile: Annotated[
@@ -151,9 +167,10 @@ def main(
     """Time tile configurations against the table's, and say which is fastest at each head dim."""
     if direction not in TABLES:
         raise typer.BadParameter(f"-d is {direction!r}, expected fwd or bwd")
-    dims, ratios = head_dim or sorted(TABLES[direction]), gqa or [1, 4, 8]
-    if unknown := set(dims) - set(TABLES[direction]):
-        raise typer.BadParameter(f"--head-dim is {min(unknown)}, expected some of {sorted(TABLES[direction])}")
+    known = {named(d): d for d in TABLES[direction]}
+    dims, ratios = head_dim or list(known), gqa or [1, 4, 8]
+    if unknown := set(dims) - set(known):
+        raise typer.BadParameter(f"--head-dim is {min(unknown)}, expected some of {', '.join(known)}")
     if odd := [ratio for ratio in ratios if ratio < 1 or 32 % ratio]:
         raise typer.BadParameter(f"--gqa is {odd[0]}, expected divisors of 32 heads")
     try:
@@ -163,7 +180,7 @@ def main(
     record, filed_results = Record(json_to), list[dict[str, Any]]()
     for d in dims:
         try:
-            tried = candidates(direction, d, tile or [])
+            tried = candidates(direction, known[d], tile or [])
         except ValueError as e:
             raise typer.BadParameter(str(e)) from None
         entry, ready = tried[0], compiled(tried, ratios)
@@ -171,7 +188,8 @@ def main(
         results = []
         try:
             for ratio in () if only_compile else ratios:
-                shape = groups.with_shape(heads=32, kv_heads=32 // ratio, head_dim=d)
+                of_qk, of_v = pair(known[d])
+                shape = groups.with_shape(heads=32, kv_heads=32 // ratio, head_dim=of_qk, head_dim_v=of_v)
                 results.append(_timed(shape, direction, ready, seconds, rounds))
                 print(markdown_table(("tile", "ms", "TFLOP/s", "J", "MHz"), _rows(results[-1])) + "\n", flush=True)
         finally:
@@ -204,7 +222,8 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
     """What is filed of a result: lengths and turns are the same in all of them."""
     w, kept = result["workload"], ("sustained_ms", "error")
     by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
-    return {"head_dim": w["head_dim"], "gqa": w["heads"] // w["kv_heads"], "sides": by_name}
+    of_v = {"head_dim_v": w["head_dim_v"]} if w.get("head_dim_v") else {}
+    return {"head_dim": w["head_dim"], **of_v, "gqa": w["heads"] // w["kv_heads"], "sides": by_name}
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from codegen.spec import KernelSpec, backward_specs, forward_spec
 from dualkv.bench.workloads import Workload
 
 DIRECTIONS = ("fwd", "bwd")
-TABLES: dict[str, dict[int, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
+TABLES: dict[str, dict[tiles.HeadDims, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
 
 
 def changed(entry: Any, given: Mapping[str, int]) -> Any:
@@ -48,9 +48,9 @@ class Job:
         changed(TABLES[self.direction][self.native], self.tile)
 
     @property
-    def native(self) -> int:
-        """Head dim of the kernels that run it."""
-        return tiles.kernel_head_dim(self.workload.head_dim)
+    def native(self) -> tiles.HeadDims:
+        """Head dims of the kernels that run it, as tables of tiles name them."""
+        return tiles.native_key(*self.workload.head_dims)
 
     def use_tile(self) -> None:
         """Make `tile` the table's in this process, before any kernel is chosen."""
@@ -63,10 +63,10 @@ class Job:
         w = self.workload
         if self.direction == "fwd":
             found: tuple[KernelSpec, ...] = (
-                forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads, w.layout().depth > 2),
+                forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads, w.layout().depth > 2, head_dim_v=w.head_dim_v),
             )
         else:
-            found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic).present)
+            found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic, head_dim_v=w.head_dim_v).present)
         return {spec.operation: spec for spec in found}
 
     def to_dict(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Case:
         deterministic: of the backward.
         gradients: what the backward is asked for.
         features: of OPTIONS.
+        head_dim_v: of v, if it is another one.
     """
 
     layout: str
@@ -54,12 +55,14 @@ class Case:
     deterministic: bool = False
     gradients: str = "qkv"
     features: tuple[str, ...] = ()
+    head_dim_v: int | None = None
 
     @property
     def name(self) -> str:
         extra = [self.dtype] * (self.dtype != "bf16") + ["deterministic"] * self.deterministic
         extra += [f"gradients of {self.gradients}"] * (self.gradients != "qkv") + ["+".join(self.features)]
-        return " ".join(filter(None, [self.layout, f"D={self.head_dim}", *extra]))
+        of_v = f"/{self.head_dim_v}" if self.head_dim_v else ""
+        return " ".join(filter(None, [self.layout, f"D={self.head_dim}{of_v}", *extra]))
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -69,10 +72,12 @@ class Case:
     def specs(self) -> list[KernelSpec]:
         """The kernels that it runs."""
         heads, kv_heads = self.heads
-        backward = backward_specs(self.dtype, self.head_dim, self.deterministic, self.gradients, self.features)
+        of_v, asked = self.head_dim_v, (self.deterministic, self.gradients, self.features)
+        backward = backward_specs(self.dtype, self.head_dim, *asked, of_v)
         window, named = "window" in self.features, joined(*self.features)
         trees = window or LAYOUTS[self.layout].depth > 2
-        return [forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees, named, window), *backward.present]
+        forward = forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees, named, window, of_v)
+        return [forward, *backward.present]
 
 
 def cases(head_dim: int, tool: str) -> Iterator[Case]:
@@ -93,3 +98,8 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
         for deterministic in (False, True):
             yield Case(layout, head_dim, "bf16", deterministic, features=features)
     yield Case(edges, head_dim, "bf16", False, features=("sinks", "softcap"))
+    for of_v in (of_v for of_qk, of_v in tiles.MIXED if of_qk == head_dim):
+        for layout in (edges, prompt, "tree"):
+            for deterministic in (False, True):
+                yield Case(layout, head_dim, "bf16", deterministic, head_dim_v=of_v)
+        yield Case(edges, head_dim, "bf16", True, features=("window", "sinks"), head_dim_v=of_v)

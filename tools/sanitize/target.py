@@ -33,11 +33,13 @@ def run_case(case: Case, fill: bool) -> None:
     layout = LAYOUTS[case.layout]
     heads, kv_heads = case.heads
     generator = torch.Generator("cuda").manual_seed(0)
+    of_v = case.head_dim_v or case.head_dim
+    shapes = (heads, case.head_dim), (kv_heads, case.head_dim), (kv_heads, of_v), (heads, of_v)
     q, k, v, dout = (
         torch.randn(
-            layout.num_tokens, n, case.head_dim, device="cuda", dtype=DTYPES[case.dtype], generator=generator
+            layout.num_tokens, *shape, device="cuda", dtype=DTYPES[case.dtype], generator=generator
         ).requires_grad_(i < 3 and "qkv"[min(i, 2)] in case.gradients)
-        for i, n in enumerate((heads, kv_heads, kv_heads, heads))
+        for i, shape in enumerate(shapes)
     )
     features = {name: OPTIONS[name] for name in case.features}
     if "sinks" in features:

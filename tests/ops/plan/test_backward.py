@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, MIXED, BackwardTile, backward_tile
 from cute_kernels.abi import LOCKS, MAX_ROWS, part_rows
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_walk import Walk, first_block
@@ -440,8 +440,9 @@ def test_rows_that_tiles_reach_past_the_last_one_are_int32():
 
 
 def test_every_head_dim_has_a_tile():
-    assert {backward_tile(d) for d in range(8, 257, 8)} == set(BACKWARD_TILES.values())
-    assert set(BACKWARD_TILES) == set(HEAD_DIMS)
+    made = {backward_tile(d) for d in range(8, 257, 8)} | {backward_tile(d, head_dim_v=of_v) for d, of_v in MIXED}
+    assert made == set(BACKWARD_TILES.values())
+    assert set(BACKWARD_TILES) == {*HEAD_DIMS, *MIXED}
 
 
 def test_a_plan_is_quick():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
+from codegen.tiles import FORWARD_TILES, HEAD_DIMS, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
 from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
 from cute_kernels.abi import ForwardFields as items
@@ -235,7 +235,7 @@ def test_every_head_dim_and_ratio_has_a_tile():
         heads = packed_heads(ratio)
         assert ratio % heads == 0
         assert heads == ratio or ratio > MAX_PACKED_HEADS
-        assert all(forward_tile(head_dim).tokens(heads) >= 1 for head_dim in FORWARD_TILES)
+        assert all(tile.tokens(heads) >= 1 for tile in TILES)
     for wrong in (0, 4, 100, 264):
         with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
             kernel_head_dim(wrong)
@@ -259,7 +259,7 @@ def test_large_plans_are_made_in_parts(monkeypatch):
     assert len(made) < 20
 
 
-@pytest.mark.parametrize("head_dim", FORWARD_TILES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
     """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
