@@ -138,7 +138,7 @@ def replicated() -> str:
     ways = [run["rows"][way] for way in ("replicated", "packed")]
     what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
     rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
-    run = _load("hybrid-h200")
+    run = _load("hybrid-step-h200")
     ways = [run["step"][way] for way in ("replicated", "packed")]
     what = "forward and backward of a group, 8 layers of Qwen3.5-9B, H200"
     rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
@@ -332,13 +332,13 @@ def windows(direction: str) -> str:
 
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
-    run, rows = _load("hybrid-h200"), []
-    for part in ("step", "decoder"):  # the record's short groups were timed while their kernels were tuned
-        ways = [run[part][way] for way in ("packed", "replicated")]
+    run, step, rows = _load("hybrid-h200"), _load("hybrid-step-h200"), []
+    for part, of in (("step", step), ("decoder", step), ("short groups", run)):
+        ways = [of[part][way] for way in ("packed", "replicated")]
         seconds, memory = (
             " / ".join(f"{way[name]:.{n}f}" for way in ways) for name, n in (("median", 2), ("peak_gib", 1))
         )
-        rows.append([part, f"{seconds} s", f"{run[part]['times_as_fast']:.2f}", f"{memory} GiB"])
+        rows.append([part, f"{seconds} s", f"{of[part]['times_as_fast']:.2f}", f"{memory} GiB"])
     mixer = run["mixer"]
     both = (statistics.median(mixer[name]) * 1e3 for name in ("packed", "one_call"))
     rows.append(
@@ -349,13 +349,15 @@ def hybrid() -> str:
             "",
         ]
     )
-    near = run.get("distance")
-    for name, what in (("logp_rms", "log-probs"), ("gradients", "gradients")) if near else ():
+    near = run["distance"]
+    for name, what in (("logp_rms", "log-probs"), ("gradients", "gradients")):
         apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
         row = [f"{what}, distance from fp32", apart, f"{1 / near['packed_over_replicated'][name]:.2f}", ""]
         rows.append(row)
     head = ["", "packed / replicated", "replicated over packed", "peak memory"]
-    said = f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}"
+    said = (
+        f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}; step and decoder {step['commit'][:7]}"
+    )
     return f"{markdown_table(head, rows)}\n\n{said}"
 
 
