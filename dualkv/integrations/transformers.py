@@ -13,7 +13,6 @@ mask functions say which keys each layer sees (:mod:`dualkv.integrations.masks`)
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -23,12 +22,13 @@ require("transformers")
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
+from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
+from dualkv.integrations.checkpointing import KEEP as KEEP
+from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
@@ -377,7 +377,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> Model:
+def enable(model: Model, *, deterministic: bool = False, check: bool = True, fast: bool = False) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
     With a layout every attention layer runs :func:`dualkv.attention`, with the window or chunks of the mask that its
@@ -408,6 +408,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
         check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
             random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
             takes about a second, once for each configuration in a process. The model itself is not run.
+        fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
+            where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
+            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers are left out of it
+            as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)` afterwards sets another
+            limit). `disable` leaves gradient checkpointing on.
 
     Returns:
         The same model.
@@ -443,6 +448,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True) -> 
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
         elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
             module.register_forward_pre_hook(_enter_head, with_kwargs=True)
+    if fast:
+        fused.fuse(model)
+        recompute_layers(model, "attention", memory=checkpointing.most(model))
     return model
 
 
@@ -452,66 +460,16 @@ def disable(model: Model) -> Model:
         base = _base(config)
         if base is not None:
             config._attn_implementation = {"": base}
+    if fused.is_fused(model):
+        fused.unfuse(model)
+        for decoder in layers.decoders(model):
+            checkpointing.forget(decoder)
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook in HOOKS:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
     return model
-
-
-# ---------------------------------------------------------------- gradient checkpointing
-_ATTENTION = [torch.ops.dualkv.fwd.default]
-_aten = torch.ops.aten
-KEEP: dict[str, list[Any]] = {
-    "nothing": [],
-    "attention": _ATTENTION,
-    "products": [*_ATTENTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default],
-}
-
-
-def recompute_layers(model: Model, keep: str = "nothing") -> Model:
-    """Gradient checkpointing of every layer, with some results kept and not computed again.
-
-    Packed groups have fewer rows and so leave memory for kept results. Attention is the first to keep: its output and
-    log-sum-exp are small for the time that they take. Results do not depend on `keep`.
-
-    Args:
-        model: a transformers model, changed in place. Wrappers (FSDP, PEFT) may be applied before or after.
-        keep: "nothing" keeps only the input of each layer. "attention" also keeps out and lse of
-            :func:`dualkv.attention`: T * H * (2 * Dv + 4) bytes a layer in bf16. "products" also keeps the results of
-            all matrix products, so that only elementwise operations are computed again: T rows of every projection,
-            about 86 kB a row and layer for Qwen3-8B.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: another `keep`; "products" for a model whose rotary embedding overwrites them (Liger's, in a model
-            without norms of q and k).
-    """
-    if keep not in KEEP:
-        raise ValueError(f"keep is {keep!r}, expected one of {', '.join(KEEP)}")
-    arguments: dict[str, Any] = {"use_reentrant": False}
-    if keep != "nothing":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, KEEP[keep])
-    if keep == "products":
-        _refuse_overwritten_products(model)
-    # transformers renamed it within version 5.
-    enable_it: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable_it(arguments)
-    return model
-
-
-def _refuse_overwritten_products(model: nn.Module) -> None:
-    """Raises ValueError if Liger's kernel rotates q and k in place, unseen by PyTorch: kept ones would rotate twice."""
-    for name, module, _ in layers.decoder_layers(model):
-        rotate = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
-        if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
-            raise ValueError(
-                f"{name} ({type(module).__name__}) rotates its projections in place by Liger's kernel, which keep="
-                "'products' would do twice: use keep='attention', or Liger with rope=False"
-            )
 
 
 # A pickled model names its implementation. Importing this module registers the usual ones, for unpickling.

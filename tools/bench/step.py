@@ -33,8 +33,9 @@ from tools.bench.record import JsonPath, Record
 class Row:
     """Attributes:
     way: "packed" or "replicated".
-    layers: "eager", "liger", "compiled pieces" (norms, rotary embedding, MLP) or "compiled" (whole layers).
-    keep: what checkpointed layers keep; "all" is no checkpointing.
+    layers: "eager", "liger", "compiled pieces" (norms, rotary embedding, MLP), "compiled" (whole layers) or "fast"
+        (`enable(fast=True)`).
+    keep: what checkpointed layers keep; "all" is no checkpointing. With "fast", the GiB for all tensors.
     logprobs: "eager" or "compiled".
     """
 
@@ -55,6 +56,8 @@ ROWS = {
     "replicated": Row("replicated", "eager", "nothing", "eager"),
     "packed, log-probs, pieces, attention": Row("packed", "compiled pieces", "attention", "compiled"),
     "packed, log-probs, compiled": Row("packed", "compiled", "all", "compiled"),
+    "packed, fast, 40 GiB": Row("packed", "fast", "40", "compiled"),
+    "packed, fast, 80 GiB": Row("packed", "fast", "80", "compiled"),
 }
 
 
@@ -223,13 +226,15 @@ def run_row(
     """Log-probs [M] and figures of a row."""
     device, length = weights.device, sizes.prompt_len + sizes.response_len
     if row.way == "packed":
-        enable(model)
+        enable(model, fast=row.layers == "fast")
         rows = sizes.prompt_len + sizes.responses * sizes.response_len
         batches = packed_batches(rollouts, rows, device)
     else:
         model.config._attn_implementation = {"": stock_attention.register(stock, length)}
         batches = replicated_batches(rollouts, sizes.micro_batch * length, device)
-    if row.keep == "all":
+    if row.layers == "fast":
+        recompute_layers(model, "attention", memory=float(row.keep))
+    elif row.keep == "all":
         model.gradient_checkpointing_disable()
     else:
         recompute_layers(model, row.keep)

@@ -1,0 +1,96 @@
+"""Norms, rotary embeddings and MLPs of a model in fused kernels: Liger's where they are, compiled pieces otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualkv.integrations import layers
+
+ROTARY = "apply_rotary_pos_emb"
+_CHANGES = "_dualkv_fused"  # attribute of a fused decoder: of each changed module the names added and the values before
+_OWN: dict[str, Any] = {}  # transformers' rotary embedding, by modeling file
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether :func:`fuse` has changed the model."""
+    return any(_CHANGES in vars(decoder) for decoder in layers.decoders(model))
+
+
+def fuse(model: nn.Module) -> None:
+    """Runs the elementwise parts of every layer in fused kernels, with the rounding of these kernels.
+
+    They are Liger's where `liger_kernel` is installed, knows the model's type and the model is on a GPU. Otherwise
+    norms, gated MLPs and the rotary embedding go through `torch.compile`, each by itself. The rotary embedding is a
+    function of transformers' modeling file, so other models of this type in the process get the fused one too.
+    """
+    unfuse(model)
+    for decoder in layers.decoders(model):
+        file = sys.modules[type(decoder).__module__]
+        names, before = dict(vars(file)), {name: dict(vars(m)) for name, m in decoder.named_modules()}
+        if ROTARY in names:
+            _OWN.setdefault(file.__name__, names[ROTARY])
+        if not _by_liger(model, decoder):
+            _compile(decoder, file)
+        rotary = getattr(file, ROTARY, None)
+        vars(file).update(names)  # Liger also replaces classes, which models made later would get
+        if rotary is not None:
+            setattr(file, ROTARY, rotary)
+        changes = {}
+        for name, module in decoder.named_modules():
+            now, was = vars(module), before[name]
+            changed = {key: value for key, value in was.items() if now[key] is not value}
+            if changed or now.keys() != was.keys():
+                changes[name] = now.keys() - was.keys(), changed
+        vars(decoder)[_CHANGES] = changes
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undoes :func:`fuse`."""
+    for decoder in layers.decoders(model):
+        for name, (added, changed) in vars(decoder).pop(_CHANGES, {}).items():
+            attributes = vars(decoder.get_submodule(name))
+            for key in added & attributes.keys():  # a copy of a compiled module is not compiled
+                del attributes[key]
+            attributes.update(changed)
+        file = type(decoder).__module__
+        if file in _OWN:
+            setattr(sys.modules[file], ROTARY, _OWN.pop(file))
+
+
+def _by_liger(model: nn.Module, decoder: nn.Module) -> bool:
+    """Puts Liger's kernels in place; False if there are none for this model here."""
+    if find_spec("liger_kernel") is None or next(decoder.parameters()).device.type != "cuda":
+        return False
+    from liger_kernel.transformers import monkey_patch as liger
+
+    owner: Any = next((m for m in model.modules() if hasattr(m, "config") and decoder in m.children()), decoder)
+    apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN.get(owner.config.model_type)
+    if apply is None:
+        return False
+    losses = [name for name in inspect.signature(apply).parameters if name.endswith("cross_entropy")]
+    apply(model=owner, **dict.fromkeys(losses, False))
+    return True
+
+
+def _compile(decoder: nn.Module, file: Any) -> None:
+    if hasattr(file, ROTARY):
+        setattr(file, ROTARY, torch.compile(getattr(file, ROTARY), dynamic=True))
+    for module in _pieces(decoder):
+        module.compile(dynamic=True)
+
+
+def _pieces(decoder: nn.Module) -> Iterator[nn.Module]:
+    """Norms and gated MLPs. A mixture of experts is none: its shapes depend on the routes."""
+    for name, module in decoder.named_modules():
+        gated = all(
+            isinstance(getattr(module, part, None), nn.Linear) for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        if gated or "norm" in name.rpartition(".")[2]:
+            yield module
