@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= passive
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 
-.PHONY: help demo test test-verl test-trl test-megatron test-gpu fuzz lint format bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test test-verl test-trl test-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench-cpu    packed against replicated on this CPU, recorded in docs/results/update-cpu.json"
 	@echo "make manifest     compile every kernel, record registers, memory and instructions (check-kernels compares)"
 	@echo "make format       ruff's formatter"
+	@echo "make site         the documentation as a site, in build/site"
 
 # torch first and alone, so that its pinned version is settled before anything that depends on it.
 $(STAMP): pyproject.toml constraints.txt
@@ -78,6 +79,9 @@ check-kernels: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench-cpu: $(STAMP)
 	$(BIN)/python -m tools.bench.update cpu --json docs/results/update-cpu.json

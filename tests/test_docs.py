@@ -41,6 +41,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHOWN = sorted(set(shown()))
 
 
+# ---------------------------------------------------------------- the site
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Pages that the navigation lacks, and links or anchors that lead nowhere, are warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "docs/" not in "".join(re.findall("<img[^>]*>", (tmp_path / "overview/index.html").read_text()))
+
+
 # ---------------------------------------------------------------- commands
 def words_of_pip(words):
     """What is wrong with a `pip install` or `uninstall` of files or packages: pins are those of constraints.txt."""

@@ -80,9 +80,11 @@ def test_metadata(distributions):
     assert "dualkv = dualkv.integrations.verl" in entry_points
 
 
-def test_the_changelog_knows_the_version():
+def test_changelog_and_citation_know_the_version():
     titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert titles[0].startswith(f"{dualkv.__version__}, ")
+    cited = re.search("^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited[1] == dualkv.__version__
 
 
 # ---------------------------------------------------------------- types
