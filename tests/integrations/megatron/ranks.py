@@ -20,6 +20,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sequence": {"tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
     "pipeline": {"pp": 2},
     "expert": {"ep": 2, **EXPERTS},
+    "context": {"cp": 2, "softmax_type": "learnable", "window_size": (3, 0), "window_attn_skip_freq": 2},
+    "context, a head each": {"cp": 4, **EXPERTS},
+    "context, tensor": {"cp": 2, "tp": 2},
+    "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
 
