@@ -9,7 +9,7 @@ Cases: of :data:`CASES`. Ways:
 - packed; the head runs on the rows that predict response tokens.
 - replicated: the same head.
 - stock: replicated, the head on all rows, as megatron-core computes its loss from labels.
-- shares: of the first case, what each context-parallel rank computes, one rank after the other, without the exchange between ranks.
+- shares: of the first case, what each context-parallel rank computes, one after the other, without exchanges.
 
 `torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks with tensor and with context
 parallelism: log-probs and gradients of a small model against one GPU, then the time of a packed update.
@@ -68,7 +68,11 @@ def start() -> None:
     """One rank of the default process group; alone where torchrun did not start it."""
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        alone = {} if "RANK" in os.environ else {"store": dist.TCPStore("127.0.0.1", 0, 1), "rank": 0, "world_size": 1}
+        alone = (
+            {}
+            if "RANK" in os.environ
+            else {"store": dist.TCPStore("127.0.0.1", 0, is_master=True), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, **alone)
 
 
