@@ -242,7 +242,7 @@ class _Total(torch.autograd.Function):
 
 # ---------------------------------------------------------------- the two modules
 class _PackedSelfAttention(SelfAttention):
-    """[rows, 1, C] -> [rows, 1, C] and a bias: of this context-parallel rank's rows, with sequence parallelism the share
+    """[rows, 1, C] -> [rows, 1, C] and a bias: rows of this context-parallel rank, with sequence parallelism the share
     of this tensor-parallel rank."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -352,8 +352,8 @@ class _PackedDotProductAttention(_CoreAttention, DotProductAttention):
         if self.config.context_parallel_size > 1 and not isinstance(packed_seq_params, PackedGroups):
             raise ValueError(
                 f"context_parallel_size is {self.config.context_parallel_size} and packed_seq_params"
-                f" {type(packed_seq_params).__name__}, expected PackedGroups: megatron-core's DotProductAttention sees the"
-                " rows of its own rank alone"
+                f" {type(packed_seq_params).__name__}, expected PackedGroups: megatron-core's DotProductAttention sees"
+                " the rows of its own rank alone"
             )
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
