@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention
@@ -41,15 +42,20 @@ class Shard:
     """This rank's rows of packed groups: rows `[rank * num_tokens, (rank + 1) * num_tokens)`.
 
     Attributes:
-        layout: of all rows, padded to a multiple of the number of ranks; the same on every rank.
+        layout: of all rows, padded; the same on every rank.
         group: the ranks that share the rows.
         num_tokens: rows of one rank.
+
+    Args:
+        layout: of all rows.
+        group: as above; without one this process has all rows.
+        multiple: `num_tokens` becomes a multiple of it.
     """
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(self, layout: Layout, group: dist.ProcessGroup | None, multiple: int = 1) -> None:
         self.group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.layout = padded(layout, -layout.num_tokens % self.world_size)
+        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        self.layout = padded(layout, -layout.num_tokens % (self.world_size * multiple))
         self.num_tokens = self.layout.num_tokens // self.world_size
 
     @cached_property
@@ -57,6 +63,54 @@ class Shard:
         """[num_tokens] int64: the position of each of this rank's rows in its own unpacked sequence."""
         start = self.rank * self.num_tokens
         return self.layout.position_ids[start : start + self.num_tokens]
+
+    def split(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """This rank's rows of x; zeros where the layout is padded behind them.
+
+        Args:
+            x: T rows along `dim`: as many as `layout` has, or fewer by what it is padded with.
+            dim: of the rows.
+
+        Returns:
+            num_tokens rows along `dim`.
+
+        Raises:
+            ValueError: more rows than the layout's.
+        """
+        missing = self.layout.num_tokens - x.shape[dim]
+        if missing < 0:
+            raise ValueError(
+                f"x has {x.shape[dim]} rows in dimension {dim}, expected at most {self.layout.num_tokens}, the layout's"
+            )
+        start = self.rank * self.num_tokens
+        mine = x.narrow(dim, min(start, x.shape[dim]), max(0, min(self.num_tokens, x.shape[dim] - start)))
+        behind = [0] * (2 * x.dim())
+        behind[2 * (x.dim() - 1 - dim % x.dim()) + 1] = self.num_tokens - mine.shape[dim]
+        return F.pad(mine, behind)
+
+    def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The rows of all ranks, on every rank. Each rank's rows get their part of the gradient that the rank itself
+        computes: right where every rank computes the same loss of all rows, and gradients of weights are summed over
+        ranks.
+
+        Args:
+            x: num_tokens rows along `dim`.
+            dim: of the rows.
+
+        Returns:
+            `layout.num_tokens` rows along `dim`, also those that pad the layout.
+
+        Raises:
+            ValueError: another number of rows.
+        """
+        if x.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"x has {x.shape[dim]} rows in dimension {dim}, each rank of this layout holds {self.num_tokens}"
+            )
+        if self.world_size == 1:
+            return x
+        whole: torch.Tensor = _Gather.apply(x.movedim(dim, 0), self.group, self.rank)
+        return whole.movedim(0, dim)
 
     def attention(
         self,
@@ -102,6 +156,9 @@ class Shard:
             raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
         if sinks is not None and sinks.shape != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {(heads,)}, of all ranks' heads")
+        features: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
+        if self.world_size == 1:
+            return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
         # A rank's query heads read consecutive key heads: repeated until every rank gets equally many, each in order.
         repeats = self.world_size // math.gcd(kv_heads, self.world_size)
         if repeats > 1:
@@ -113,8 +170,7 @@ class Shard:
         columns = zip(mine.flatten(0, 1).split(sizes, 1), head_dims, strict=True)
         q, k, v = (x.unflatten(1, (-1, head_dim)) for x, head_dim in columns)
         if sinks is not None:
-            sinks = sinks.unflatten(0, (self.world_size, -1))[self.rank]
-        features: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
+            features["sinks"] = sinks.unflatten(0, (self.world_size, -1))[self.rank]
         out = attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
         back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2)
@@ -133,3 +189,18 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Exchange.apply(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """x [n, ...] -> [ranks * n, ...] of all ranks; the gradient of a rank's rows is that of the rank's own loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, rank: int) -> torch.Tensor:
+        ctx.mine = slice(rank * len(x), (rank + 1) * len(x))
+        out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad[ctx.mine], None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,14 +62,31 @@ def run(rank: int, folder: str) -> None:
         refusal(shard, torch.zeros(11, 12, 8), torch.zeros(11, 5, 8)),
         refusal(shard, torch.zeros(10, 12, 8), torch.zeros(10, 2, 8)),
         refusal(shard, torch.zeros(11, 12, 8), torch.zeros(11, 2, 8), sinks=torch.zeros(3)),
+        said(shard.split, torch.zeros(45)),
+        said(shard.gather, torch.zeros(2, 10), 1),
     ]
+    rows, weights = rows_and_weights()
+    mine = shard.split(rows, 1).requires_grad_()
+    whole = shard.gather(mine.square(), 1)
+    (whole * weights).sum().backward()
+    found["shared"] = mine.detach(), whole.detach(), mine.grad
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
+def rows_and_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, 42], and [2, 44] of the loss, of which the padding is a part."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 42, generator=generator), torch.randn(2, 44, generator=generator)
+
+
 def refusal(shard: Shard, q: torch.Tensor, kv: torch.Tensor, **features: torch.Tensor) -> str:
+    return said(shard.attention, q, kv, kv, **features)
+
+
+def said(call: Any, *args: Any, **kwargs: Any) -> str:
     try:
-        shard.attention(q, kv, kv, **features)
+        call(*args, **kwargs)
     except ValueError as error:
         return str(error)
     return "nothing raised"
@@ -113,7 +131,30 @@ def test_refusals_name_heads_rows_and_sinks(ranks: list[dict]) -> None:
             "q has 12 heads and k 5, expected q's to be a multiple of k's",
             "q has 10 rows, each rank of this layout holds 11",
             "sinks has shape (3,), expected [H] = (12,), of all ranks' heads",
+            "x has 45 rows in dimension 0, expected at most 44, the layout's",
+            "x has 10 rows in dimension 1, each rank of this layout holds 11",
         ]
+
+
+def test_rows_are_split_and_gathered(ranks: list[dict]) -> None:
+    """A row's gradient is that of one rank's loss, not of all four."""
+    rows, weights = rows_and_weights()
+    padded_rows = torch.nn.functional.pad(rows, (0, 2))
+    for rank, found in enumerate(ranks):
+        mine, whole, gradient = found["shared"]
+        here = slice(rank * 11, rank * 11 + 11)
+        assert torch.equal(mine, padded_rows[:, here])
+        assert torch.equal(whole, padded_rows.square())
+        torch.testing.assert_close(gradient, 2 * mine * weights[:, here])
+
+
+def test_one_rank_needs_no_group() -> None:
+    shard = Shard(LAYOUT, None, multiple=8)
+    q, k, v, _ = (x[: LAYOUT.num_tokens] for x in inputs(2))
+    q, k, v = (shard.split(x) for x in (q, k, v))
+    assert (shard.num_tokens, shard.rank, shard.world_size) == (48, 0, 1)
+    assert torch.equal(shard.gather(q), q)
+    assert torch.equal(shard.attention(q, k, v), dualkv.attention(q, k, v, shard.layout))
 
 
 def test_padding_sees_itself_alone() -> None:

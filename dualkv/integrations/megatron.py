@@ -12,14 +12,18 @@ error: its own packed format ("thd") would run all groups as one sequence.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dualkv.integrations import require
 
 require("megatron")
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -34,8 +38,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from codegen.tiles import HEAD_DIMS
+from dualkv.data.packing import PackedBatch
+from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
-from dualkv.ops.attention import attention
+from dualkv.sequence_parallel import Shard
 
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -44,7 +50,6 @@ ROTARY = ("rope", "yarn")
 # Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
 NEEDED: dict[str, tuple[Any, str]] = {
     "multi_latent_attention": (False, "latent attention is not computed"),
-    "context_parallel_size": (1, "the rows of a packed group are not split over ranks"),
     "virtual_pipeline_model_parallel_size": (None, "packed groups do not run through interleaved stages yet"),
     "attention_dropout": (0, "attention dropout is not computed"),
     "mrope_section": (None, "multimodal rotary embeddings have positions that a layout does not say"),
@@ -58,33 +63,124 @@ NEEDED: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("none", "a CUDA graph would repeat the attention of one layout"),
     "enable_cuda_graph": (False, "a CUDA graph would repeat the attention of one layout"),
     "external_cuda_graph": (False, "a CUDA graph would repeat the attention of one layout"),
+    "hybrid_context_parallel": (False, "rows are shared by all context-parallel ranks"),
     "moe_expert_capacity_factor": (None, "which tokens an expert drops depends on all rows of a micro-batch"),
 }
 
 
 # ---------------------------------------------------------------- what a call is given
+class _OneRank:
+    """A group that asks megatron-core for the rotary frequencies of all positions: it would cut them into the shares
+    of its own context parallelism, which are not those of packed groups."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ONE_RANK = _OneRank()  # one, because megatron-core caches frequencies by it
+
+
+def _check_the_same(layout: Layout, group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks of the group if their layouts differ."""
+    digest = hashlib.blake2b(layout.offsets.numpy().tobytes(), digest_size=7)
+    digest.update(layout.parent.numpy().tobytes())
+    number = int.from_bytes(digest.digest(), "big")
+    ends = torch.tensor([number, -number], device=layout.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    if ends.sum().item():
+        raise ValueError(
+            f"layouts differ between the {dist.get_world_size(group)} context-parallel ranks (this one has"
+            f" {layout.num_tokens} rows), expected one layout on all of them"
+        )
+
+
 class PackedGroups(PackedSeqParams):
     """A layout on its way through a megatron-core model, as `packed_seq_params`.
 
-    Make one for each micro-batch, on every pipeline stage from the same layout.
+    Make one for each micro-batch, on every rank of the model from the same layout. With context parallelism every rank
+    holds an equal share of the rows, in their order; attention runs on all rows and a share of the heads
+    (:class:`dualkv.sequence_parallel.Shard`), so that all ranks have the same work.
 
     Attributes:
+        shard: this rank's rows, with the layout of all of them.
+
+    Args:
         layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model.
+        multiple: rows of a rank become a multiple of it: the tensor-parallel size, with sequence parallelism. The
+            layout is padded with rows that see themselves alone.
+        cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
 
     Raises:
         TypeError: the layout is not a :class:`dualkv.Layout`.
+        ValueError: context-parallel ranks have different layouts; all of them raise it.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, multiple: int = 1, cp_group: dist.ProcessGroup | None = None) -> None:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
-        longest = layout._segments.longest_path  # positions for which the model makes rotary frequencies
-        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.layout = layout
+        group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
+        self.shard = Shard(layout, group, multiple)
+        if self.shard.world_size > 1:
+            _check_the_same(layout, group)
+        longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
+        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def layout(self) -> Layout:
+        """Of all rows, padded."""
+        return self.shard.layout
+
+    def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's rows of `input_ids`, `position_ids` or labels; zeros in rows that pad the layout.
+
+        Args:
+            x: rows of the layout along `dim`, with or without those that pad it.
+            dim: of the rows.
+
+        Returns:
+            `num_tokens` rows along `dim`.
+
+        Raises:
+            ValueError: more rows than the layout's.
+        """
+        return self.shard.split(x, dim)
+
+    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The rows of all context-parallel ranks, on each of them, differentiable as :meth:`Shard.gather` is.
+
+        Args:
+            x: `num_tokens` rows along `dim`.
+            dim: of the rows.
+
+        Returns:
+            All rows of `layout` along `dim`.
+
+        Raises:
+            ValueError: another number of rows.
+        """
+        return self.shard.gather(x, dim)
+
+    def predictions(self, batch: PackedBatch | PackedSequences) -> Predictions:
+        """The response tokens that this rank's rows predict.
+
+        Args:
+            batch: of which `layout` is the layout.
+
+        Returns:
+            Their rows and tokens; its `gather` makes one tensor for all ranks of what is computed of them.
+        """
+        rows, start = batch.predict_rows, self.shard.rank * self.shard.num_tokens
+        if self.shard.world_size == 1:
+            return Predictions(rows, batch.targets, None, len(rows), None)
+        places = ((rows >= start) & (rows < start + self.shard.num_tokens)).nonzero().flatten()
+        return Predictions(rows[places] - start, batch.targets[places], places, len(rows), self.shard.group)
+
     def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
-        """[T, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row.
+        """[num_tokens, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row of this rank.
 
         One result serves all layers of a model, which get the same tensor.
         """
@@ -95,14 +191,59 @@ class PackedGroups(PackedSeqParams):
                     f"rotary_pos_emb has shape {tuple(by_position.shape)}, expected {(*expected, 'D')}: frequencies of"
                     " the positions of the layout's longest path"
                 )
-            positions = self.layout.position_ids.to(by_position.device)
+            positions = self.shard.position_ids.to(by_position.device)
             self._gathered = by_position, by_position.index_select(0, positions)
         return self._gathered[1]
 
 
+class Predictions(NamedTuple):
+    """Response tokens that the rows of this context-parallel rank predict.
+
+    Attributes:
+        predict_rows: [m] int64, among the rows of this rank.
+        targets: [m] int64.
+        places: [m] int64, among the batch's M response tokens; None where one rank has all of them.
+        total: M.
+        group: the context-parallel ranks.
+    """
+
+    predict_rows: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor | None
+    total: int
+    group: dist.ProcessGroup | None
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[m] of this rank -> [M] of all ranks, in the order of `batch.targets`, which `batch.unpack` takes.
+
+        Every rank computes the same loss of it, and its own values get their gradient: as megatron-core's schedules and
+        gradient reductions expect, a loss over all context-parallel ranks, not over their number.
+        """
+        if self.places is None:
+            return values
+        whole = values.new_zeros(self.total).index_copy(0, self.places, values)
+        found: torch.Tensor = _Total.apply(whole, self.group)
+        return found
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks; the gradient of a rank's part is that of the rank's own loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
 # ---------------------------------------------------------------- the two modules
 class _PackedSelfAttention(SelfAttention):
-    """[T, 1, C] -> [T, 1, C] and a bias; with sequence parallelism T / tensor_model_parallel_size rows on each rank."""
+    """[rows, 1, C] -> [rows, 1, C] and a bias: rows of this context-parallel rank, with sequence parallelism the share
+    of this tensor-parallel rank."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         _refuse(config)
@@ -118,7 +259,7 @@ class _PackedSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> Any:
         if isinstance(packed_seq_params, PackedGroups):
-            self._check(hidden_states, packed_seq_params.layout, kwargs)
+            self._check(hidden_states, packed_seq_params.shard, kwargs)
             if rotary_pos_emb is None:
                 raise ValueError(
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
@@ -134,21 +275,28 @@ class _PackedSelfAttention(SelfAttention):
             **kwargs,
         )
 
-    def _check(self, hidden_states: torch.Tensor, layout: Layout, others: dict[str, Any]) -> None:
+    def _check(self, hidden_states: torch.Tensor, shard: Shard, others: dict[str, Any]) -> None:
         for name in ("inference_context", "inference_params"):
             if others.get(name) is not None:
                 raise ValueError(f"{name} came together with PackedGroups: packed groups run without a cache")
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         rows, batch = hidden_states.shape[0] * ranks, hidden_states.shape[1]
-        if (rows, batch) != (layout.num_tokens, 1):
+        if self.config.context_parallel_size != shard.world_size:
+            raise ValueError(
+                f"context_parallel_size of layer {self.layer_number} is {self.config.context_parallel_size}, expected"
+                f" {shard.world_size}: the ranks that share the rows of PackedGroups"
+            )
+        if (rows, batch) != (shard.num_tokens, 1):
+            share = "" if shard.world_size == 1 else ", this rank's share of them (PackedGroups.split)"
             raise ValueError(
                 f"layer {self.layer_number} gets {batch} sequences of {rows} tokens, expected one of"
-                f" {layout.num_tokens}: all groups of the layout in one packed row"
+                f" {shard.num_tokens}: all groups of the layout in one packed row{share}"
             )
 
 
 class _CoreAttention(nn.Module):
-    """query [T, 1, H, D], key and value [T, 1, Hk, D] of this rank's heads -> [T, 1, H * D]."""
+    """query [rows, 1, H, D], key and value [rows, 1, Hk, D], of this tensor-parallel rank's heads and this
+    context-parallel rank's rows -> [rows, 1, H * D]."""
 
     config: Any
     layer_number: int
@@ -180,11 +328,10 @@ class _CoreAttention(nn.Module):
                 raise ValueError(f"{name} came together with PackedGroups: the layout says who sees whom, leave it out")
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
-        out = attention(
+        out = packed_seq_params.shard.attention(
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
-            packed_seq_params.layout,
             softmax_scale=config.softmax_scale,
             deterministic=config.deterministic_mode,
             window=_window(config) if windowed else None,
@@ -194,7 +341,21 @@ class _CoreAttention(nn.Module):
 
 
 class _PackedDotProductAttention(_CoreAttention, DotProductAttention):
-    pass
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # megatron-core's class refuses context parallelism; `forward` does so for what is not PackedGroups.
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        if self.config.context_parallel_size > 1 and not isinstance(packed_seq_params, PackedGroups):
+            raise ValueError(
+                f"context_parallel_size is {self.config.context_parallel_size} and packed_seq_params"
+                f" {type(packed_seq_params).__name__}, expected PackedGroups: megatron-core's DotProductAttention sees"
+                " the rows of its own rank alone"
+            )
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 PACKED: dict[type, type] = {SelfAttention: _PackedSelfAttention, DotProductAttention: _PackedDotProductAttention}
@@ -225,6 +386,12 @@ def _objections(config: Any) -> Iterator[str]:
     window = config.window_size
     if window and (window[0] < -1 or window[1] != 0):
         yield f"window_size is {tuple(window)}, expected (n, 0) or (-1, 0): causal attention sees no key to the right"
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    if heads % config.context_parallel_size:
+        yield (
+            f"context_parallel_size is {config.context_parallel_size}, expected a divisor of the {heads} attention"
+            " heads of a tensor-parallel rank, which context-parallel ranks share"
+        )
     dim = config.kv_channels
     if dim % 8 or not 8 <= dim <= HEAD_DIMS[-1]:
         yield f"kv_channels is {dim}, expected a multiple of 8 up to {HEAD_DIMS[-1]}"

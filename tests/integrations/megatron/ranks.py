@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from dualkv.integrations.megatron import PackedGroups, enable
+from dualkv.layout import Layout
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import EXPERTS, packed_against_replicated
+from tests.integrations.megatron.updates import EXPERTS, build, layer_spec, packed_against_replicated
 
 COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -20,6 +22,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sequence": {"tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
     "pipeline": {"pp": 2},
     "expert": {"ep": 2, **EXPERTS},
+    "context": {"cp": 2, "softmax_type": "learnable", "window_size": (3, 0), "window_attn_skip_freq": 2},
+    "context, a head each": {"cp": 4, **EXPERTS},
+    "context, tensor": {"cp": 2, "tp": 2},
+    "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
 
@@ -27,8 +34,39 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 def main(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with cpu.rank(dist.FileStore(str(folder / "store"), COUNT), number, COUNT):
-        found = {name: tuple(packed_against_replicated(**given)) for name, given in SCENARIOS.items()}
+        found: dict[str, Any] = {name: tuple(packed_against_replicated(**given)) for name, given in SCENARIOS.items()}
+        found["refused"] = refused()
     torch.save(found, folder / f"{number}.pt")
+
+
+def refused() -> list[str]:
+    """What each of two context-parallel ranks raises, for the same reason or for what the other one has."""
+
+    def said(call: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            call(*args, **kwargs)
+        except ValueError as error:
+            return str(error)
+        return "nothing raised"
+
+    cpu.parallel(cp=2)
+    settings = {"context_parallel_size": 2}
+    model = build(enable(layer_spec()), settings)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    layout = Layout.from_lengths([3], [[2, 3]])
+    longer = Layout.from_lengths([3], [[2, 2 + dist.get_rank() % 2]])
+    packed = PackedGroups(layout)
+    rows = torch.zeros(3, 4, 1, 4, 16)
+    whole = torch.zeros(1, 8, dtype=torch.int64)
+    found = [
+        said(PackedGroups, longer),
+        said(model, whole, whole, None, packed_seq_params=packed),
+        said(model.decoder.layers[0].self_attention.core_attention, *rows, None),
+        said(build, enable(layer_spec()), {"context_parallel_size": 8}),
+    ]
+    cpu.parallel()
+    one = build(enable(layer_spec()), {})
+    return [*found, said(one, ids, ids, None, packed_seq_params=packed)]
 
 
 if __name__ == "__main__":

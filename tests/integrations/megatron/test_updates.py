@@ -123,6 +123,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(COUNT)]
 
 
+def test_context_parallel_ranks_raise_together(ranks: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(ranks):
+        differ = f"layouts differ between the 2 context-parallel ranks (this one has {7 + rank % 2} rows)"
+        assert [text.split(":")[0] for text in one["refused"]] == [
+            f"{differ}, expected one layout on all of them",
+            "layer 1 gets 1 sequences of 8 tokens, expected one of 4",
+            "context_parallel_size is 2 and packed_seq_params NoneType, expected PackedGroups",
+            "context_parallel_size is 8, expected a divisor of the 4 attention heads of a tensor-parallel rank, which"
+            " context-parallel ranks share",
+            "context_parallel_size of layer 1 is 1, expected 2",
+        ]
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
     found = [one[name] for one in ranks]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -16,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable
-from dualkv.sequence_parallel import padded
 from tests.integrations.megatron import cpu
 
 VOCAB = 64
@@ -93,7 +93,7 @@ class MicroBatch(NamedTuple):
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
     layout: dualkv.Layout | None
-    rows: torch.Tensor  # [M]
+    predict_rows: torch.Tensor  # [M]
     targets: torch.Tensor  # [M]
     unpack: Callable[[torch.Tensor], list[torch.Tensor]]  # [M] to one tensor a rollout
     weights: torch.Tensor  # in the loss, of the log-probs of all rollouts
@@ -133,22 +133,25 @@ def rollouts(seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:
 
 
 def even(batch: MicroBatch) -> MicroBatch:
-    """With a row more if the number of rows is odd; the row predicts nothing that is asked for."""
+    """A sequence with a row more if the number of rows is odd; the row predicts nothing that is asked for."""
     odd = batch.input_ids.shape[1] % 2
     ids, positions = (torch.nn.functional.pad(x, (0, odd)) for x in (batch.input_ids, batch.position_ids))
-    layout = None if batch.layout is None else padded(batch.layout, odd)
-    return batch._replace(input_ids=ids, position_ids=positions, layout=layout)
+    return batch._replace(input_ids=ids, position_ids=positions)
 
 
 def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
     def step(batches: Any, model: GPTModel) -> Any:
         batch = next(batches)
-        params = None if batch.layout is None else PackedGroups(batch.layout)
-        out = model(batch.input_ids, batch.position_ids, None, packed_seq_params=params)
+        ids, positions, asked, params = batch.input_ids, batch.position_ids, batch, None
+        if batch.layout is not None:
+            config = model.config
+            params = PackedGroups(batch.layout, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+            ids, positions, asked = params.split(ids), params.split(positions), params.predictions(batch)
+        out = model(ids, positions, None, packed_seq_params=params)
 
         def loss(logits: torch.Tensor) -> Any:
-            logp = -tensor_parallel.vocab_parallel_cross_entropy(logits[0, batch.rows], batch.targets)
-            logp = torch.cat(batch.unpack(logp))
+            logp = -tensor_parallel.vocab_parallel_cross_entropy(logits[0, asked.predict_rows], asked.targets)
+            logp = torch.cat(batch.unpack(logp if params is None else asked.gather(logp)))
             found.append(logp.detach())
             return (logp * batch.weights).sum() * count, {}  # megatron-core divides by the number of micro-batches
 
@@ -177,6 +180,11 @@ def update(model: GPTModel, batches: list[MicroBatch]) -> Update:
         micro_batch_size=1,
         forward_only=False,
     )
+    group = parallel_state.get_context_parallel_group()
+    for p in model.parameters():
+        if p.grad is not None and dist.get_world_size(group) > 1:  # as megatron-core's DistributedDataParallel does
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= dist.get_world_size(group)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(list(model.parameters()))
     return Update(torch.cat(found) if found else None, gradients)
@@ -204,6 +212,7 @@ def packed_against_replicated(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    cp: int = 1,
     norms: bool = True,
     arguments: dict[str, Any] | None = None,
     **settings: Any,
@@ -211,24 +220,33 @@ def packed_against_replicated(
     """On this rank, of a model that is built from an enabled spec.
 
     Args:
-        tp, pp, ep: ranks of each kind of parallelism.
+        tp, pp, ep, cp: ranks of each kind of parallelism.
         norms: whether the layers have norms.
         arguments: of the model.
         settings: of its config.
     """
-    cpu.parallel(tp, pp, ep)
     settings |= {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "expert_model_parallel_size": ep,
         "qk_layernorm": norms,
     }
-    model = build(enable(layer_spec(norms, **settings)), settings, **arguments or {})
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("softmax_offset"):
-                parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+
+    def made(cp: int) -> GPTModel:
+        cpu.parallel(tp, pp, ep, cp)
+        changed = settings | {"context_parallel_size": cp}
+        model = build(enable(layer_spec(norms, **changed)), changed, **arguments or {})
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("softmax_offset"):
+                    parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+        return model
+
+    model = made(cp)
     packed, replicated = rollouts(parallel_state.get_data_parallel_rank())
+    found = update(model, packed)
+    if cp > 1:
+        model = made(1)
     if settings.get("sequence_parallel"):
-        packed, replicated = [even(batch) for batch in packed], [even(batch) for batch in replicated]
-    return difference(update(model, packed), update(model, replicated))
+        replicated = [even(batch) for batch in replicated]
+    return difference(found, update(model, replicated))

@@ -1,0 +1,462 @@
+"""`python -m tools.bench.megatron --json megatron.json`: a megatron-core model packed and replicated.
+
+Qwen3-8B's shape, cut to some layers, as megatron-core builds it from its local spec (Transformer Engine is not needed),
+with random weights in bf16. Whole layers are recomputed. An update is the forward and backward of all micro-batches;
+the optimizer is left out. The local spec's own attention holds the scores of all pairs, so replicated sequences run the
+fastest attention of PyTorch and FlashAttention-4 that the machine has, in the place of megatron-core's core attention.
+Cases: of :data:`CASES`. Ways:
+
+- packed; the head runs on the rows that predict response tokens.
+- replicated: the same head.
+- stock: replicated, the head on all rows, as megatron-core computes its loss from labels.
+- shares: of the first case, what each context-parallel rank computes, one after the other, without exchanges.
+
+`torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks with tensor and with context
+parallelism: log-probs and gradients of a small model against one GPU, then the time of a packed update.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+import typer
+from torch.utils.checkpoint import checkpoint
+
+import dualkv
+from dualkv import sequence_parallel
+from dualkv.models import CONFIGS
+from tools.bench import stock_attention
+from tools.bench.megatron_costs import Group, Model, flops, saving
+from tools.bench.record import JsonPath, Record
+
+CASES = {
+    "main": Group(32, 8192, 2048),
+    "long prompts": Group(8, 16384, 1024),
+    "little shared": Group(8, 500, 2000, groups=4),
+}
+WAYS = "packed", "replicated", "stock", "shares"
+SHARES = 2, 4, 8  # context-parallel ranks
+
+
+class Run(NamedTuple):
+    """Options of the command line."""
+
+    model: Model
+    micro_batch: int
+    stock_batch: int
+    repeats: int
+    chunk_size: int
+    dtype: torch.dtype
+    fused: bool
+    device: torch.device
+
+
+# ---------------------------------------------------------------- the model
+def start() -> None:
+    """Makes this process a rank, once."""
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # Where torchrun did not start it, this process is the only rank.
+        store = None if "RANK" in os.environ else dist.TCPStore("127.0.0.1", 0, is_master=True)
+        dist.init_process_group(backend, **({"store": store, "rank": 0, "world_size": 1} if store else {}))
+
+
+def make_model(run: Run, tp: int = 1, cp: int = 1) -> Any:
+    """A GPTModel from an enabled local spec, in new groups of ranks."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dualkv.integrations.megatron import enable
+
+    start()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    shape = run.model
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=run.dtype,
+        bf16=run.dtype == torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        use_cpu_initialization=run.device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=run.fused,
+        bias_dropout_fusion=run.fused,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    spec = enable(get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"))
+    model = GPTModel(
+        config, spec, shape.vocabulary, 1 << 20, position_embedding_type="rope", rotary_base=1_000_000,
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    return model.to(run.device, run.dtype).train()
+
+
+@contextmanager
+def attention_of_sequences(model: Any, name: str) -> Iterator[None]:
+    """With one of :data:`stock_attention.CALLS` in the place of megatron-core's core attention."""
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        """query [L, B, H, D], key and value [L, B, Hk, D] -> [L, B, H * D]."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        return stock_attention.CALLS[name](q, k, v, stock_attention.Rule()).transpose(0, 1).flatten(2)
+
+    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    try:
+        for core in cores:
+            core.forward = forward
+        yield
+    finally:
+        for core in cores:
+            del core.forward
+
+
+# ---------------------------------------------------------------- micro-batches
+Step = Callable[[], torch.Tensor]  # forward and backward; log-probs of response tokens
+
+
+def hidden_states(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """[L, B, C] behind the last norm."""
+    with mock.patch.object(model, "post_process", False):  # no head; the norm is the decoder's
+        out: torch.Tensor = model(*args, **kwargs)
+    return out
+
+
+def logprobs(model: Any, hidden: torch.Tensor, targets: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """hidden [m, C], targets [m] -> [m]; logits of a chunk at a time, made again in the backward."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    def of(some: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+        return -vocab_parallel_cross_entropy(model.output_layer(some[:, None])[0][:, 0], asked)
+
+    parts = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+    return torch.cat([checkpoint(of, *part, use_reentrant=False) for part in parts])
+
+
+def rollouts(run: Run, group: Group) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    g = torch.Generator().manual_seed(0)
+    draw = partial(torch.randint, run.model.vocabulary, generator=g)
+    prompts = [draw((group.prompt_len,)) for _ in range(group.groups)]
+    return prompts, [[draw((group.response_len,)) for _ in range(group.responses)] for _ in prompts]
+
+
+def packed_steps(run: Run, model: Any, group: Group, share: tuple[int, int] | None = None) -> list[Step]:
+    """One for all groups. With `share`, (rank, ranks), those of this rank, whatever there is of other ranks."""
+    from dualkv.integrations.megatron import PackedGroups
+
+    batch = dualkv.pack(*rollouts(run, group)).to(run.device)
+    weights = torch.randn(group.tokens, generator=torch.Generator().manual_seed(1)).to(run.device) / group.tokens
+
+    def step() -> torch.Tensor:
+        packed = PackedGroups(batch.layout)
+        if share:
+            packed.shard = share_of(batch.layout, *share)
+        asked = packed.predictions(batch)
+        hidden = hidden_states(
+            model, packed.split(batch.input_ids), packed.split(batch.position_ids), None, packed_seq_params=packed
+        )
+        logp = logprobs(model, hidden[asked.predict_rows, 0], asked.targets, run.chunk_size)
+        if share:
+            (logp * weights[asked.places]).sum().backward()
+        else:
+            logp = torch.cat(batch.unpack(asked.gather(logp)))
+            (logp * weights).sum().backward()
+        return logp.detach()
+
+    return [step]
+
+
+def replicated_steps(run: Run, model: Any, group: Group, head_on_all_rows: bool, at_once: int) -> list[Step]:
+    """One for each `at_once` sequences."""
+    prompts, responses = rollouts(run, group)
+    ids = torch.stack([torch.cat([p, r]) for p, rs in zip(prompts, responses, strict=True) for r in rs]).to(run.device)
+    weights = torch.randn(group.tokens, generator=torch.Generator().manual_seed(1)).to(run.device) / group.tokens
+    positions = torch.arange(ids.shape[1], device=run.device).expand(at_once, -1)
+    asked = slice(group.prompt_len - 1, -1)  # rows that predict a response
+
+    def step(some: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if head_on_all_rows:
+            loss = model(some, positions[: len(some)], None, labels=some.roll(-1, 1))
+            logp = -loss[:, asked].flatten()
+        else:
+            hidden = hidden_states(model, some, positions[: len(some)], None).transpose(0, 1)[:, asked].flatten(0, 1)
+            logp = logprobs(model, hidden, some[:, group.prompt_len :].flatten(), run.chunk_size)
+        (logp * weight).sum().backward()
+        return logp.detach()
+
+    batches = zip(ids.split(at_once), weights.split(at_once * group.response_len), strict=True)
+    return [partial(step, *batch) for batch in batches]
+
+
+# ---------------------------------------------------------------- shares of context-parallel ranks, one after the other
+def share_of(layout: dualkv.Layout, rank: int, ranks: int) -> sequence_parallel.Shard:
+    """Of a rank, where the others do not run."""
+    shard = sequence_parallel.Shard(layout, None, ranks)
+    shard.rank, shard.world_size = rank, ranks
+    shard.num_tokens //= ranks
+    return shard
+
+
+class _Kept:
+    """In the place of the exchange between ranks: the rows that this rank would send, copied."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, group: None) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def one_of(model: Any, ranks: int) -> Iterator[None]:
+    with (
+        mock.patch.object(sequence_parallel, "_Exchange", _Kept),
+        mock.patch.object(model.config, "context_parallel_size", ranks),
+    ):
+        yield
+
+
+# ---------------------------------------------------------------- time and memory
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Seconds of all micro-batches after two untimed runs of the first, and the peak of memory; the log-probs."""
+    model.zero_grad(set_to_none=True)
+    torch._dynamo.reset()
+    begun = time.perf_counter()
+    for _ in range(2):  # what is compiled may be compiled again for what the first backward leaves
+        steps[0]()
+    wait()
+    found: dict[str, Any] = {"rows": rows, "micro_batches": len(steps), "first": time.perf_counter() - begun}
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(repeats):
+        wait()
+        begun = time.perf_counter()
+        logp = torch.cat([step() for step in steps])
+        wait()
+        seconds.append(time.perf_counter() - begun)
+        model.zero_grad(set_to_none=True)
+    found |= {"seconds": seconds, "median": statistics.median(seconds)}
+    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}), logp
+
+
+def tried(call: Callable[[], Any]) -> Any:
+    """What it returns, or why it raised an error."""
+    try:
+        return call()
+    except Exception as error:
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- one GPU
+def measure(run: Run, cases: dict[str, Group], ways: list[str]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The figures after each way of each case, and what is new in them."""
+    figures: dict[str, Any] = {"cases": {}}
+    model = make_model(run)
+    heads = run.model.heads, run.model.kv_heads, run.model.head_dim
+    for name, group in cases.items():
+        found: dict[str, Any] = {"group": asdict(group), "rows": {}}
+        found["flop_ratio"] = {"replicated": saving(run.model, group), "stock": saving(run.model, group, True)}
+        figures["cases"][name] = found
+        length = group.prompt_len + group.response_len
+        stock = "math"
+        if run.device.type == "cuda" and {"replicated", "stock"} & set(ways):
+            stock, found["stock_attention_seconds"] = stock_attention.fastest(run.micro_batch, length, *heads)
+        found["stock_attention"] = stock
+        first: torch.Tensor | None = None
+        for way in (way for way in ways if way != "shares"):
+            row = tried(partial(one_way, run, model, group, way, stock))
+            if "error" not in row:
+                logp = row.pop("logp")
+                first = logp if first is None else first
+                row["logp_rms_from_first_way"] = float((logp - first).double().square().mean().sqrt())
+                done = flops(run.model, group, way == "packed", way == "stock")
+                row["tflops"] = done / 1e12 / row["median"]
+                packed = found["rows"].get("packed", {}).get("median")
+                if packed and way != "packed":
+                    row["packed_is_faster_by"] = row["median"] / packed
+                    row["of_flop_ratio"] = row["packed_is_faster_by"] / found["flop_ratio"][way]
+            found["rows"][way] = row
+            yield figures, {f"{name}, {way}": row}
+    for ranks in SHARES if "shares" in ways else ():
+        name, group = next(iter(cases.items()))
+        found = figures["cases"][name].setdefault("shares", {})
+        found[str(ranks)] = tried(partial(shares, run, model, group, ranks))
+        yield figures, {f"{name}, {ranks} shares": found[str(ranks)]}
+
+
+def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[str, Any]:
+    if way == "packed":
+        found, logp = timed(model, packed_steps(run, model, group), run.repeats, group.rows(True))
+    else:
+        at_once = run.stock_batch if way == "stock" else run.micro_batch
+        steps = replicated_steps(run, model, group, way == "stock", at_once)
+        with attention_of_sequences(model, stock):
+            found, logp = timed(model, steps, 1, group.rows(False))
+    return found | {"logp": logp}
+
+
+def shares(run: Run, model: Any, group: Group, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank."""
+    with one_of(model, ranks):
+        return [
+            timed(model, packed_steps(run, model, group, (rank, ranks)), run.repeats, -(-group.rows(True) // ranks))[0]
+            for rank in range(ranks)
+        ]
+
+
+# ---------------------------------------------------------------- several GPUs
+SMALL = Model(layers=2, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=8192)
+SMALL_GROUP = Group(6, 700, 90, groups=3)
+LAYOUTS = {"tensor": {"tp": 2}, "context": {"cp": 2}}
+
+
+def shard(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """A tensor-parallel rank's part of a weight of megatron-core."""
+    if "linear_fc1" in name:  # gate, then up
+        return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
+    if "linear_proj" in name or "linear_fc2" in name:
+        return whole.chunk(ranks, 1)[rank]
+    return whole.chunk(ranks)[rank] if any(n in name for n in ("linear_qkv", "embedding", "output_layer")) else whole
+
+
+def against_one_rank(run: Run, kind: str) -> dict[str, float]:
+    """The largest difference of log-probs; and ||gradient - expected|| / ||expected|| over all weights."""
+    group = SMALL_GROUP
+
+    def of(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        logp = torch.cat([step() for step in packed_steps(run, model, group)])
+        return logp, {name: p.grad for name, p in model.named_parameters()}
+
+    alone = make_model(run)
+    weights = {name: p.detach() for name, p in alone.named_parameters()}
+    expected_logp, expected = of(alone)
+    several = make_model(run, **LAYOUTS[kind])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with torch.no_grad():
+        for name, p in several.named_parameters():
+            p.copy_(shard(name, weights[name], rank, ranks) if kind == "tensor" else weights[name])
+    logp, gradients = of(several)
+    sums = torch.zeros(2, device=run.device)
+    for name, gradient in gradients.items():
+        truth = expected[name]
+        if kind == "tensor":
+            truth = shard(name, truth, rank, ranks)
+        if kind == "context" or "q_layernorm" in name or "k_layernorm" in name:  # of this rank's rows, or heads
+            dist.all_reduce(gradient)
+        sums += torch.stack([(x.double() ** 2).sum().float() for x in (gradient - truth, truth)])
+    dist.all_reduce(sums)
+    return {
+        "logp": float((logp - expected_logp).abs().max()),
+        "logp_rms": float((logp - expected_logp).double().square().mean().sqrt()),
+        "gradients": float((sums[0] / sums[1]).sqrt()),
+    }
+
+
+def measure_ranks(run: Run, group: Group) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The figures of this rank, after each of them, and what is new in them; those of rank 0 are recorded."""
+    figures: dict[str, Any] = {"ranks": dist.get_world_size(), "group": asdict(group), "check": {}, "rows": {}}
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in LAYOUTS:
+            small = run._replace(model=SMALL, dtype=dtype, fused=False)
+            name = f"{kind} {dtype}".replace("torch.", "")
+            figures["check"][name] = tried(partial(against_one_rank, small, kind))
+            yield figures, {name: figures["check"][name]}
+    for kind in ("one", *LAYOUTS):
+
+        def once(kind: str = kind) -> dict[str, Any]:
+            model = make_model(run, **LAYOUTS.get(kind, {}))
+            return timed(model, packed_steps(run, model, group), run.repeats, group.rows(True))[0]
+
+        figures["rows"][kind] = tried(once)
+        one = figures["rows"]["one"].get("median")
+        if one and "median" in figures["rows"][kind]:
+            figures["rows"][kind]["times_as_fast"] = one / figures["rows"][kind]["median"]
+        yield figures, {kind: figures["rows"][kind]}
+
+
+# ---------------------------------------------------------------- the command
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help="A dense model of dualkv.models.CONFIGS; random weights.")] = "qwen3-8b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    cases: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}, with semicolons between.")] = ";".join(CASES),
+    ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, with commas between.")] = ",".join(WAYS),
+    group: Annotated[str | None, typer.Option(help="Responses, prompt, response: the first case has these.")] = None,
+    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, all groups are.")] = 8,
+    stock_batch: Annotated[int, typer.Option(help="The same, with the head on all rows.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    fused: Annotated[bool, typer.Option(help="megatron-core's compiled activation and residual.")] = True,
+) -> None:
+    """Measure a megatron-core model packed and replicated, or on two ranks; figures are written after each part."""
+    cuda = torch.cuda.is_available()
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    shape = Model.of(CONFIGS[model], layers)
+    run = Run(shape, micro_batch, stock_batch, repeats, chunk_size, getattr(torch, dtype), fused, device)
+    chosen = {name: CASES[name] for name in cases.split(";")}
+    if group:
+        chosen[next(iter(chosen))] = Group(*map(int, group.split(",")))
+    record = Record(json_to if rank == 0 else None, cuda)
+    given = {name: value for name, value in run._asdict().items() if isinstance(value, (int, bool))}
+    settings = {"settings": {"model": model, "shape": asdict(shape), "dtype": dtype} | given}
+    torch._dynamo.config.recompile_limit = 64  # of what `fused` compiles
+    start()
+    several = dist.get_world_size() > 1
+    found = measure_ranks(run, next(iter(chosen.values()))) if several else measure(run, chosen, ways.split(","))
+    for figures, new in found:
+        record.write({**settings, **figures})
+        if rank == 0:
+            print(new, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
