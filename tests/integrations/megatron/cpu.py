@@ -12,6 +12,7 @@ import torch._dynamo.config
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
@@ -41,6 +42,7 @@ STAND_INS: list[tuple[Any, str, Any]] = [
     (random, "_get_cuda_rng_state", lambda *_, **__: None),
     (random, "_set_cuda_rng_state", lambda *_, **__: None),
     (random.CudaRNGStatesTracker, "fork", lambda self, name="": nullcontext()),
+    (multi_latent_attention, "HAVE_TE", False),  # megatron-core 0.16 takes its absence for its presence
     (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
 ]
 

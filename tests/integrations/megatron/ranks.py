@@ -13,7 +13,7 @@ from torch.multiprocessing import start_processes
 from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import EXPERTS, build, layer_spec, packed_against_replicated
+from tests.integrations.megatron.updates import EXPERTS, LATENT, build, layer_spec, packed_against_replicated
 
 COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -26,6 +26,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "context, a head each": {"cp": 4, **EXPERTS},
     "context, tensor": {"cp": 2, "tp": 2},
     "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "context, latent": {"cp": 2, "tp": 2, **LATENT},
     "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }

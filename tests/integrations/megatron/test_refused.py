@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import build, layer_spec
+from tests.integrations.megatron.updates import LATENT, build, layer_spec
 
 LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
 
@@ -27,7 +26,6 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2, expected None: "),
         ({"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None: "),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
-        ({"multi_latent_attention": True}, "multi_latent_attention is True, expected False: "),
         ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope is True, expected False: "),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention is True, expected False: "),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention is True, expected False: "),
@@ -58,6 +56,24 @@ def test_configs(settings: dict[str, Any], says: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cache_mla_latents": True}, "cache_mla_latents is True, expected False: "),
+        ({"apply_rope_fusion": True}, "apply_rope_fusion is True, expected False: "),
+        ({"qk_pos_emb_head_dim": 6}, "qk_head_dim [+] qk_pos_emb_head_dim is 22, expected a multiple of 8 up to 256"),
+        ({"v_head_dim": 264}, "v_head_dim is 264, expected a multiple of 8 up to 256"),
+    ],
+)
+def test_configs_of_latent_attention(settings: dict[str, Any], says: str) -> None:
+    cpu.parallel()
+    model = build(enable(layer_spec(**LATENT)), LATENT)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=f"^{says}"):
+        enable(model)
+
+
 def test_a_config_is_read_where_a_model_is_built_and_where_one_is_enabled() -> None:
     cpu.parallel()
     with pytest.raises(ValueError, match=r"^attention_dropout is 0.1"):
@@ -84,10 +100,6 @@ def masked() -> Any:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (
-            lambda: get_gpt_layer_local_spec(multi_latent_attention=True),
-            "self_attention of layer 0 of the spec is MLASelfAttention, expected megatron-core's SelfAttention",
-        ),
         (
             lambda: changed(layer_spec(), core_attention=torch.nn.Linear),
             "core_attention of layer 0 of the spec is Linear, expected megatron-core's DotProductAttention",

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable
@@ -50,11 +50,22 @@ EXPERTS = {
     "moe_router_load_balancing_type": "none",
     "moe_router_dtype": "fp32",
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
 
 
 def config(**settings: Any) -> TransformerConfig:
     """Fields of YaRN are none of a TransformerConfig, which is asked for them all the same."""
-    found = TransformerConfig(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    found = kind(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
     for name in settings.keys() - vars(found).keys():
         setattr(found, name, settings[name])
     return found
@@ -62,7 +73,10 @@ def config(**settings: Any) -> TransformerConfig:
 
 def layer_spec(norms: bool = True, **settings: Any) -> Any:
     spec = get_gpt_layer_local_spec(
-        num_experts=settings.get("num_moe_experts"), qk_layernorm=norms, normalization="RMSNorm"
+        num_experts=settings.get("num_moe_experts"),
+        multi_latent_attention=settings.get("multi_latent_attention"),
+        qk_layernorm=norms,
+        normalization="RMSNorm",
     )
     if norms:
         return spec
