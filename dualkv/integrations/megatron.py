@@ -37,7 +37,6 @@ from torch import nn
 
 from codegen.tiles import HEAD_DIMS
 from dualkv.integrations.megatron_rows import ONE_RANK, PackedGroups
-from dualkv.sequence_parallel import Shard
 
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -45,7 +44,6 @@ ROTARY = ("rope", "yarn")
 
 # Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
 NEEDED: dict[str, tuple[Any, str]] = {
-    "virtual_pipeline_model_parallel_size": (None, "packed groups do not run through interleaved stages yet"),
     "attention_dropout": (0, "attention dropout is not computed"),
     "mrope_section": (None, "multimodal rotary embeddings have positions that a layout does not say"),
     "mtp_num_layers": (None, "the next token of a packed row is not always the next row"),
@@ -75,7 +73,14 @@ class _Checked(nn.Module):
         super().__init__(config, *args, **kwargs)
         self.config = config
 
-    def _check(self, hidden_states: torch.Tensor, shard: Shard, others: dict[str, Any]) -> None:
+    def _check(self, hidden_states: torch.Tensor, packed: PackedGroups, others: dict[str, Any]) -> None:
+        shard = packed.shard
+        if self.config.virtual_pipeline_model_parallel_size and packed.length is None:
+            raise ValueError(
+                f"length of PackedGroups is None and virtual_pipeline_model_parallel_size"
+                f" {self.config.virtual_pipeline_model_parallel_size}, expected seq_length of the schedule: interleaved"
+                " stages exchange micro-batches of one length"
+            )
         for name in ("inference_context", "inference_params"):
             if others.get(name) is not None:
                 raise ValueError(f"{name} came together with PackedGroups: packed groups run without a cache")
@@ -108,7 +113,7 @@ class _PackedSelfAttention(_Checked, SelfAttention):
         **kwargs: Any,
     ) -> Any:
         if isinstance(packed_seq_params, PackedGroups):
-            self._check(hidden_states, packed_seq_params.shard, kwargs)
+            self._check(hidden_states, packed_seq_params, kwargs)
             if rotary_pos_emb is None:
                 raise ValueError(
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
@@ -140,7 +145,7 @@ class _PackedMLASelfAttention(_Checked, MLASelfAttention):
         **kwargs: Any,
     ) -> Any:
         if isinstance(packed_seq_params, PackedGroups):
-            self._check(hidden_states, packed_seq_params.shard, kwargs)
+            self._check(hidden_states, packed_seq_params, kwargs)
             self.core_attention.latent_scale = self.softmax_scale
         return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
 
@@ -281,10 +286,22 @@ def _objections(config: Any) -> Iterator[str]:
     for name, dim in dims.items():
         if dim % 8 or not 8 <= dim <= HEAD_DIMS[-1]:
             yield f"{name} is {dim}, expected a multiple of 8 up to {HEAD_DIMS[-1]}"
-    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+    stages, interleaved = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if interleaved:
+        if config.variable_seq_lengths:
+            yield (
+                f"variable_seq_lengths is True and virtual_pipeline_model_parallel_size {interleaved}, expected False:"
+                " megatron-core's interleaved stages hang when micro-batches differ in length (PackedGroups.length)"
+            )
+        if stages == 2 and config.batch_p2p_comm:
+            yield (
+                f"batch_p2p_comm is True and virtual_pipeline_model_parallel_size {interleaved} on 2 stages, expected"
+                " False: each of the two would take one message of the other for another"
+            )
+    elif stages > 1 and not config.variable_seq_lengths:
         yield (
-            f"variable_seq_lengths is False and pipeline_model_parallel_size {config.pipeline_model_parallel_size},"
-            " expected True: stages exchange micro-batches of different lengths"
+            f"variable_seq_lengths is False and pipeline_model_parallel_size {stages}, expected True: stages exchange"
+            " micro-batches of different lengths"
         )
 
 
@@ -380,8 +397,7 @@ def enable(target: Target) -> Target:
 
     Raises:
         ValueError: a layer whose attention is not causal `SelfAttention` of megatron-core with its own core attention,
-            or a config with latent attention, attention dropout, context parallelism, interleaved pipeline stages,
-            multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
+            or a config with attention dropout, context parallelism that does not divide the heads, multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
             tokens, a window to the right, or pipeline stages that exchange micro-batches of one length. Of a spec the
             config is checked when a layer is built. Every rank raises the same error.
             A call raises ValueError for an attention mask or bias, a cache, another number of tokens than the layout's,

@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
-from dualkv.sequence_parallel import Shard
+from dualkv.sequence_parallel import Shard, padded
 
 
 class _OneRank:
@@ -57,25 +57,44 @@ class PackedGroups(PackedSeqParams):
 
     Attributes:
         shard: this rank's rows, with the layout of all of them.
+        length: as given.
 
     Args:
         layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model.
         multiple: rows of a rank become a multiple of it: the tensor-parallel size, with sequence parallelism. The
             layout is padded with rows that see themselves alone.
+        length: T becomes this number, `seq_length` of megatron-core's schedules, for interleaved pipeline stages. They
+            exchange micro-batches of one length.
         cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
 
     Raises:
         TypeError: the layout is not a :class:`dualkv.Layout`.
-        ValueError: context-parallel ranks have different layouts; all of them raise it.
+        ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share; context-parallel ranks
+            have different layouts. All ranks that construct it raise it.
     """
 
-    def __init__(self, layout: Layout, multiple: int = 1, cp_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        multiple: int = 1,
+        *,
+        length: int | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
         group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
         self.shard = Shard(layout, group, multiple)
         if self.shard.world_size > 1:
             _check_the_same(layout, group)
+        self.length = length
+        if length is not None:
+            unit = self.shard.world_size * multiple
+            if length % unit:
+                raise ValueError(f"length is {length}, expected a multiple of {unit}, which ranks share")
+            if length < layout.num_tokens:
+                raise ValueError(f"layout has {layout.num_tokens} rows, expected at most length={length}")
+            self.shard = Shard(padded(layout, length - layout.num_tokens), group, multiple)
         longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
         super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -69,7 +69,9 @@ def rank(store: dist.Store, number: int = 0, count: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1) -> None:
+def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, interleaved: int | None = None) -> None:
     """Groups of ranks of these sizes in the place of those before."""
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
+    parallel_state.initialize_model_parallel(
+        tp, pp, interleaved, context_parallel_size=cp, expert_model_parallel_size=ep
+    )

@@ -28,6 +28,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
     "context, latent": {"cp": 2, "tp": 2, **LATENT},
     "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
+    "interleaved": {
+        "pp": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "variable_seq_lengths": False,
+        "init_method_std": 0.2,
+    },
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
 

@@ -23,7 +23,19 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
         ({"context_parallel_size": 8}, "context_parallel_size is 8, expected a divisor of the 4 attention heads "),
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel is True, expected False: "),
-        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2, expected None: "),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "variable_seq_lengths is True and virtual_pipeline_model_parallel_size 2, expected False: ",
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 3,
+                "variable_seq_lengths": False,
+                "batch_p2p_comm": True,
+            },
+            "batch_p2p_comm is True and virtual_pipeline_model_parallel_size 3 on 2 stages, expected False: ",
+        ),
         ({"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None: "),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
         ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope is True, expected False: "),
@@ -174,6 +186,18 @@ def test_a_cache_and_frequencies_of_other_positions() -> None:
         attention(rows, None, packed_seq_params=packed, inference_context=object())
     with pytest.raises(ValueError, match=r"^rotary_pos_emb has shape \(6, 1, 1, 16\), expected \(5, 1, 1, 'D'\)"):
         attention(rows, None, packed_seq_params=packed, rotary_pos_emb=torch.zeros(6, 1, 1, 16))
+
+
+def test_one_length_for_all_micro_batches() -> None:
+    cpu.parallel()
+    with pytest.raises(ValueError, match=r"^layout has 6 rows, expected at most length=5$"):
+        PackedGroups(LAYOUT, length=5)
+    with pytest.raises(ValueError, match=r"^length is 9, expected a multiple of 2, which ranks share$"):
+        PackedGroups(LAYOUT, 2, length=9)
+    model = build(enable(layer_spec()), {})
+    model.config.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ValueError, match=r"^length of PackedGroups is None and virtual_pipeline_model_parallel_size 2"):
+        call(model)
 
 
 def test_not_a_layout() -> None:
