@@ -13,17 +13,14 @@ error: its own packed format ("thd") would run all groups as one sequence.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dualkv.integrations import require
 
 require("megatron")
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,6 +28,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -38,10 +36,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from codegen.tiles import HEAD_DIMS
-from dualkv.data.packing import PackedBatch
-from dualkv.data.trees import PackedSequences
-from dualkv.layout import Layout
-from dualkv.sequence_parallel import Shard
+from dualkv.integrations.megatron_rows import ONE_RANK, PackedGroups
 
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -49,8 +44,6 @@ ROTARY = ("rope", "yarn")
 
 # Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
 NEEDED: dict[str, tuple[Any, str]] = {
-    "multi_latent_attention": (False, "latent attention is not computed"),
-    "virtual_pipeline_model_parallel_size": (None, "packed groups do not run through interleaved stages yet"),
     "attention_dropout": (0, "attention dropout is not computed"),
     "mrope_section": (None, "multimodal rotary embeddings have positions that a layout does not say"),
     "mtp_num_layers": (None, "the next token of a packed row is not always the next row"),
@@ -64,218 +57,30 @@ NEEDED: dict[str, tuple[Any, str]] = {
     "enable_cuda_graph": (False, "a CUDA graph would repeat the attention of one layout"),
     "external_cuda_graph": (False, "a CUDA graph would repeat the attention of one layout"),
     "hybrid_context_parallel": (False, "rows are shared by all context-parallel ranks"),
+    "cache_mla_latents": (False, "packed groups run without a cache"),
     "moe_expert_capacity_factor": (None, "which tokens an expert drops depends on all rows of a micro-batch"),
 }
 
 
-# ---------------------------------------------------------------- what a call is given
-class _OneRank:
-    """A group that asks megatron-core for the rotary frequencies of all positions: it would cut them into the shares
-    of its own context parallelism, which are not those of packed groups."""
+# ---------------------------------------------------------------- the modules
+class _Checked(nn.Module):
+    """What both kinds of self-attention ask of a config and of a call."""
 
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-ONE_RANK = _OneRank()  # one, because megatron-core caches frequencies by it
-
-
-def _check_the_same(layout: Layout, group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks of the group if their layouts differ."""
-    digest = hashlib.blake2b(layout.offsets.numpy().tobytes(), digest_size=7)
-    digest.update(layout.parent.numpy().tobytes())
-    number = int.from_bytes(digest.digest(), "big")
-    ends = torch.tensor([number, -number], device=layout.device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    if ends.sum().item():
-        raise ValueError(
-            f"layouts differ between the {dist.get_world_size(group)} context-parallel ranks (this one has"
-            f" {layout.num_tokens} rows), expected one layout on all of them"
-        )
-
-
-class PackedGroups(PackedSeqParams):
-    """A layout on its way through a megatron-core model, as `packed_seq_params`.
-
-    Make one for each micro-batch, on every rank of the model from the same layout. With context parallelism every rank
-    holds an equal share of the rows, in their order; attention runs on all rows and a share of the heads
-    (:class:`dualkv.sequence_parallel.Shard`), so that all ranks have the same work.
-
-    Attributes:
-        shard: this rank's rows, with the layout of all of them.
-
-    Args:
-        layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model.
-        multiple: rows of a rank become a multiple of it: the tensor-parallel size, with sequence parallelism. The
-            layout is padded with rows that see themselves alone.
-        cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
-
-    Raises:
-        TypeError: the layout is not a :class:`dualkv.Layout`.
-        ValueError: context-parallel ranks have different layouts; all of them raise it.
-    """
-
-    def __init__(self, layout: Layout, multiple: int = 1, cp_group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(layout, Layout):
-            raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
-        group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
-        self.shard = Shard(layout, group, multiple)
-        if self.shard.world_size > 1:
-            _check_the_same(layout, group)
-        longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
-        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
-        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def layout(self) -> Layout:
-        """Of all rows, padded."""
-        return self.shard.layout
-
-    def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's rows of `input_ids`, `position_ids` or labels; zeros in rows that pad the layout.
-
-        Args:
-            x: rows of the layout along `dim`, with or without those that pad it.
-            dim: of the rows.
-
-        Returns:
-            `num_tokens` rows along `dim`.
-
-        Raises:
-            ValueError: more rows than the layout's.
-        """
-        return self.shard.split(x, dim)
-
-    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The rows of all context-parallel ranks, on each of them, differentiable as :meth:`Shard.gather` is.
-
-        Args:
-            x: `num_tokens` rows along `dim`.
-            dim: of the rows.
-
-        Returns:
-            All rows of `layout` along `dim`.
-
-        Raises:
-            ValueError: another number of rows.
-        """
-        return self.shard.gather(x, dim)
-
-    def predictions(self, batch: PackedBatch | PackedSequences) -> Predictions:
-        """The response tokens that this rank's rows predict.
-
-        Args:
-            batch: of which `layout` is the layout.
-
-        Returns:
-            Their rows and tokens; its `gather` makes one tensor for all ranks of what is computed of them.
-        """
-        rows, start = batch.predict_rows, self.shard.rank * self.shard.num_tokens
-        if self.shard.world_size == 1:
-            return Predictions(rows, batch.targets, None, len(rows), None)
-        places = ((rows >= start) & (rows < start + self.shard.num_tokens)).nonzero().flatten()
-        return Predictions(rows[places] - start, batch.targets[places], places, len(rows), self.shard.group)
-
-    def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row of this rank.
-
-        One result serves all layers of a model, which get the same tensor.
-        """
-        if self._gathered is None or self._gathered[0] is not by_position:
-            expected = (self.max_seqlen_q, 1, 1)
-            if by_position.shape[:-1] != expected:
-                raise ValueError(
-                    f"rotary_pos_emb has shape {tuple(by_position.shape)}, expected {(*expected, 'D')}: frequencies of"
-                    " the positions of the layout's longest path"
-                )
-            positions = self.shard.position_ids.to(by_position.device)
-            self._gathered = by_position, by_position.index_select(0, positions)
-        return self._gathered[1]
-
-
-class Predictions(NamedTuple):
-    """Response tokens that the rows of this context-parallel rank predict.
-
-    Attributes:
-        predict_rows: [m] int64, among the rows of this rank.
-        targets: [m] int64.
-        places: [m] int64, among the batch's M response tokens; None where one rank has all of them.
-        total: M.
-        group: the context-parallel ranks.
-    """
-
-    predict_rows: torch.Tensor
-    targets: torch.Tensor
-    places: torch.Tensor | None
-    total: int
-    group: dist.ProcessGroup | None
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[m] of this rank -> [M] of all ranks, in the order of `batch.targets`, which `batch.unpack` takes.
-
-        Every rank computes the same loss of it, and its own values get their gradient: as megatron-core's schedules and
-        gradient reductions expect, a loss over all context-parallel ranks, not over their number.
-        """
-        if self.places is None:
-            return values
-        whole = values.new_zeros(self.total).index_copy(0, self.places, values)
-        found: torch.Tensor = _Total.apply(whole, self.group)
-        return found
-
-
-class _Total(torch.autograd.Function):
-    """The sum over ranks; the gradient of a rank's part is that of the rank's own loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-# ---------------------------------------------------------------- the two modules
-class _PackedSelfAttention(SelfAttention):
-    """[rows, 1, C] -> [rows, 1, C] and a bias: rows of this context-parallel rank, with sequence parallelism the share
-    of this tensor-parallel rank."""
+    layer_number: int
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         _refuse(config)
         super().__init__(config, *args, **kwargs)
+        self.config = config
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if isinstance(packed_seq_params, PackedGroups):
-            self._check(hidden_states, packed_seq_params.shard, kwargs)
-            if rotary_pos_emb is None:
-                raise ValueError(
-                    f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
-                    f" is {' or '.join(ROTARY)}"
-                )
-            rotary_pos_emb = packed_seq_params._frequencies(rotary_pos_emb)
-        return super().forward(
-            hidden_states,
-            attention_mask,
-            *args,
-            rotary_pos_emb=rotary_pos_emb,
-            packed_seq_params=packed_seq_params,
-            **kwargs,
-        )
-
-    def _check(self, hidden_states: torch.Tensor, shard: Shard, others: dict[str, Any]) -> None:
+    def _check(self, hidden_states: torch.Tensor, packed: PackedGroups, others: dict[str, Any]) -> None:
+        shard = packed.shard
+        if self.config.virtual_pipeline_model_parallel_size and packed.length is None:
+            raise ValueError(
+                f"length of PackedGroups is None and virtual_pipeline_model_parallel_size"
+                f" {self.config.virtual_pipeline_model_parallel_size}, expected seq_length of the schedule: interleaved"
+                " stages exchange micro-batches of one length"
+            )
         for name in ("inference_context", "inference_params"):
             if others.get(name) is not None:
                 raise ValueError(f"{name} came together with PackedGroups: packed groups run without a cache")
@@ -294,9 +99,85 @@ class _PackedSelfAttention(SelfAttention):
             )
 
 
+class _PackedSelfAttention(_Checked, SelfAttention):
+    """[rows, 1, C] -> [rows, 1, C] and a bias: rows of this context-parallel rank, with sequence parallelism the share
+    of this tensor-parallel rank."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(packed_seq_params, PackedGroups):
+            self._check(hidden_states, packed_seq_params, kwargs)
+            if rotary_pos_emb is None:
+                raise ValueError(
+                    f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
+                    f" is {' or '.join(ROTARY)}"
+                )
+            rotary_pos_emb = packed_seq_params._frequencies(rotary_pos_emb)
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+
+class _PackedMLASelfAttention(_Checked, MLASelfAttention):
+    """The same with latent attention: q, k and v are expanded to all heads before the core attention gets them.
+
+    megatron-core's class makes its rotary frequencies itself, and for what it takes for a row of one sequence.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(packed_seq_params, PackedGroups):
+            self._check(hidden_states, packed_seq_params, kwargs)
+            self.core_attention.latent_scale = self.softmax_scale
+        return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        arguments = hidden_states, key_value_states, position_ids
+        if not isinstance(packed_seq_params, PackedGroups):
+            return super().get_query_key_value_tensors(*arguments, packed_seq_params, **kwargs)
+        packed, rotary = packed_seq_params, self.rotary_pos_emb
+
+        def of_rows(*_: Any, **__: Any) -> Any:
+            found = type(rotary).forward(rotary, packed.max_seqlen_q, cp_group=ONE_RANK)
+            if isinstance(found, tuple):  # of YaRN, with a factor
+                return packed._frequencies(found[0]), *found[1:]
+            return packed._frequencies(found)
+
+        rotary.forward = of_rows
+        try:
+            return super().get_query_key_value_tensors(*arguments, None, **kwargs)
+        finally:
+            del rotary.forward
+
+
 class _CoreAttention(nn.Module):
     """query [rows, 1, H, D], key and value [rows, 1, Hk, D], of this tensor-parallel rank's heads and this
-    context-parallel rank's rows -> [rows, 1, H * D]."""
+    context-parallel rank's rows -> [rows, 1, H * D]; of latent attention values may have another head dim."""
 
     config: Any
     layer_number: int
@@ -332,7 +213,7 @@ class _CoreAttention(nn.Module):
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
-            softmax_scale=config.softmax_scale,
+            softmax_scale=getattr(self, "latent_scale", config.softmax_scale),
             deterministic=config.deterministic_mode,
             window=_window(config) if windowed else None,
             sinks=None if offset is None else offset.flatten(),
@@ -342,9 +223,11 @@ class _CoreAttention(nn.Module):
 
 class _PackedDotProductAttention(_CoreAttention, DotProductAttention):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        # megatron-core's class refuses context parallelism; `forward` does so for what is not PackedGroups.
+        # megatron-core's class refuses context parallelism; `forward` does so for what is not PackedGroups. The head
+        # dims of latent attention, which it does not take, are those of the tensors.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("k_channels", "v_channels")}
         super().__init__(alone, *args, **kwargs)
         self.config = config
 
@@ -358,15 +241,17 @@ class _PackedDotProductAttention(_CoreAttention, DotProductAttention):
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-PACKED: dict[type, type] = {SelfAttention: _PackedSelfAttention, DotProductAttention: _PackedDotProductAttention}
+ATTENTION: dict[type, type] = {SelfAttention: _PackedSelfAttention, MLASelfAttention: _PackedMLASelfAttention}
+CORE: dict[type, type] = {DotProductAttention: _PackedDotProductAttention}
 
 if HAVE_TE:
 
     class _PackedTEDotProductAttention(_CoreAttention, TEDotProductAttention):
         pass
 
-    PACKED[TEDotProductAttention] = _PackedTEDotProductAttention
+    CORE[TEDotProductAttention] = _PackedTEDotProductAttention
 
+PACKED = ATTENTION | CORE
 STOCK = {packed: stock for stock, packed in PACKED.items()}
 
 
@@ -392,13 +277,31 @@ def _objections(config: Any) -> Iterator[str]:
             f"context_parallel_size is {config.context_parallel_size}, expected a divisor of the {heads} attention"
             " heads of a tensor-parallel rank, which context-parallel ranks share"
         )
-    dim = config.kv_channels
-    if dim % 8 or not 8 <= dim <= HEAD_DIMS[-1]:
-        yield f"kv_channels is {dim}, expected a multiple of 8 up to {HEAD_DIMS[-1]}"
-    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+    dims = {"kv_channels": config.kv_channels}
+    if config.multi_latent_attention:
+        both = "qk_head_dim + qk_pos_emb_head_dim"
+        dims = {both: config.qk_head_dim + config.qk_pos_emb_head_dim, "v_head_dim": config.v_head_dim}
+        if config.apply_rope_fusion:
+            yield "apply_rope_fusion is True, expected False: fused latent attention counts positions by rows"
+    for name, dim in dims.items():
+        if dim % 8 or not 8 <= dim <= HEAD_DIMS[-1]:
+            yield f"{name} is {dim}, expected a multiple of 8 up to {HEAD_DIMS[-1]}"
+    stages, interleaved = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if interleaved:
+        if config.variable_seq_lengths:
+            yield (
+                f"variable_seq_lengths is True and virtual_pipeline_model_parallel_size {interleaved}, expected False:"
+                " megatron-core's interleaved stages hang when micro-batches differ in length (PackedGroups.length)"
+            )
+        if stages == 2 and config.batch_p2p_comm:
+            yield (
+                f"batch_p2p_comm is True and virtual_pipeline_model_parallel_size {interleaved} on 2 stages, expected"
+                " False: each of the two would take one message of the other for another"
+            )
+    elif stages > 1 and not config.variable_seq_lengths:
         yield (
-            f"variable_seq_lengths is False and pipeline_model_parallel_size {config.pipeline_model_parallel_size},"
-            " expected True: stages exchange micro-batches of different lengths"
+            f"variable_seq_lengths is False and pipeline_model_parallel_size {stages}, expected True: stages exchange"
+            " micro-batches of different lengths"
         )
 
 
@@ -424,8 +327,8 @@ def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_t
     if crossed is not IdentityOp:
         raise ValueError(f"{where} has cross-attention ({_name(crossed)}), expected a layer of a decoder without it")
     for part, found, expected in (
-        ("self_attention", attention, [SelfAttention]),
-        ("core_attention", core, [stock for stock in PACKED if stock is not SelfAttention]),
+        ("self_attention", attention, ATTENTION),
+        ("core_attention", core, CORE),
     ):
         if STOCK.get(found, found) not in expected:
             names = " or ".join(_name(one) for one in expected)
@@ -494,8 +397,7 @@ def enable(target: Target) -> Target:
 
     Raises:
         ValueError: a layer whose attention is not causal `SelfAttention` of megatron-core with its own core attention,
-            or a config with latent attention, attention dropout, context parallelism, interleaved pipeline stages,
-            multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
+            or a config with attention dropout, context parallelism that does not divide the heads, multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
             tokens, a window to the right, or pipeline stages that exchange micro-batches of one length. Of a spec the
             config is checked when a layer is built. Every rank raises the same error.
             A call raises ValueError for an attention mask or bias, a cache, another number of tokens than the layout's,

@@ -12,6 +12,7 @@ import torch._dynamo.config
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
@@ -41,6 +42,7 @@ STAND_INS: list[tuple[Any, str, Any]] = [
     (random, "_get_cuda_rng_state", lambda *_, **__: None),
     (random, "_set_cuda_rng_state", lambda *_, **__: None),
     (random.CudaRNGStatesTracker, "fork", lambda self, name="": nullcontext()),
+    (multi_latent_attention, "HAVE_TE", False),  # megatron-core 0.16 takes its absence for its presence
     (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
 ]
 
@@ -67,7 +69,9 @@ def rank(store: dist.Store, number: int = 0, count: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1) -> None:
+def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, interleaved: int | None = None) -> None:
     """Groups of ranks of these sizes in the place of those before."""
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
+    parallel_state.initialize_model_parallel(
+        tp, pp, interleaved, context_parallel_size=cp, expert_model_parallel_size=ep
+    )

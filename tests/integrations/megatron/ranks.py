@@ -13,7 +13,7 @@ from torch.multiprocessing import start_processes
 from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import EXPERTS, build, layer_spec, packed_against_replicated
+from tests.integrations.megatron.updates import EXPERTS, LATENT, build, layer_spec, packed_against_replicated
 
 COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "context, a head each": {"cp": 4, **EXPERTS},
     "context, tensor": {"cp": 2, "tp": 2},
     "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "context, latent": {"cp": 2, "tp": 2, **LATENT},
     "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
+    "interleaved": {
+        "pp": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "variable_seq_lengths": False,
+        "init_method_std": 0.2,
+    },
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
 

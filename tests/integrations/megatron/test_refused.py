@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import build, layer_spec
+from tests.integrations.megatron.updates import LATENT, build, layer_spec
 
 LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
 
@@ -24,10 +23,21 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
         ({"context_parallel_size": 8}, "context_parallel_size is 8, expected a divisor of the 4 attention heads "),
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel is True, expected False: "),
-        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2, expected None: "),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "variable_seq_lengths is True and virtual_pipeline_model_parallel_size 2, expected False: ",
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 3,
+                "variable_seq_lengths": False,
+                "batch_p2p_comm": True,
+            },
+            "batch_p2p_comm is True and virtual_pipeline_model_parallel_size 3 on 2 stages, expected False: ",
+        ),
         ({"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None: "),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
-        ({"multi_latent_attention": True}, "multi_latent_attention is True, expected False: "),
         ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope is True, expected False: "),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention is True, expected False: "),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention is True, expected False: "),
@@ -58,6 +68,24 @@ def test_configs(settings: dict[str, Any], says: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cache_mla_latents": True}, "cache_mla_latents is True, expected False: "),
+        ({"apply_rope_fusion": True}, "apply_rope_fusion is True, expected False: "),
+        ({"qk_pos_emb_head_dim": 6}, "qk_head_dim [+] qk_pos_emb_head_dim is 22, expected a multiple of 8 up to 256"),
+        ({"v_head_dim": 264}, "v_head_dim is 264, expected a multiple of 8 up to 256"),
+    ],
+)
+def test_configs_of_latent_attention(settings: dict[str, Any], says: str) -> None:
+    cpu.parallel()
+    model = build(enable(layer_spec(**LATENT)), LATENT)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=f"^{says}"):
+        enable(model)
+
+
 def test_a_config_is_read_where_a_model_is_built_and_where_one_is_enabled() -> None:
     cpu.parallel()
     with pytest.raises(ValueError, match=r"^attention_dropout is 0.1"):
@@ -84,10 +112,6 @@ def masked() -> Any:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (
-            lambda: get_gpt_layer_local_spec(multi_latent_attention=True),
-            "self_attention of layer 0 of the spec is MLASelfAttention, expected megatron-core's SelfAttention",
-        ),
         (
             lambda: changed(layer_spec(), core_attention=torch.nn.Linear),
             "core_attention of layer 0 of the spec is Linear, expected megatron-core's DotProductAttention",
@@ -162,6 +186,18 @@ def test_a_cache_and_frequencies_of_other_positions() -> None:
         attention(rows, None, packed_seq_params=packed, inference_context=object())
     with pytest.raises(ValueError, match=r"^rotary_pos_emb has shape \(6, 1, 1, 16\), expected \(5, 1, 1, 'D'\)"):
         attention(rows, None, packed_seq_params=packed, rotary_pos_emb=torch.zeros(6, 1, 1, 16))
+
+
+def test_one_length_for_all_micro_batches() -> None:
+    cpu.parallel()
+    with pytest.raises(ValueError, match=r"^layout has 6 rows, expected at most length=5$"):
+        PackedGroups(LAYOUT, length=5)
+    with pytest.raises(ValueError, match=r"^length is 9, expected a multiple of 2, which ranks share$"):
+        PackedGroups(LAYOUT, 2, length=9)
+    model = build(enable(layer_spec()), {})
+    model.config.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ValueError, match=r"^length of PackedGroups is None and virtual_pipeline_model_parallel_size 2"):
+        call(model)
 
 
 def test_not_a_layout() -> None:

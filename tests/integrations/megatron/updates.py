@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable
@@ -50,11 +50,22 @@ EXPERTS = {
     "moe_router_load_balancing_type": "none",
     "moe_router_dtype": "fp32",
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
 
 
 def config(**settings: Any) -> TransformerConfig:
     """Fields of YaRN are none of a TransformerConfig, which is asked for them all the same."""
-    found = TransformerConfig(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    found = kind(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
     for name in settings.keys() - vars(found).keys():
         setattr(found, name, settings[name])
     return found
@@ -62,7 +73,10 @@ def config(**settings: Any) -> TransformerConfig:
 
 def layer_spec(norms: bool = True, **settings: Any) -> Any:
     spec = get_gpt_layer_local_spec(
-        num_experts=settings.get("num_moe_experts"), qk_layernorm=norms, normalization="RMSNorm"
+        num_experts=settings.get("num_moe_experts"),
+        multi_latent_attention=settings.get("multi_latent_attention"),
+        qk_layernorm=norms,
+        normalization="RMSNorm",
     )
     if norms:
         return spec
@@ -71,17 +85,19 @@ def layer_spec(norms: bool = True, **settings: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * settings.get("num_layers", SMALL["num_layers"]))
 
 
-def build(spec: Any, settings: dict[str, Any], **arguments: Any) -> GPTModel:
-    """The part of a model of this rank, with the same weights every time."""
-    torch.manual_seed(0)
+def build(spec: Any, settings: dict[str, Any], stage: int | None = None, **arguments: Any) -> GPTModel:
+    """The part of a model of this rank and interleaved stage, with the same weights every time."""
+    torch.manual_seed(stage or 0)
     arguments = {"position_embedding_type": "rope", "parallel_output": True} | arguments
+    where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
     return GPTModel(
         config(**settings),
         spec,
         VOCAB,
         64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        vp_stage=stage,
         **arguments,
     )
 
@@ -132,10 +148,13 @@ def rollouts(seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:
     return packed, replicated
 
 
-def even(batch: MicroBatch) -> MicroBatch:
-    """A sequence with a row more if the number of rows is odd; the row predicts nothing that is asked for."""
-    odd = batch.input_ids.shape[1] % 2
-    ids, positions = (torch.nn.functional.pad(x, (0, odd)) for x in (batch.input_ids, batch.position_ids))
+LENGTH = 40  # of all micro-batches that interleaved stages exchange
+
+
+def longer(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """A sequence with rows behind it that predict nothing that is asked for."""
+    missing = -batch.input_ids.shape[1] % multiple
+    ids, positions = (torch.nn.functional.pad(x, (0, missing)) for x in (batch.input_ids, batch.position_ids))
     return batch._replace(input_ids=ids, position_ids=positions)
 
 
@@ -145,7 +164,9 @@ def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
         ids, positions, asked, params = batch.input_ids, batch.position_ids, batch, None
         if batch.layout is not None:
             config = model.config
-            params = PackedGroups(batch.layout, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+            multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            length = LENGTH if config.virtual_pipeline_model_parallel_size else None
+            params = PackedGroups(batch.layout, multiple, length=length)
             ids, positions, asked = params.split(ids), params.split(positions), params.predictions(batch)
         out = model(ids, positions, None, packed_seq_params=params)
 
@@ -167,26 +188,29 @@ class Update(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def update(model: GPTModel, batches: list[MicroBatch]) -> Update:
+def update(stages: list[GPTModel], batches: list[MicroBatch]) -> Update:
     """One backward of all micro-batches by megatron-core's schedule for this number of pipeline stages."""
-    model.zero_grad()
     found: list[torch.Tensor] = []
+    several = len(stages) > 1
+    for stage in stages:
+        stage.zero_grad()
     get_forward_backward_func()(
         forward_step_func=_step(found, len(batches)),
-        data_iterator=iter(batches),
-        model=model,
+        data_iterator=[iter(batches) for _ in stages] if several else iter(batches),
+        model=stages if several else stages[0],
         num_microbatches=len(batches),
-        seq_length=64,
+        seq_length=LENGTH if several else 64,
         micro_batch_size=1,
         forward_only=False,
     )
     group = parallel_state.get_context_parallel_group()
-    for p in model.parameters():
+    named = {f"{i}.{name}": p for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
+    for p in named.values():
         if p.grad is not None and dist.get_world_size(group) > 1:  # as megatron-core's DistributedDataParallel does
             dist.all_reduce(p.grad, group=group)
             p.grad /= dist.get_world_size(group)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == len(list(model.parameters()))
+    gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+    assert len(gradients) == len(named)
     return Update(torch.cat(found) if found else None, gradients)
 
 
@@ -232,21 +256,25 @@ def packed_against_replicated(
         "qk_layernorm": norms,
     }
 
-    def made(cp: int) -> GPTModel:
-        cpu.parallel(tp, pp, ep, cp)
+    interleaved = settings.get("virtual_pipeline_model_parallel_size")
+
+    def made(cp: int) -> list[GPTModel]:
+        cpu.parallel(tp, pp, ep, cp, interleaved)
         changed = settings | {"context_parallel_size": cp}
-        model = build(enable(layer_spec(norms, **changed)), changed, **arguments or {})
+        stages = [
+            build(enable(layer_spec(norms, **changed)), changed, stage, **arguments or {})
+            for stage in (range(interleaved) if interleaved else [None])
+        ]
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in [named for stage in stages for named in stage.named_parameters()]:
                 if name.endswith("softmax_offset"):
                     parameter.copy_(torch.linspace(-1, 2, len(parameter)))
-        return model
+        return stages
 
-    model = made(cp)
+    stages = made(cp)
     packed, replicated = rollouts(parallel_state.get_data_parallel_rank())
-    found = update(model, packed)
+    found = update(stages, packed)
     if cp > 1:
-        model = made(1)
-    if settings.get("sequence_parallel"):
-        replicated = [even(batch) for batch in replicated]
-    return difference(found, update(model, replicated))
+        stages = made(1)
+    multiple = LENGTH if interleaved else 2 if settings.get("sequence_parallel") else 1
+    return difference(found, update(stages, [longer(batch, multiple) for batch in replicated]))
