@@ -172,4 +172,32 @@ TWO_MORE: dict[str, dict[str, Any]] = {
 
 FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
-SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE, 4: FOUR | FOUR_MORE}
+# veRL's Megatron engine, and ours: with the sizes of tensor, pipeline and expert parallelism.
+MEGATRON = {"strategy": "megatron"}
+STOCK_MEGATRON, PACKED_MEGATRON = STOCK | MEGATRON, PACKED | MEGATRON
+MEGATRON_ONE: dict[str, dict[str, Any]] = {
+    "megatron-stock": STOCK_MEGATRON,
+    "megatron-stock-moe": STOCK_MEGATRON | MOE,
+    "megatron-fixed": PACKED_MEGATRON,
+    "megatron-tight": PACKED_MEGATRON | {"budget": TIGHT},
+    "megatron-roomy": PACKED_MEGATRON | {"budget": ROOMY},
+    "megatron-moe": PACKED_MEGATRON | MOE | {"budget": TIGHT},
+}
+MEGATRON_TWO: dict[str, dict[str, Any]] = {
+    "megatron-tp2": PACKED_MEGATRON | {"tp": 2, "budget": TIGHT},
+    "megatron-pp2": PACKED_MEGATRON | {"pp": 2, "budget": TIGHT},
+    "megatron-dp2": PACKED_MEGATRON | {"budget": TIGHT},
+}
+MEGATRON_FOUR: dict[str, dict[str, Any]] = {
+    "megatron-tp2-pp2": PACKED_MEGATRON | {"tp": 2, "pp": 2, "budget": TIGHT},
+}
+
+# By a name: ranks, and what they run one after another.
+SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "one": (1, ONE | ONE_MORE),
+    "two": (2, TWO | TWO_MORE),
+    "four": (4, FOUR | FOUR_MORE),
+    "megatron-one": (1, MEGATRON_ONE),
+    "megatron-two": (2, MEGATRON_TWO),
+    "megatron-four": (4, MEGATRON_FOUR),
+}
