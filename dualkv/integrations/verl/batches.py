@@ -77,11 +77,13 @@ class PacksBatches:
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
 
     # ------------------------------------------------------------------ micro-batches
-    def _plan(self, data: TensorDict, images: verl_data.Images | str) -> tuple[Rollouts, list[list[int]]] | None:
+    def _plan(
+        self, data: TensorDict, images: verl_data.Images | str, error: str = ""
+    ) -> tuple[Rollouts, list[list[int]]] | None:
         """The rollouts of a batch, and those of each micro-batch, for all data-parallel ranks at once.
 
         None, and a warning, for a batch that veRL has to run itself. Otherwise the batch gets the settings by which
-        veRL's losses divide.
+        veRL's losses divide. A ValueError of one rank (`error`, or a rollout that is too long) is raised on all.
         """
         reason = verl_data.not_packable(data, images)
         rollouts = None if reason else verl_data.read(data, self._min_shared)
@@ -92,6 +94,7 @@ class PacksBatches:
             max_rollouts=0 if dynamic else data["micro_batch_size_per_gpu"],
             group=self.get_data_parallel_group(),  # type: ignore[attr-defined]
             device=get_device_id(),
+            error=error,
         )
         if parts is None or rollouts is None:
             why = reason or "another data-parallel rank cannot pack its own"

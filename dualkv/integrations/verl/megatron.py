@@ -89,7 +89,8 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        planned = self._plan(data, "images are not packed on strategy megatron")
+        fused = bool(self.engine_config.use_fused_kernels)
+        planned = self._plan(data, "images are not packed on strategy megatron", _objection(data) if fused else "")
         if planned is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
         rollouts, parts = planned
@@ -199,15 +200,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
 
     def _of_fused_head(self, gpt: nn.Module, micro_batch: TensorDict, labels: torch.Tensor) -> dict[str, Any]:
         """Arguments of the model for veRL's fused head."""
-        if tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", False):
-            raise ValueError("calculate_sum_pi_squared needs logits, which veRL's fused heads never make: set use_fused_kernels=False")
-        found = torch.as_tensor(micro_batch["temperature"], dtype=torch.float64).unique()
-        if len(found) != 1:
-            raise ValueError(
-                f"the rollouts of a micro-batch have {len(found)} temperatures, veRL's fused heads on strategy megatron"
-                " take one: set use_fused_kernels=False"
-            )
-        temperature = float(found)
+        temperature = float(torch.as_tensor(micro_batch["temperature"]).flatten()[0])
         if hasattr(gpt, "forward_backup"):  # veRL replaced `forward`, because megatron-core is older than 0.18
             return {"labels": labels, "temperature": temperature}
         return {
@@ -215,6 +208,19 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             "output_processor": fused_output_processor,
             "output_processor_context": FusedOutputProcessorContext(temperature=temperature),
         }
+
+
+def _objection(data: TensorDict) -> str:
+    """Why veRL's fused heads do not compute a batch; empty if they do."""
+    if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False):
+        return "calculate_sum_pi_squared needs logits, which fused heads do not make: set use_fused_kernels=False"
+    found = torch.as_tensor(data["temperature"]).unique()
+    if len(found) > 1:
+        return (
+            f"the rollouts have {len(found)} temperatures, veRL's fused heads on strategy megatron take one: set"
+            " use_fused_kernels=False"
+        )
+    return ""
 
 
 def _refuse(model_config: Any, engine_config: Any) -> None:

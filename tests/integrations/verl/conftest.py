@@ -49,23 +49,27 @@ def _run(folder: Path, together: str, scenarios: dict[str, Any], ranks: int) -> 
         raise RuntimeError(f"one of {ranks} ranks failed:\n{tail}")
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+def each_once(folder: Path, entries: dict[str, Any]) -> Callable[[str], list[dict[str, Any]]]:
     """By the name of a scenario: what each rank found. The scenarios of an entry run together."""
     import torch
 
     from tests.integrations.verl.rollouts import save_models
-    from tests.integrations.verl.scenarios import SCENARIOS
 
-    folder = tmp_path_factory.mktemp("verl")
     save_models(folder)
     ran: set[str] = set()
 
     def result(name: str) -> list[dict[str, Any]]:
-        together, (ranks, scenarios) = next((k, v) for k, v in SCENARIOS.items() if name in v[1])
+        together, (ranks, scenarios) = next((k, v) for k, v in entries.items() if name in v[1])
         if together not in ran:
             ran.add(together)
             _run(folder, together, scenarios, ranks)
         return [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(ranks)]
 
     return result
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    from tests.integrations.verl.scenarios import SCENARIOS
+
+    return each_once(tmp_path_factory.mktemp("verl"), SCENARIOS)

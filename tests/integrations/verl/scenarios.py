@@ -172,52 +172,9 @@ TWO_MORE: dict[str, dict[str, Any]] = {
 
 FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
-# veRL's Megatron engine, and ours: with the sizes of tensor, pipeline and expert parallelism.
-MEGATRON = {"strategy": "megatron"}
-STOCK_MEGATRON, PACKED_MEGATRON = STOCK | MEGATRON, PACKED | MEGATRON
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}  # gloo gathers tensors of one size only
-MEGATRON_ONE: dict[str, dict[str, Any]] = {
-    "megatron-stock": STOCK_MEGATRON,
-    "megatron-stock-moe": STOCK_MEGATRON | MOE,
-    "megatron-stock-ragged-temperature": STOCK_MEGATRON | {"temperature": "ragged"},
-    "megatron-stock-sum-pi-squared": STOCK_MEGATRON | SUM_PI_SQUARED,
-    "megatron-stock-one-group-and-four": STOCK_MEGATRON | ONE_GROUP_AND_FOUR,
-    "megatron-stock-turns": STOCK_MEGATRON | TURNS,
-    "megatron-fixed": PACKED_MEGATRON,
-    "megatron-tight": PACKED_MEGATRON | {"budget": TIGHT, "transformer": RECOMPUTED},
-    "megatron-roomy": PACKED_MEGATRON | {"budget": ROOMY, "pad_to": 64},
-    "megatron-moe": PACKED_MEGATRON | MOE | {"budget": TIGHT},
-    "megatron-fused": PACKED_MEGATRON | {"fused": "triton", "budget": TIGHT},
-    "megatron-ragged-temperature": PACKED_MEGATRON | {"temperature": "ragged", "budget": TIGHT},
-    "megatron-sum-pi-squared": PACKED_MEGATRON | SUM_PI_SQUARED | {"budget": TIGHT},
-    "megatron-offload": PACKED_MEGATRON | {"engine": {"param_offload": True, "optimizer_offload": True}},
-    "megatron-padded": PACKED_MEGATRON | {"padded": True, "budget": TIGHT},
-    "megatron-trees": TREES | MEGATRON | {"budget": LONG},
-}
-MEGATRON_TWO: dict[str, dict[str, Any]] = {
-    "megatron-stock-tp2": STOCK_MEGATRON | {"tp": 2},
-    "megatron-tp2": PACKED_MEGATRON | {"tp": 2, "budget": TIGHT},
-    "megatron-tp2-whole-rows": PACKED_MEGATRON | {"tp": 2, "transformer": {"sequence_parallel": False}},
-    "megatron-tp2-fused": PACKED_MEGATRON | {"tp": 2, "fused": "triton", "budget": TIGHT},
-    "megatron-tp2-trees": TREES | MEGATRON | {"tp": 2, "budget": LONG, "pad_to": 7},
-    "megatron-pp2": PACKED_MEGATRON | {"pp": 2, "budget": TIGHT},
-    "megatron-pp2-moe-fused": PACKED_MEGATRON | MOE | {"pp": 2, "fused": "triton"},
-    "megatron-ep2": PACKED_MEGATRON | MOE | {"ep": 2, "budget": TIGHT},
-    "megatron-dp2": PACKED_MEGATRON | ONE_GROUP_AND_FOUR | {"budget": 30},
-}
-MEGATRON_FOUR: dict[str, dict[str, Any]] = {
-    "megatron-tp2-pp2": PACKED_MEGATRON | {"tp": 2, "pp": 2, "budget": TIGHT},
-    "megatron-tp2-ep2": PACKED_MEGATRON | MOE | {"tp": 2, "ep": 2, "budget": TIGHT, "engine": WHOLE_EXPERTS},
-    "megatron-pp2-dp2": PACKED_MEGATRON | ONE_GROUP_AND_FOUR | {"pp": 2, "budget": 30},
-}
-
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
-    "megatron-one": (1, MEGATRON_ONE),
-    "megatron-two": (2, MEGATRON_TWO),
-    "megatron-four": (4, MEGATRON_FOUR),
 }
