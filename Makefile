@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= passive
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 
-.PHONY: help demo test test-verl test-trl test-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test test-verl test-trl test-megatron test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-verl    the veRL plugin's tests, in an environment of their own"
 	@echo "make test-trl     the TRL trainer's tests, in an environment of their own"
 	@echo "make test-megatron  the tests with megatron-core, in an environment of their own"
+	@echo "make test-verl-megatron  the tests with veRL's Megatron engine, in an environment of their own"
 	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
 	@echo "make fuzz         random calls against float64, on the GPU where there is one (ARGS='--cases 20000 --seconds 900')"
 	@echo "make bench-cpu    packed against replicated on this CPU, recorded in docs/results/update-cpu.json"
@@ -56,6 +57,9 @@ test-trl: .venv-trl/.installed
 
 test-megatron: .venv-megatron/.installed
 	.venv-megatron/bin/python -m pytest tests/integrations/megatron $(ARGS)
+
+test-verl-megatron: .venv-verl_megatron/.installed
+	.venv-verl_megatron/bin/python -m pytest tests/integrations/verl_megatron $(ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

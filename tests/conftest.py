@@ -26,6 +26,11 @@ FOLDERS = (
     ),
     (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
     (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
+    (
+        TESTS / "integrations" / "verl_megatron",
+        find_spec("verl") is not None and find_spec("mbridge") is not None,
+        "veRL or mbridge is not installed here (make test-verl-megatron)",
+    ),
 )
 
 

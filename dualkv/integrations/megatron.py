@@ -69,7 +69,7 @@ class _Checked(nn.Module):
     layer_number: int
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse(config)
+        refuse(config)
         super().__init__(config, *args, **kwargs)
         self.config = config
 
@@ -305,7 +305,7 @@ def _objections(config: Any) -> Iterator[str]:
         )
 
 
-def _refuse(config: Any) -> None:
+def refuse(config: Any) -> None:
     """Raises ValueError for the TransformerConfig of a model that cannot run packed groups."""
     for sentence in _objections(config):
         raise ValueError(sentence)
@@ -352,7 +352,7 @@ def _specs(spec: Any) -> list[TransformerLayerSubmodules]:
     )
 
 
-def _gpt(model: nn.Module) -> GPTModel:
+def gpt_model(model: nn.Module) -> GPTModel:
     """The GPTModel that a model is or holds; raises ValueError for other models."""
     found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
@@ -362,7 +362,7 @@ def _gpt(model: nn.Module) -> GPTModel:
 
 def _layers(model: nn.Module) -> list[TransformerLayer]:
     """The layers of a GPTModel's decoder, on this pipeline stage; raises ValueError for other models."""
-    found = list(_gpt(model).decoder.layers)
+    found = list(gpt_model(model).decoder.layers)
     for layer in found:
         if not isinstance(layer, TransformerLayer):
             raise ValueError(f"the decoder has a {type(layer).__name__}, expected TransformerLayer only")
@@ -417,8 +417,8 @@ def enable(target: Target) -> Target:
         _swap(target, PACKED)
         return target
     layers = _layers(target)
-    gpt = _gpt(target)
-    _refuse(gpt.config)
+    gpt = gpt_model(target)
+    refuse(gpt.config)
     if gpt.position_embedding_type not in ROTARY:
         raise ValueError(
             f"position_embedding_type is {gpt.position_embedding_type!r}, expected {' or '.join(map(repr, ROTARY))}"

@@ -1,6 +1,6 @@
-"""Packed groups in veRL, without a fork: an engine and trainers, selected by the configuration (see docs/verl.md).
+"""Packed groups in veRL, without a fork: engines and trainers, selected by the configuration (see docs/verl.md).
 
-    actor_rollout_ref.model.model_type=dualkv      the engine of actor and reference policy
+    actor_rollout_ref.model.model_type=dualkv      the engines of actor and reference policy
     trainer.v1.trainer_mode=dualkv_sync            a trainer that keeps groups on one rank; also dualkv_colocate_async
                                                    and dualkv_separate_async
 
@@ -19,11 +19,17 @@ require("verl")
 try:
     import verl  # noqa: F401  (veRL loads its plugins here, before this module uses veRL)
 
-    from dualkv.integrations.verl.engine import MODEL_TYPE, DualKVEngine
+    from dualkv.integrations.verl.batches import MODEL_TYPE
+    from dualkv.integrations.verl.engine import DualKVEngine, register_other
 except Exception as error:
     # veRL ignores errors of plugins; without this warning only the engine's unknown name would show.
     warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
     raise
+
+try:
+    import dualkv.integrations.verl.megatron  # noqa: F401
+except ImportError:  # without megatron-core, or as veRL's own engine for it
+    register_other("megatron")
 
 if find_spec("transfer_queue"):  # needed by veRL's trainers, not by its workers
     try:

@@ -237,6 +237,17 @@ class PackedRollouts:
     position_ids: torch.Tensor | None
     media: dict[str, torch.Tensor]
 
+    def to_sequences(self, values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+        """Values [U, ...] of `head_rows` at the rows of the nested `sequences` of the micro-batch; 0 elsewhere.
+
+        Rollouts that share a row all get its value.
+        """
+        to, value = (x.to(values.device) for x in (self.sequence_rows, self.value))
+        of_tokens = values[value]
+        total = int(sequences.values().shape[0])
+        whole = of_tokens.new_zeros(total, *of_tokens.shape[1:]).index_copy(0, to, of_tokens)
+        return torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
+
 
 def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
     """Pack a micro-batch.

@@ -8,77 +8,41 @@ reach the head. Their values are put where the sequences would have them.
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_torch_device
-from verl.utils.flops_counter import FlopsCounter, get_device_flops
-from verl.workers.config import ActorConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import losses, media, models, recurrent, transformers
-from dualkv.integrations.masks import by_config
+from dualkv.integrations import media, models, recurrent, transformers
 from dualkv.integrations.media import Placed
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl import work
+from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
-from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 from dualkv.layout import Layout
 from dualkv.models import SCALES_OF_LOGITS
 from dualkv.sequence_parallel import Shard, padded
 
-MODEL_TYPE = "dualkv"
-STRATEGIES = ["fsdp", "fsdp2"]
-OTHERS = ["megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo"]
-# Options in `model.fused_kernel_options`, which veRL leaves free. KEEP: the results that checkpointed layers keep.
-# TREES: true, or the fewest tokens to share, to pack trees; false to pack prompts only.
-KEEP, TREES = "dualkv_keep", "dualkv_trees"
-MIN_SHARED = 64  # tokens: sampled texts often begin alike by chance, and attention reads whole blocks of keys
+FSDP = ["fsdp", "fsdp2"]
+STRATEGIES = [*FSDP, "megatron"]
+OTHERS = ["veomni", "torchtitan", "automodel", "fsdp_turbo"]
+# In `model.fused_kernel_options`: the results that checkpointed layers keep.
+KEEP = "dualkv_keep"
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
 OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttention)}
 
 # Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """The rows of the decoder's output that reach the head, on one of the ranks that share the packed rows.
-
-    Attributes:
-        rows: [K] int64: indices into this rank's rows. K is the same on every rank, 1 or more.
-        values: [U] int64: for each of the U rows that predict, the index of its value among the values of all ranks,
-            concatenated.
-    """
-
-    rows: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
-        """predict_rows: [U], on the host, ascending indices into all packed rows."""
-        owner = predict_rows // shard_rows
-        counts = torch.bincount(owner, minlength=ranks)
-        width = max(int(counts.max()), 1)
-        start = counts.cumsum(0) - counts
-        mine = predict_rows[owner == rank] - rank * shard_rows
-        rows = nn.functional.pad(mine, (0, width - len(mine)))  # the values of the padding rows are dropped
-        return cls(rows, owner * width + torch.arange(len(owner)) - start[owner])
 
 
 @dataclass
@@ -90,8 +54,8 @@ class Running:
     head: HeadRows | None = None
 
 
-@EngineRegistry.register(model_type=MODEL_TYPE, backend=STRATEGIES, device="cuda")
-class DualKVEngine(FSDPEngineWithLMHead):
+@EngineRegistry.register(model_type=MODEL_TYPE, backend=FSDP, device="cuda")
+class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
     """veRL's FSDP and FSDP2 engine for language models, with the rollouts of equal prompts packed, or all as trees.
 
     A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a
@@ -103,16 +67,13 @@ class DualKVEngine(FSDPEngineWithLMHead):
     """
 
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        model_config.model_type = "language_model"  # the type that the rest of veRL expects
         self._running: Running | None = None
-        self._done: tuple[work.Work, work.Work, int] | None = None
-        self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
-        self._layers = by_config(model_config.hf_config)
-        self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
+        self._read_options(model_config)
         self._checked = _checked(model_config)
         _refuse_fused_head(model_config)
         super().__init__(model_config, *args, **kwargs)
-        _refuse_ulysses(model_config, self.engine_config.ulysses_sequence_parallel_size)
+        self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
+        _refuse_ulysses(model_config, self.row_ranks)
 
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
@@ -170,44 +131,20 @@ class DualKVEngine(FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         restore_attention()  # another engine may have been built since
-        reason = verl_data.not_packable(data, self._images())
-        rollouts = None if reason else verl_data.read(data, self._min_shared)
-        dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
-        parts = plan_on_all_ranks(
-            rollouts,
-            max_tokens=data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size if dynamic else None,
-            max_rollouts=0 if dynamic else data["micro_batch_size_per_gpu"],
-            group=self.get_data_parallel_group(),
-            device=get_device_id(),
-        )
-        if parts is None or rollouts is None:
-            why = reason or "another data-parallel rank cannot pack its own"
-            warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=2)
+        planned = self._plan(data, self._images())
+        if planned is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
-
-        # The settings by which veRL's losses divide.
-        tokens = data["loss_mask"].sum().to(get_device_id())
-        dist.all_reduce(tokens, group=self.get_data_parallel_group())
-        tu.assign_non_tensor(
-            data,
-            batch_num_tokens=tokens.item(),
-            dp_size=self.get_data_parallel_size(),
-            sp_size=self.ulysses_sequence_parallel_size,
-        )
+        rollouts, parts = planned
         keep_values = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
-        outputs, done = [], work.NOTHING
-        for i, part in enumerate(parts):
-            micro_batch = tu.index_select_tensor_dict(data, part)
-            mine = rollouts.select(np.array(part))
-            done += work.packed(mine, self._layers)
-            self._running = Running(verl_data.pack(micro_batch, mine))
+        outputs: list[Any] = []
+        for micro_batch, packed in packed_parts(data, rollouts, parts):
+            self._running = Running(packed)
             try:
-                outputs.append(self._run(micro_batch, loss_function, forward_only, i == len(parts) - 1))
+                outputs.append(self._run(micro_batch, loss_function, forward_only, len(outputs) == len(parts) - 1))
             finally:
                 self._running = None
             if not keep_values:
                 outputs[-1].pop("model_output", None)
-        self._done = (done, work.replicated(rollouts, self._layers), len(parts))
         # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
@@ -238,7 +175,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
             rows["input_ids"].offsets(),
             jagged_dim=1 if of_images is None else 2,
         )
-        tu.assign_non_tensor(rows, temperature=_temperature(micro_batch["temperature"], packed))
+        tu.assign_non_tensor(rows, temperature=temperatures(micro_batch["temperature"], packed))
         inputs, outputs = super().prepare_model_inputs(rows)
 
         # veRL pads to a bucket, and then to a multiple of the number of sequence-parallel ranks.
@@ -253,7 +190,7 @@ class DualKVEngine(FSDPEngineWithLMHead):
             running.layout = Placed(layout, inputs["position_ids"][1:])
         inputs.update({name: value.to(device) for name, value in packed.media.items()})
         head = HeadRows.of(packed.head_rows, rank, layout.num_tokens // ranks, ranks)
-        running.head = HeadRows(head.rows.to(device), head.values.to(device))
+        running.head = head.to(device)
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
             outputs[name] = outputs[name][running.head.rows]
         outputs["pad_size"] = 0
@@ -278,49 +215,9 @@ class DualKVEngine(FSDPEngineWithLMHead):
             micro_batch, sequences.values().new_zeros(computed), torch.tensor([0, computed], device=sequences.device)
         )
         values = super().prepare_model_outputs(output, output_args, rows, logits_processor_func)
-        to, value = (x.to(sequences.device) for x in (running.packed.sequence_rows, running.packed.value))
-        of_values = running.head.values[value]
-        total = int(sequences.values().shape[0])
         for name, nested in values.items():
-            of_tokens = nested.values()[of_values]  # rollouts that share a row all get its value
-            whole = of_tokens.new_zeros(total, *of_tokens.shape[1:]).index_copy(0, to, of_tokens)
-            values[name] = torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
+            values[name] = running.packed.to_sequences(nested.values()[running.head.values], sequences)
         return values
-
-    # ------------------------------------------------------------------ metrics of a batch
-    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        # With veRL's own trainers this is the first place where dualkv sees the loss.
-        actor = getattr(loss_function, "keywords", {}).get("config")
-        if isinstance(actor, ActorConfig) and dist.get_rank() == 0:
-            losses.warn_of_verl(actor)
-        return self._measured(super().train_batch, data, loss_function, passes=3)
-
-    def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
-        return self._measured(super().infer_batch, data, loss_function, passes=1)
-
-    def _measured(
-        self, run: Callable[..., Any], data: TensorDict, loss_function: Callable[..., Any] | None, passes: int
-    ) -> Any:
-        """`passes` is 3 for forward and backward and 1 for a forward; the FLOP counter always counts 3."""
-        self._done = None
-        start = time.perf_counter()
-        result = run(data, loss_function)
-        get_torch_device().synchronize()
-        seconds = time.perf_counter() - start
-        if self._done is None or not self.is_mp_src_rank_with_outputs():
-            return result
-        packed, replicated, micro_batches = self._done
-        peak = get_device_flops() * seconds * self.ulysses_sequence_parallel_size
-        metrics = {
-            "micro_batches": micro_batches,
-            "tokens_packed": packed.tokens,
-            "tokens_replicated": replicated.tokens,
-            "dedup_ratio": replicated.tokens / packed.tokens,
-            "mfu_hardware": packed.flops(self._counter) * passes / 3 / peak,
-            "mfu_effective": replicated.flops(self._counter) * passes / 3 / peak,
-        }
-        result["metrics"].update({f"dualkv/{name}": [value] for name, value in metrics.items()})
-        return result
 
 
 class OtherEngine(BaseEngine):
@@ -328,17 +225,27 @@ class OtherEngine(BaseEngine):
 
     def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
         check_strategy(engine_config.strategy)
+        # A strategy that packs groups, whose own module was not imported.
+        raise ModuleNotFoundError(
+            "strategy=megatron needs megatron-core: pip install 'dualkv[megatron]', and Megatron-Bridge or mbridge for"
+            " veRL",
+            name="megatron.core",
+        )
+
+
+def register_other(strategy: str) -> None:
+    EngineRegistry.register(model_type=MODEL_TYPE, backend=strategy, device=["cuda", "npu"])(OtherEngine)
 
 
 for _strategy in OTHERS:
-    EngineRegistry.register(model_type=MODEL_TYPE, backend=_strategy, device=["cuda", "npu"])(OtherEngine)
+    register_other(_strategy)
 
 
 def check_strategy(strategy: str) -> None:
     """Raises ValueError for a strategy that does not support packed groups."""
     if strategy not in STRATEGIES:
         raise ValueError(
-            f"model.model_type={MODEL_TYPE} packs groups on strategy fsdp and fsdp2, not on {strategy}: set"
+            f"model.model_type={MODEL_TYPE} packs groups on strategy {', '.join(STRATEGIES)}, not on {strategy}: set"
             f" actor_rollout_ref.actor.strategy=fsdp2, or leave model.model_type out to train without dualkv"
         )
 
@@ -412,19 +319,3 @@ def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Ten
     found = {name: tu.get_non_tensor_data(micro_batch, name, None) for name in SETTINGS if name in micro_batch}
     tu.assign_non_tensor(rows, use_remove_padding=True, **found)
     return rows
-
-
-def _temperature(of_rollouts: Any, packed: PackedRollouts) -> Any:
-    """A number unchanged; temperatures [N] of rollouts as [S] of packed segments, whose predicting rows share one."""
-    if not isinstance(of_rollouts, torch.Tensor):
-        return of_rollouts
-    return of_rollouts[packed.source.to(of_rollouts.device)]
-
-
-def _min_shared(trees: Any) -> int | None:
-    """The fewest tokens to share in trees; None to share prompts only."""
-    if isinstance(trees, bool):
-        return MIN_SHARED if trees else None
-    if not isinstance(trees, int) or trees < 1:
-        raise ValueError(f"fused_kernel_options.{TREES} is {trees!r}, expected true, false or 1 token or more to share")
-    return trees

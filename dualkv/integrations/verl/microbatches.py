@@ -51,6 +51,7 @@ def plan_on_all_ranks(
     max_rollouts: int,
     group: dist.ProcessGroup,
     device: torch.device | str | int,
+    error: str = "",
 ) -> list[list[int]] | None:
     """:func:`plan` with the largest count of all ranks in `group`; None if any rank cannot pack its rollouts.
 
@@ -63,13 +64,13 @@ def plan_on_all_ranks(
         max_rollouts: as for :func:`plan`.
         group: the data-parallel ranks.
         device: the device of the group's collectives.
+        error: why this rank refuses its rollouts; empty if it does not.
 
     Raises:
-        ValueError: :func:`plan` raised it, here or on another rank.
+        ValueError: `error`, or :func:`plan` raised it, here or on another rank.
     """
     parts: list[list[int]] = []
-    error = ""
-    if rollouts is not None:
+    if rollouts is not None and not error:
         try:
             parts = plan(rollouts, max_tokens=max_tokens, max_rollouts=max_rollouts)
         except ValueError as e:

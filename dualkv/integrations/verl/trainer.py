@@ -14,7 +14,8 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
-from dualkv.integrations.verl.engine import MODEL_TYPE, check_strategy
+from dualkv.integrations.verl.batches import MODEL_TYPE
+from dualkv.integrations.verl.engine import check_strategy
 
 
 class _WholeGroups:

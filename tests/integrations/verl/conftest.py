@@ -31,9 +31,9 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _run(folder: Path, scenarios: dict[str, Any], ranks: int) -> None:
+def _run(folder: Path, together: str, scenarios: dict[str, Any], ranks: int) -> None:
     """Runs the scenarios on `ranks` processes; raises with the end of their output if one of them fails."""
-    listed = folder / f"scenarios-{ranks}.json"
+    listed = folder / f"{together}.json"
     listed.write_text(json.dumps(scenarios))
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared |= {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
@@ -45,27 +45,31 @@ def _run(folder: Path, scenarios: dict[str, Any], ranks: int) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and the ranks, if there are any left
     if failed:
-        tail = "".join((folder / f"log-{ranks}-{rank}").read_text()[-3000:] for rank in range(ranks))
+        tail = "".join((folder / f"log-{together}-{rank}").read_text()[-3000:] for rank in range(ranks))
         raise RuntimeError(f"one of {ranks} ranks failed:\n{tail}")
+
+
+def each_once(folder: Path, entries: dict[str, Any]) -> Callable[[str], list[dict[str, Any]]]:
+    """By the name of a scenario: what each rank found. The scenarios of an entry run together."""
+    import torch
+
+    from tests.integrations.verl.rollouts import save_models
+
+    save_models(folder)
+    ran: set[str] = set()
+
+    def result(name: str) -> list[dict[str, Any]]:
+        together, (ranks, scenarios) = next((k, v) for k, v in entries.items() if name in v[1])
+        if together not in ran:
+            ran.add(together)
+            _run(folder, together, scenarios, ranks)
+        return [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(ranks)]
+
+    return result
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """By the name of a scenario: what each rank found. The scenarios of one number of ranks run together."""
-    import torch
-
-    from tests.integrations.verl.rollouts import save_models
     from tests.integrations.verl.scenarios import SCENARIOS
 
-    folder = tmp_path_factory.mktemp("verl")
-    save_models(folder)
-    ran: set[int] = set()
-
-    def result(name: str) -> list[dict[str, Any]]:
-        ranks = next(n for n, scenarios in SCENARIOS.items() if name in scenarios)
-        if ranks not in ran:
-            ran.add(ranks)
-            _run(folder, SCENARIOS[ranks], ranks)
-        return [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(ranks)]
-
-    return result
+    return each_once(tmp_path_factory.mktemp("verl"), SCENARIOS)

@@ -32,6 +32,7 @@ DEVICE = types.SimpleNamespace(
     is_available=lambda: False,
     get_device_name=lambda *_: "CPU",
     current_device=lambda: "cpu",
+    device_count=_zero,
     manual_seed=torch.manual_seed,
     manual_seed_all=torch.manual_seed,
     get_rng_state=torch.get_rng_state,

@@ -25,7 +25,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 VOCAB = 97
 SIZES = {
-    "vocab_size": VOCAB,
+    "vocab_size": VOCAB + 1,  # even, for two tensor-parallel ranks
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_hidden_layers": 2,

@@ -172,4 +172,9 @@ TWO_MORE: dict[str, dict[str, Any]] = {
 
 FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
-SCENARIOS = {1: ONE | ONE_MORE, 2: TWO | TWO_MORE, 4: FOUR | FOUR_MORE}
+# By a name: ranks, and what they run one after another.
+SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "one": (1, ONE | ONE_MORE),
+    "two": (2, TWO | TWO_MORE),
+    "four": (4, FOUR | FOUR_MORE),
+}

@@ -21,7 +21,7 @@ EXACT = [name for s in (ONE, TWO, FOUR) for name, settings in s.items() if setti
 
 def reference(name: str) -> str:
     """The scenario of veRL's own engine on one rank that computes the same."""
-    settings = next(s[name] for s in SCENARIOS.values() if name in s)
+    settings = next(s[name] for _, s in SCENARIOS.values() if name in s)
     matters = (
         "model",
         "attention",

@@ -14,9 +14,12 @@ import os
 import sys
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -52,12 +55,9 @@ SCORES = ("log_probs", "entropy", "sum_pi_squared")
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
 
 
-def make_worker(s: dict[str, Any], models: Path) -> Any:
-    """A `TrainingWorker` with veRL's PPO loss."""
-    for model, forward in FORWARDS.items():
-        model.forward = forward  # veRL puts fused heads into the class
+def _of_fsdp(s: dict[str, Any], batching: dict[str, Any], actor: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Configurations of the engine, its optimizer and the actor."""
     dtype = s.get("param_dtype", "fp32")
-    batching = {"max_token_len_per_gpu": s.get("budget", 0), "micro_batch_size_per_gpu": s.get("rollouts", 4)}
     engine = FSDPEngineConfig(
         strategy=s.get("strategy", "fsdp2"),
         model_dtype="fp32",
@@ -68,22 +68,34 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         pad_to_length="pad_to" in s,
         pad_to_length_bucket=s.get("pad_to", 1),
         **batching,
-        **{f"infer_{name}": value for name, value in batching.items()},
         **s.get("engine", {}),
     )
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.0)
-    actor = FSDPActorConfig(
-        strategy=engine.strategy,
-        rollout_n=4,
-        ppo_micro_batch_size_per_gpu=4,
-        use_kl_loss=True,
-        kl_loss_coef=0.1,
-        entropy_coeff=0.01,
-        fsdp_config=engine,
-        optim=optimizer,
-        policy_loss=PolicyLossConfig(loss_mode=s.get("loss", "vanilla")),
-        loss_agg_mode=s.get("mean", "token-mean"),
-    )
+    return engine, optimizer, FSDPActorConfig(strategy=engine.strategy, fsdp_config=engine, optim=optimizer, **actor)
+
+
+def megatron() -> Any:
+    """Imported where a scenario asks for it: not every environment has megatron-core."""
+    return import_module("tests.integrations.verl_megatron.cpu")
+
+
+def make_worker(s: dict[str, Any], models: Path) -> Any:
+    """A `TrainingWorker` with veRL's PPO loss."""
+    for model, forward in FORWARDS.items():
+        model.forward = forward  # veRL puts fused heads into the class
+    batching = {"max_token_len_per_gpu": s.get("budget", 0), "micro_batch_size_per_gpu": s.get("rollouts", 4)}
+    batching |= {f"infer_{name}": value for name, value in batching.items()}
+    of_actor = {
+        "rollout_n": 4,
+        "ppo_micro_batch_size_per_gpu": 4,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "entropy_coeff": 0.01,
+        "policy_loss": PolicyLossConfig(loss_mode=s.get("loss", "vanilla")),
+        "loss_agg_mode": s.get("mean", "token-mean"),
+    }
+    make = megatron().configurations if s.get("strategy") == "megatron" else _of_fsdp
+    engine, optimizer, actor = make(s, batching, of_actor)
     fused = s.get("fused")
     model = HFModelConfig(
         path=str(models / s.get("model", "dense")),
@@ -96,6 +108,8 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {}),
         lora_rank=s.get("lora", 0),
     )
+    if make is not _of_fsdp:  # this engine of veRL asks the tokenizer, and saves it
+        model.tokenizer = SimpleNamespace(pad_token_id=0, save_pretrained=lambda _: None)
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="dualkv" if s["packed"] else "language_model",
@@ -144,6 +158,8 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def weights(worker: Any) -> dict[str, torch.Tensor]:
+    if worker.engine_config.strategy == "megatron":
+        return megatron().weights(worker)
     state = worker.engine.module.state_dict()
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).float().clone() for k, v in state.items()}
 
@@ -190,7 +206,7 @@ def prompt_in_loss(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 
 def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
-    """A worker that trains, saves and trains on, and another one that goes on from what it saved."""
+    """A worker that trains, saves and trains on, and another one, `after`, that goes on from what it saved."""
     saved = str(models / "checkpoint")
     worker = make_worker(s, models)
     data = rollouts_of(s, worker)
@@ -198,8 +214,11 @@ def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
     worker.save_checkpoint(saved)
     going_on = train(worker, data)
     found = {"weights": weights(worker), "metrics": going_on}
-    other = make_worker(s, models)
-    other.load_checkpoint(saved)
+    other = make_worker(s | s.get("after", {}), models)
+    if other.engine_config.strategy == "megatron":
+        train(other, data)  # megatron-core reads torch's AdamW into an optimizer that has made a step only
+    with torch.no_grad():  # megatron-core copies into weights that are not in half precision
+        other.load_checkpoint(saved)
     return found | {"metrics_after": train(other, data), "weights_after": weights(other)}
 
 
@@ -267,11 +286,17 @@ class _Log(logging.Handler):
 
 def main(scenarios: Path, folder: Path) -> None:
     torch.set_num_threads(1)
+    listed = json.loads(scenarios.read_text())
+    with megatron().on_cpu() if "megatron" in scenarios.name else nullcontext():
+        run_all(listed, folder)
+
+
+def run_all(scenarios: dict[str, Any], folder: Path) -> None:
     # FSDP1 broadcasts the weights of its first rank from GPUs only; all ranks load the same file here.
     torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda _: None
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for name, scenario in json.loads(scenarios.read_text()).items():
+    for name, scenario in scenarios.items():
         found: dict[str, Any] = {}
         log = _Log()
         logging.getLogger("dualkv").addHandler(log)
@@ -281,6 +306,7 @@ def main(scenarios: Path, folder: Path) -> None:
             try:
                 found = globals()[scenario.get("run", "both")](scenario, folder)
             except Exception as error:
+                traceback.print_exc()  # in the log
                 found["error"] = f"{type(error).__name__}: {error}"
         logging.getLogger("dualkv").removeHandler(log)
         found["said"] = [text for text in (*map(str, (w.message for w in said)), *log.said) if "dualkv" in text]
@@ -295,7 +321,7 @@ def fork(rank: int, scenarios: Path, folder: Path) -> int:
         return pid
     code = 1
     try:
-        log = os.open(folder / f"log-{os.environ['WORLD_SIZE']}-{rank}", os.O_WRONLY | os.O_CREAT)
+        log = os.open(folder / f"log-{scenarios.stem}-{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1), os.dup2(log, 2)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         main(scenarios, folder)

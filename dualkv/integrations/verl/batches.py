@@ -1,0 +1,173 @@
+"""What the engines of all strategies do with a batch: micro-batches of whole groups, and the metrics of the work."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_torch_device
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.workers.config import ActorConfig
+
+from dualkv.integrations import losses
+from dualkv.integrations.masks import by_config
+from dualkv.integrations.verl import data as verl_data
+from dualkv.integrations.verl import work
+from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.microbatches import plan_on_all_ranks
+
+MODEL_TYPE = "dualkv"
+# In `model.fused_kernel_options`, which veRL leaves free: true, or the fewest tokens to share, to pack trees; false to
+# pack prompts only.
+TREES = "dualkv_trees"
+MIN_SHARED = 64  # tokens: sampled texts often begin alike by chance, and attention reads whole blocks of keys
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows of the decoder's output that reach the head, on one of the ranks that share the packed rows.
+
+    Attributes:
+        rows: [K] int64: indices into this rank's rows. K is the same on every rank, 1 or more.
+        values: [U] int64: for each of the U rows that predict, the index of its value among the values of all ranks,
+            concatenated.
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
+        """predict_rows: [U], on the host, ascending indices into all packed rows."""
+        owner = predict_rows // shard_rows
+        counts = torch.bincount(owner, minlength=ranks)
+        width = max(int(counts.max()), 1)
+        start = counts.cumsum(0) - counts
+        mine = predict_rows[owner == rank] - rank * shard_rows
+        rows = nn.functional.pad(mine, (0, width - len(mine)))  # the values of the padding rows are dropped
+        return cls(rows, owner * width + torch.arange(len(owner)) - start[owner])
+
+    def to(self, device: torch.device) -> HeadRows:
+        return HeadRows(self.rows.to(device), self.values.to(device))
+
+
+class PacksBatches:
+    """A mixin for veRL's engines.
+
+    An engine calls :meth:`_read_options` before it is built, and `_plan` for a batch.
+    """
+
+    row_ranks: int  # ranks that share the rows of a micro-batch, whose budgets of tokens add up
+    model_ranks: int  # ranks that compute the same rollouts
+
+    def _read_options(self, model_config: Any) -> None:
+        model_config.model_type = "language_model"  # the type that the rest of veRL expects
+        self._done: tuple[work.Work, work.Work, int] | None = None
+        self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
+        self._layers = by_config(model_config.hf_config)
+        self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
+
+    # ------------------------------------------------------------------ micro-batches
+    def _plan(
+        self, data: TensorDict, images: verl_data.Images | str, error: str = ""
+    ) -> tuple[Rollouts, list[list[int]]] | None:
+        """The rollouts of a batch, and those of each micro-batch, for all data-parallel ranks at once.
+
+        None, and a warning, for a batch that veRL has to run itself. Otherwise the batch gets the settings by which
+        veRL's losses divide. A ValueError of one rank (`error`, or a rollout that is too long) is raised on all.
+        """
+        reason = verl_data.not_packable(data, images)
+        rollouts = None if reason else verl_data.read(data, self._min_shared)
+        dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
+        parts = plan_on_all_ranks(
+            rollouts,
+            max_tokens=data["max_token_len_per_gpu"] * self.row_ranks if dynamic else None,
+            max_rollouts=0 if dynamic else data["micro_batch_size_per_gpu"],
+            group=self.get_data_parallel_group(),  # type: ignore[attr-defined]
+            device=get_device_id(),
+            error=error,
+        )
+        if parts is None or rollouts is None:
+            why = reason or "another data-parallel rank cannot pack its own"
+            warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=3)
+            return None
+        tokens = data["loss_mask"].sum().to(get_device_id())
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())  # type: ignore[attr-defined]
+        tu.assign_non_tensor(
+            data,
+            batch_num_tokens=tokens.item(),
+            dp_size=self.get_data_parallel_size(),  # type: ignore[attr-defined]
+            sp_size=self.row_ranks,
+        )
+        packed = sum((work.packed(rollouts.select(np.array(part)), self._layers) for part in parts), work.NOTHING)
+        self._done = (packed, work.replicated(rollouts, self._layers), len(parts))
+        return rollouts, parts
+
+    # ------------------------------------------------------------------ metrics of a batch
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        # With veRL's own trainers this is the first place where dualkv sees the loss.
+        actor = getattr(loss_function, "keywords", {}).get("config")
+        if isinstance(actor, ActorConfig) and dist.get_rank() == 0:
+            losses.warn_of_verl(actor)
+        return self._measured(super().train_batch, data, loss_function, passes=3)  # type: ignore[misc]
+
+    def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
+        return self._measured(super().infer_batch, data, loss_function, passes=1)  # type: ignore[misc]
+
+    def _measured(
+        self, run: Callable[..., Any], data: TensorDict, loss_function: Callable[..., Any] | None, passes: int
+    ) -> Any:
+        """`passes` is 3 for forward and backward and 1 for a forward; the FLOP counter always counts 3."""
+        self._done = None
+        start = time.perf_counter()
+        result = run(data, loss_function)
+        get_torch_device().synchronize()
+        seconds = time.perf_counter() - start
+        if self._done is None or not self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+            return result
+        packed, replicated, micro_batches = self._done
+        peak = get_device_flops() * seconds * self.model_ranks
+        metrics = {
+            "micro_batches": micro_batches,
+            "tokens_packed": packed.tokens,
+            "tokens_replicated": replicated.tokens,
+            "dedup_ratio": replicated.tokens / packed.tokens,
+            "mfu_hardware": packed.flops(self._counter) * passes / 3 / peak,
+            "mfu_effective": replicated.flops(self._counter) * passes / 3 / peak,
+        }
+        result["metrics"].update({f"dualkv/{name}": [value] for name, value in metrics.items()})
+        return result
+
+
+def packed_parts(
+    data: TensorDict, rollouts: Rollouts, parts: list[list[int]]
+) -> Iterator[tuple[TensorDict, PackedRollouts]]:
+    """Each micro-batch, as veRL's losses see it and packed."""
+    for part in parts:
+        micro_batch = tu.index_select_tensor_dict(data, part)
+        yield micro_batch, verl_data.pack(micro_batch, rollouts.select(np.array(part)))
+
+
+def temperatures(of_rollouts: Any, packed: PackedRollouts) -> Any:
+    """A number unchanged; temperatures [N] of rollouts as [S] of packed segments, whose predicting rows share one."""
+    if not isinstance(of_rollouts, torch.Tensor):
+        return of_rollouts
+    return of_rollouts[packed.source.to(of_rollouts.device)]
+
+
+def _min_shared(trees: Any) -> int | None:
+    """The fewest tokens to share in trees; None to share prompts only."""
+    if isinstance(trees, bool):
+        return MIN_SHARED if trees else None
+    if not isinstance(trees, int) or trees < 1:
+        raise ValueError(f"fused_kernel_options.{TREES} is {trees!r}, expected true, false or 1 token or more to share")
+    return trees

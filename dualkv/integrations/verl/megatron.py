@@ -1,0 +1,251 @@
+"""veRL's Megatron engine on packed groups: `model.model_type=dualkv` with `strategy=megatron`.
+
+veRL builds the model, by Megatron-Bridge or mbridge, and keeps its optimizer, checkpoints, losses and vocab-parallel
+heads. Every pipeline stage packs the same micro-batches. As in the FSDP engine, only rows that predict a response token
+reach the head, and their values are put where veRL's sequences would have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import lcm
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+from torch import nn
+from verl.models.mcore.model_forward_fused import FusedOutputProcessorContext, fused_output_processor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+from verl.workers.engine.utils import postprocess_batch_func
+
+from dualkv.integrations import megatron
+from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
+from dualkv.integrations.verl.data import PackedRollouts
+from dualkv.sequence_parallel import padded
+
+# Attributes of veRL's engine configuration: values that packed groups need, and why.
+NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "context_parallel_size": ((1,), "the rows of a packed group are not split over ranks in veRL yet"),
+    "dynamic_context_parallel": ((False,), "the rows of a packed group are not split over ranks in veRL yet"),
+    "virtual_pipeline_model_parallel_size": ((None, 1), "packed groups do not run through interleaved stages in veRL"),
+    "use_megatron_fsdp": ((False,), "it has not been tried"),
+}
+
+
+@EngineRegistry.register(model_type=MODEL_TYPE, backend="megatron", device="cuda")
+class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
+    """veRL's Megatron engine for language models, with the rollouts of equal prompts packed, or all as trees.
+
+    A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a
+    warning gives the reason, once.
+
+    Raises:
+        ValueError: by the constructor, for settings that packed groups do not run with; by `initialize`, before weights
+            are loaded, for a configuration of a model that :func:`dualkv.integrations.megatron.enable` refuses, and
+            behind that for its layers. Every rank raises the same error.
+    """
+
+    row_ranks = 1
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._head_rows: torch.Tensor | None = None  # of the packed micro-batch that the model runs now
+        self._read_options(model_config)
+        _refuse(model_config, engine_config)
+        super().__init__(model_config, engine_config, *args, **kwargs)
+        self.model_ranks = torch.distributed.get_world_size() // self.get_data_parallel_size()
+
+    def _build_tf_config(self) -> None:
+        super()._build_tf_config()
+        config = self.tf_config if self.provider is None else self.provider
+        megatron.refuse(config)
+        for name, why in (
+            ("fp8", "rows are not padded to its blocks"),
+            ("fp4", "rows are not padded to its blocks"),
+            ("calculate_per_token_loss", "gradients would be divided by tokens of replicated sequences"),
+        ):
+            if getattr(config, name, None):
+                raise ValueError(f"{name} is {getattr(config, name)!r}, expected none: {why}")
+
+    def _build_megatron_module(self) -> list[nn.Module]:
+        modules: list[nn.Module] = super()._build_megatron_module()
+        for module in modules:
+            gpt = megatron.gpt_model(megatron.enable(module))
+            if gpt.post_process:
+                gpt.decoder.register_forward_hook(self._leave_decoder)
+        return modules
+
+    def _leave_decoder(self, _module: nn.Module, _args: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, 1, C] -> [K, 1, C]: with sequence parallelism of this rank's rows."""
+        return hidden if self._head_rows is None else hidden.index_select(0, self._head_rows)
+
+    # ------------------------------------------------------------------ a batch, in micro-batches of whole groups
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        fused = bool(self.engine_config.use_fused_kernels)
+        planned = self._plan(data, "images are not packed on strategy megatron", _objection(data) if fused else "")
+        if planned is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        rollouts, parts = planned
+        finish = partial(self.postprocess_micro_batch_func, forward_only=forward_only, loss_function=loss_function)
+        outputs = get_forward_backward_func()(
+            forward_step_func=partial(self._packed_step, count=len(parts), finish=finish),
+            data_iterator=packed_parts(data, rollouts, parts),
+            model=self.module,
+            num_microbatches=len(parts),
+            seq_length=1,  # stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
+        # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
+        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
+        return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+
+    # ------------------------------------------------------------------ a micro-batch
+    def _packed_step(
+        self,
+        batches: Iterator[tuple[TensorDict, PackedRollouts]],
+        model: nn.Module,
+        *,
+        count: int,
+        finish: Callable[..., Any],
+    ) -> tuple[Any, Callable[..., Any]]:
+        """A step of megatron-core's schedules: the model's output, and the function that makes a loss of it.
+
+        Args:
+            batches: gives the next micro-batch.
+            model: the part of the model of this stage.
+            count: micro-batches of the batch.
+            finish: veRL's function from values of tokens to the loss.
+        """
+        micro_batch, packed = next(batches)
+        device = get_device_id()
+        micro_batch = micro_batch.to(device)
+        tu.assign_non_tensor(micro_batch, num_micro_batch=count)
+        gpt = unwrap_model(model)
+        ranks, rank = (1, 0)
+        if gpt.config.sequence_parallel:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+        multiple = lcm(ranks, self.engine_config.pad_to_length_bucket if self.engine_config.pad_to_length else 1)
+        added = -len(packed.input_ids) % multiple
+        layout = padded(packed.layout.to(device), added)
+        head = HeadRows.of(packed.head_rows, rank, layout.num_tokens // ranks, ranks).to(device)
+
+        def of_head(values: torch.Tensor, fill: Any) -> torch.Tensor:
+            """[1, K * ranks]: of values [T] those of the head's rows."""
+            found = values.new_full((1, len(head.rows) * ranks), fill)
+            found[0, head.values] = values[packed.head_rows.to(values.device)]
+            return found
+
+        input_ids = packed.input_ids.to(device)
+        labels = of_head(input_ids.roll(-1), 0)
+        inputs = {
+            "input_ids": nn.functional.pad(input_ids, (0, added))[None],
+            "position_ids": None,
+            "attention_mask": None,
+            "packed_seq_params": megatron.PackedGroups(layout),
+        }
+        fused = bool(self.engine_config.use_fused_kernels)
+        if fused:
+            inputs |= self._of_fused_head(gpt, micro_batch, labels)
+        self._head_rows = head.rows if gpt.post_process else None
+        try:
+            output = model(**inputs)
+        finally:
+            self._head_rows = None
+        if gpt.post_process:
+            if fused:
+                values = {"log_probs": output.log_probs}
+                if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+                    values["entropy"] = output.entropy
+            else:
+                of_segments = torch.as_tensor(temperatures(micro_batch["temperature"], packed), dtype=torch.float32)
+                lengths = packed.layout.offsets.diff().to(device)
+                of_rows = of_segments.to(device).expand(len(lengths)).repeat_interleave(lengths)
+                values = self._of_head(output, labels, of_head(of_rows, 1.0), micro_batch)
+            sequences = micro_batch["input_ids"]
+            output = {k: packed.to_sequences(v.flatten()[head.values], sequences) for k, v in values.items()}
+        return output, partial(finish, data=micro_batch)
+
+    def _of_head(
+        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, micro_batch: TensorDict
+    ) -> dict[str, torch.Tensor]:
+        """Log-probs, and what else veRL is asked for, [1, rows] of logits [1, rows, V / tensor-parallel size]."""
+        settings = {
+            name: tu.get_non_tensor_data(micro_batch, name, False)
+            for name in ("calculate_entropy", "calculate_sum_pi_squared")
+        }
+        found: dict[str, torch.Tensor] = self._lm_head_logits_processor(
+            logits,
+            labels,
+            temperature,
+            **settings,
+            distillation_use_topk=False,
+            distillation_only=False,
+            logits_processor_func=None,
+            batch=micro_batch,
+            data_format="thd",
+        )
+        return found
+
+    def _of_fused_head(self, gpt: nn.Module, micro_batch: TensorDict, labels: torch.Tensor) -> dict[str, Any]:
+        """Arguments of the model for veRL's fused head."""
+        temperature = float(torch.as_tensor(micro_batch["temperature"]).flatten()[0])
+        if hasattr(gpt, "forward_backup"):  # veRL replaced `forward`, because megatron-core is older than 0.18
+            return {"labels": labels, "temperature": temperature}
+        return {
+            "labels": labels,
+            "output_processor": fused_output_processor,
+            "output_processor_context": FusedOutputProcessorContext(temperature=temperature),
+        }
+
+
+def _objection(data: TensorDict) -> str:
+    """Why veRL's fused heads do not compute a batch; empty if they do."""
+    if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False):
+        return "calculate_sum_pi_squared needs logits, which fused heads do not make: set use_fused_kernels=False"
+    found = torch.as_tensor(data["temperature"]).unique()
+    if len(found) > 1:
+        return (
+            f"the rollouts have {len(found)} temperatures, veRL's fused heads on strategy megatron take one: set"
+            " use_fused_kernels=False"
+        )
+    return ""
+
+
+def _refuse(model_config: Any, engine_config: Any) -> None:
+    """Raises ValueError for settings of veRL with which packed groups do not run."""
+    for name, (values, why) in NEEDED.items():
+        value = getattr(engine_config, name)
+        if value not in values:
+            raise ValueError(
+                f"actor.megatron.{name} is {value!r}, model.model_type={MODEL_TYPE} expects {values[0]!r}: {why}"
+            )
+    if engine_config.router_replay.mode != "disabled":
+        raise ValueError(
+            f"actor.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE} expects"
+            " 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
+        )
+    if model_config.mtp.enable:
+        raise ValueError(
+            f"model.mtp.enable is True, model.model_type={MODEL_TYPE} expects False: the next token of a packed row is"
+            " not always the next row"
+        )
+    if engine_config.qat.enable:
+        raise ValueError(f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried")
+    keep = (model_config.fused_kernel_options or {}).get("dualkv_keep", "nothing")
+    if keep != "nothing":
+        raise ValueError(
+            f"fused_kernel_options.dualkv_keep is {keep!r}, strategy megatron has settings of its own: set"
+            " actor.megatron.override_transformer_config.recompute_granularity"
+        )

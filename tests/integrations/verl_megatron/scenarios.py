@@ -1,0 +1,77 @@
+"""What the workers run on veRL's Megatron engine, and on ours (see tests/integrations/verl/worker.py for the settings).
+
+`tp`, `pp`, `ep` and `cp` are sizes of parallelism, `transformer` and `engine` settings of veRL's configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integrations.verl.scenarios import (
+    LONG,
+    MOE,
+    ONE_GROUP_AND_FOUR,
+    ROOMY,
+    SECOND_RANK_LONG,
+    SUM_PI_SQUARED,
+    TIGHT,
+    TREES,
+    TURNS,
+)
+
+MEGATRON = {"strategy": "megatron"}
+STOCK: dict[str, Any] = MEGATRON | {"packed": False}
+PACKED: dict[str, Any] = MEGATRON | {"packed": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ONE: dict[str, dict[str, Any]] = {
+    "stock": STOCK,
+    "stock-moe": STOCK | MOE,
+    "stock-ragged-temperature": STOCK | {"temperature": "ragged"},
+    "stock-sum-pi-squared": STOCK | SUM_PI_SQUARED,
+    "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
+    "stock-turns": STOCK | TURNS,
+    "fixed": PACKED,
+    "tight": PACKED | {"budget": TIGHT, "transformer": RECOMPUTED},
+    "roomy": PACKED | {"budget": ROOMY, "pad_to": 64},
+    "moe": PACKED | MOE | {"budget": TIGHT},
+    "fused": PACKED | {"fused": "triton", "budget": TIGHT},
+    "ragged-temperature": PACKED | {"temperature": "ragged", "budget": TIGHT},
+    "sum-pi-squared": PACKED | SUM_PI_SQUARED | {"budget": TIGHT},
+    "offload": PACKED | {"engine": {"param_offload": True, "optimizer_offload": True}},
+    "padded": PACKED | {"padded": True, "budget": TIGHT},
+    "trees": TREES | PACKED | {"budget": LONG},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "stock-tp2": STOCK | {"tp": 2},
+    "tp2": PACKED | {"tp": 2, "budget": TIGHT},
+    "tp2-whole-rows": PACKED | {"tp": 2, "transformer": {"sequence_parallel": False}},
+    "tp2-fused": PACKED | {"tp": 2, "fused": "triton", "budget": TIGHT},
+    "tp2-trees": TREES | PACKED | {"tp": 2, "budget": LONG, "pad_to": 7},
+    "pp2": PACKED | {"pp": 2, "budget": TIGHT},
+    "pp2-moe-fused": PACKED | MOE | {"pp": 2, "fused": "triton"},
+    "ep2": PACKED | MOE | {"ep": 2, "budget": TIGHT},
+    "dp2": PACKED | ONE_GROUP_AND_FOUR | {"budget": 30},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "tp2-pp2": PACKED | {"tp": 2, "pp": 2, "budget": TIGHT},
+    "pp2-dp2": PACKED | ONE_GROUP_AND_FOUR | {"pp": 2, "budget": 30},
+}
+
+MORE: dict[str, dict[str, Any]] = {
+    "reference-policy": PACKED | {"run": "scored", "budget": TIGHT, "engine": {"forward_only": True}},
+    "too-long": PACKED | {"run": "scored", "budget": 20},
+    "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
+    "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},
+    "saved-packed": PACKED | {"run": "restarted", "budget": TIGHT, "after": {"packed": False}},
+    "saved-stock": STOCK | {"run": "restarted", "budget": TIGHT, "after": {"packed": True}},
+    "fused-ragged-temperature": PACKED | {"run": "scored", "fused": "triton", "temperature": "ragged", "budget": ROOMY},
+    "dropout": PACKED | {"transformer": {"attention_dropout": 0.1}},
+    "interleaved-stages": PACKED | {"engine": {"virtual_pipeline_model_parallel_size": 2}},
+    "keep": PACKED | {"keep": "attention"},
+}
+TWO_MORE: dict[str, dict[str, Any]] = {
+    "context-parallel": PACKED | {"cp": 2},
+    "one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
+}
+
+SCENARIOS = {"megatron-one": (1, ONE | MORE), "megatron-two": (2, TWO | TWO_MORE), "megatron-four": (4, FOUR)}

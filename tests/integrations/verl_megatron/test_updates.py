@@ -1,0 +1,99 @@
+"""Packed updates of veRL's Megatron engine against its own, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.verl.test_equivalence import SCORES, distance, of_all_ranks, steps
+from tests.integrations.verl_megatron.scenarios import FOUR, ONE, TWO
+
+Results = Callable[[str], list[dict[str, Any]]]
+ALL = ONE | TWO | FOUR
+EXACT = [name for name, s in ALL.items() if "run" not in s and name != "stock"]
+MATTERS = ("model", "temperature", "settings", "turns", "groups")
+
+
+def reference(name: str) -> str:
+    """The scenario of veRL's own engine on one rank that computes the same."""
+    same = {key: ALL[name][key] for key in MATTERS if key in ALL[name]}
+    return next(
+        known
+        for known, s in ONE.items()
+        if not s["packed"] and {key: s[key] for key in MATTERS if key in s} == same
+    )
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_update(name: str, results: Results) -> None:
+    found, stock = results(name), results(reference(name))
+    assert [f.get("error") for f in found] == [None] * len(found)
+    for what in SCORES:
+        if what in stock[0]:
+            got, expected = of_all_ranks(found, what), of_all_ranks(stock, what)
+            assert got.shape == expected.shape
+            assert (got - expected).abs().max() < 1e-5
+    metrics = next(f["metrics"] for f in found if f["metrics"])
+    for metric in ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss"):
+        assert metrics[metric] == pytest.approx(stock[0]["metrics"][metric], rel=1e-5)
+    for f in found:
+        assert distance(f["weights"], stock[0]["weights"]) < 1e-4
+        assert distance(steps(f), steps(stock[0])) < 1e-2
+    assert [f["said"] for f in found] == [[]] * len(found)
+    assert ("dualkv/tokens_packed" in metrics) == ALL[name]["packed"]
+
+
+def test_reference_policy(results: Results) -> None:
+    found, stock = results("reference-policy")[0], results("stock")[0]
+    assert (found["log_probs"] - stock["log_probs"]).abs().max() < 1e-5
+    assert found["infer_metrics"]["dualkv/tokens_packed"] < found["infer_metrics"]["dualkv/tokens_replicated"]
+
+
+@pytest.mark.parametrize("name", ["saved-packed", "saved-stock"])
+def test_a_run_goes_on_with_the_other_engine(name: str, results: Results) -> None:
+    """From its checkpoint, with the optimizer's state."""
+    found = results(name)[0]
+    assert "error" not in found
+    assert found["metrics_after"]["loss"] == pytest.approx(found["metrics"]["loss"], rel=1e-5)
+    assert distance(found["weights_after"], found["weights"]) < 1e-4
+
+
+def test_micro_batches_are_equal_on_all_ranks(results: Results) -> None:
+    """Of one rank's rollouts one micro-batch would hold all, of the other's two."""
+    for name in ("dp2", "pp2-dp2"):
+        assert [f["metrics"]["dualkv/micro_batches"] for f in results(name) if f["metrics"]][0] == 2
+
+
+def test_loss_on_prompts_is_verls(results: Results) -> None:
+    found, stock = results("prompt-in-loss")[0], results("stock-prompt-in-loss")[0]
+    assert found["said"] == [
+        "dualkv: a batch runs with its prompts replicated, because prompt tokens are in the loss"
+    ]
+    assert found["metrics"]["loss"] == stock["metrics"]["loss"]
+    assert all(torch.equal(found["weights"][name], w) for name, w in stock["weights"].items())
+
+
+REFUSED = {
+    "too-long": "budget is 20 tokens, group 1 needs 35 for its prompt and response 2 alone",
+    "fused-ragged-temperature": "the rollouts have 16 temperatures, veRL's fused heads on strategy megatron take one:",
+    "dropout": "attention_dropout is 0.1, expected 0:",
+    "interleaved-stages": "actor.megatron.virtual_pipeline_model_parallel_size is 2, model.model_type=dualkv expects None:",
+    "context-parallel": "actor.megatron.context_parallel_size is 2, model.model_type=dualkv expects 1:",
+    "keep": "fused_kernel_options.dualkv_keep is 'attention', strategy megatron has settings of its own:",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, results: Results) -> None:
+    """In a sentence, and on every rank."""
+    assert all(f["error"].startswith(f"ValueError: {REFUSED[name]}") for f in results(name))
+
+
+def test_error_of_one_rank_is_raised_on_all(results: Results) -> None:
+    assert [f["error"] for f in results("one-rank-too-long")] == [
+        "ValueError: another data-parallel rank found no micro-batches for its rollouts, see its error",
+        "ValueError: budget is 33 tokens, group 0 needs 35 for its prompt and response 0 alone",
+    ]
