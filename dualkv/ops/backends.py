@@ -1,0 +1,159 @@
+"""What can compute a call of the ops, and which of it does: chosen by the device and the call, or by hand."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from dualkv.layout import Segments
+from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
+
+VARIABLE = "DUALKV_BACKEND"
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Backend(NamedTuple):
+    """One way to compute attention.
+
+    Attributes:
+        what: it is, in words.
+        unsupported: (q, v, softcap, dlse) -> why it cannot serve a call, or None.
+        head_dims: of q and k, and of v, with which it takes tensors of some head dims.
+        forward: (q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse).
+        backward: (dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, window, sinks, softcap,
+            dlse) -> (dq, dk, dv, dsinks); gradients that are not requested may be computed.
+        warning: what is said once where it runs without being asked for.
+    """
+
+    what: str
+    unsupported: Callable[[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], str | None]
+    head_dims: Callable[[int, int], tuple[int, int]]
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., Gradients]
+    warning: str | None = None
+
+
+def _all_gradients(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """`backward` of an implementation that computes every gradient."""
+
+    def computed(*given: Any) -> Gradients:
+        *call, _gradients, window, sinks, softcap, dlse = given
+        return backward(*call, window, sinks, softcap, dlse)
+
+    return computed
+
+
+def _reference_backward(*given: Any) -> Gradients:
+    *call, _deterministic, _gradients, window, sinks, softcap, dlse = given
+    return reference.backward(*call, window, sinks, softcap, dlse)
+
+
+# By name, in the order in which they are tried where nothing is chosen by hand.
+BACKENDS = {
+    "hopper": Backend(
+        "the dualkv kernel",
+        lambda q, v, softcap, dlse: hopper.unsupported(q),
+        padding.for_kernel,
+        hopper.forward,
+        hopper.backward,
+    ),
+    "cudnn": Backend(
+        "cuDNN's interval-mask attention",
+        cudnn.unsupported,
+        cudnn.head_dims,
+        cudnn.forward,
+        _all_gradients(cudnn.backward),
+    ),
+    "flash": Backend(
+        "a composition of PyTorch's FlashAttention calls",
+        lambda q, v, softcap, dlse: composition.unsupported(q, softcap),
+        padding.equal,
+        composition.forward,
+        _all_gradients(composition.backward),
+        "a composition of PyTorch's FlashAttention calls",
+    ),
+    "flex": Backend(
+        "FlexAttention, compiled",
+        lambda q, v, softcap, dlse: flex.unsupported(q),
+        flex.head_dims,
+        flex.forward,
+        _all_gradients(flex.backward),
+        "PyTorch's FlexAttention, which compiles first",
+    ),
+    "reference": Backend(
+        "the chunked reference",
+        lambda q, v, softcap, dlse: None,
+        lambda head_dim, head_dim_v: (head_dim, head_dim_v),
+        reference.forward,
+        _reference_backward,
+        "the chunked PyTorch reference, which is slow",
+    ),
+}  # fmt: skip
+
+
+def check_name(backend: str | None, origin: str = "backend") -> None:
+    """Raises ValueError for a name that no backend has; None is no choice."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"{origin} is {backend!r}, expected one of {', '.join(BACKENDS)}")
+
+
+def choose(
+    q: torch.Tensor, v: torch.Tensor, softcap: float | None, dlse: torch.Tensor | None, backend: str | None
+) -> Backend:
+    """The backend of a call: the one asked for, by `backend` or by the variable DUALKV_BACKEND, else the first one that
+    serves it.
+
+    Raises:
+        ValueError: the one asked for cannot serve the call, or there is none of the name.
+    """
+    origin = "backend"
+    if backend is None:
+        origin, backend = VARIABLE, os.environ.get(VARIABLE) or None
+    if backend is not None:
+        check_name(backend, origin)
+        reason = BACKENDS[backend].unsupported(q, v, softcap, dlse)
+        if reason:
+            raise ValueError(f"{origin} is {backend!r}, which does not serve {reason}: expected another one, or none")
+        return BACKENDS[backend]
+    no_kernel = None
+    for found in BACKENDS.values():
+        reason = found.unsupported(q, v, softcap, dlse)
+        if reason is None:
+            if found.warning and q.is_cuda:
+                warn_once(f"dualkv: no kernel for {no_kernel}; running {found.warning}")
+            return found
+        no_kernel = no_kernel or reason
+    raise AssertionError("the reference serves every call")
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
+
+
+def forward(
+    found: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, Dv], lse [H, T]); `others` as for the backend's forward."""
+    if segments.total == 0:
+        return reference.forward(q, k, v, segments, *others)
+    return padding.forward(found.forward, found.head_dims(q.shape[2], v.shape[2]), q, k, v, segments, *others)
+
+
+def backward(
+    found: Backend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, segments: Segments, *others: Any,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv, dsinks); `others` as for the backend's backward."""
+    call = dout, q, k, v, out, lse, segments, *others
+    if segments.total == 0:
+        return _reference_backward(*call)
+    return padding.backward(found.backward, found.head_dims(q.shape[2], v.shape[2]), *call)
