@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,78 +22,60 @@ class Backend(NamedTuple):
 
     Attributes:
         what: it is, in words.
+        module: forward(q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse), and backward(dout, q,
+            k, v, out, lse, segments, softmax_scale, [deterministic, [gradients,]] window, sinks, softcap, dlse) -> (dq,
+            dk, dv, dsinks). Gradients that are not requested may be computed.
         unsupported: (q, v, softcap, dlse) -> why it cannot serve a call, or None.
         head_dims: of q and k, and of v, with which it takes tensors of some head dims.
-        forward: (q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse).
-        backward: (dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, window, sinks, softcap,
-            dlse) -> (dq, dk, dv, dsinks); gradients that are not requested may be computed.
-        warning: what is said once where it runs without being asked for.
+        takes: how many of deterministic and gradients its backward takes.
+        warning: what is said once where it runs on a GPU without being asked for.
     """
 
     what: str
+    module: ModuleType
     unsupported: Callable[[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], str | None]
     head_dims: Callable[[int, int], tuple[int, int]]
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., Gradients]
+    takes: int
     warning: str | None = None
-
-
-def _all_gradients(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """`backward` of an implementation that computes every gradient."""
-
-    def computed(*given: Any) -> Gradients:
-        *call, _gradients, window, sinks, softcap, dlse = given
-        return backward(*call, window, sinks, softcap, dlse)
-
-    return computed
-
-
-def _reference_backward(*given: Any) -> Gradients:
-    *call, _deterministic, _gradients, window, sinks, softcap, dlse = given
-    return reference.backward(*call, window, sinks, softcap, dlse)
 
 
 # By name, in the order in which they are tried where nothing is chosen by hand.
 BACKENDS = {
     "hopper": Backend(
-        "the dualkv kernel",
-        lambda q, v, softcap, dlse: hopper.unsupported(q),
-        padding.for_kernel,
-        hopper.forward,
-        hopper.backward,
+        "the dualkv kernel", hopper, lambda q, v, softcap, dlse: hopper.unsupported(q), padding.for_kernel, 2
     ),
     "cudnn": Backend(
         "cuDNN's interval-mask attention",
-        cudnn.unsupported,
+        cudnn,
+        lambda q, v, softcap, dlse: cudnn.unsupported(q, v, softcap, dlse),
         cudnn.head_dims,
-        cudnn.forward,
-        _all_gradients(cudnn.backward),
+        1,
     ),
     "flash": Backend(
         "a composition of PyTorch's FlashAttention calls",
+        composition,
         lambda q, v, softcap, dlse: composition.unsupported(q, softcap),
         padding.equal,
-        composition.forward,
-        _all_gradients(composition.backward),
+        1,
         "a composition of PyTorch's FlashAttention calls",
     ),
     "flex": Backend(
-        "FlexAttention, compiled",
+        "PyTorch's FlexAttention, compiled",
+        flex,
         lambda q, v, softcap, dlse: flex.unsupported(q),
         flex.head_dims,
-        flex.forward,
-        _all_gradients(flex.backward),
+        1,
         "PyTorch's FlexAttention, which compiles first",
     ),
     "reference": Backend(
         "the chunked reference",
+        reference,
         lambda q, v, softcap, dlse: None,
         lambda head_dim, head_dim_v: (head_dim, head_dim_v),
-        reference.forward,
-        _reference_backward,
+        0,
         "the chunked PyTorch reference, which is slow",
     ),
-}  # fmt: skip
+}
 
 
 def check_name(backend: str | None, origin: str = "backend") -> None:
@@ -142,18 +125,20 @@ def warn_once(text: str) -> None:
 def forward(
     found: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, Dv], lse [H, T]); `others` as for the backend's forward."""
+    """(out [T, H, Dv], lse [H, T]); `others` as for a module's forward."""
     if segments.total == 0:
         return reference.forward(q, k, v, segments, *others)
-    return padding.forward(found.forward, found.head_dims(q.shape[2], v.shape[2]), q, k, v, segments, *others)
+    dims = found.head_dims(q.shape[2], v.shape[2])
+    return padding.forward(found.module.forward, dims, q, k, v, segments, *others)
 
 
 def backward(
     found: Backend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, segments: Segments, *others: Any,
+    lse: torch.Tensor, segments: Segments, softmax_scale: float, deterministic: bool, gradients: str, *others: Any,
 ) -> Gradients:  # fmt: skip
-    """(dq, dk, dv, dsinks); `others` as for the backend's backward."""
-    call = dout, q, k, v, out, lse, segments, *others
+    """(dq, dk, dv, dsinks); `others` as for a module's backward, behind gradients."""
+    call = dout, q, k, v, out, lse, segments, softmax_scale
     if segments.total == 0:
-        return _reference_backward(*call)
-    return padding.backward(found.backward, found.head_dims(q.shape[2], v.shape[2]), *call)
+        return reference.backward(*call, *others)
+    dims, taken = found.head_dims(q.shape[2], v.shape[2]), (deterministic, gradients)[: found.takes]
+    return padding.backward(found.module.backward, dims, *call, *taken, *others)

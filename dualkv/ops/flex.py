@@ -145,9 +145,7 @@ def _operators(scale: float, softcap: float | None) -> tuple[Callable[..., Any],
         out, lse, *_ = higher_order.flex_attention(q, k, v, score, given, scale, OPTIONS, (), tensors)
         return out, lse
 
-    def backward(
-        q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, of_blocks: Any, tensors: Any
-    ) -> Any:
+    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, of_blocks: Any, tensors: Any) -> Any:
         given = whole(q, of_blocks, tensors)
         dq, dk, dv, *_ = higher_order.flex_attention_backward(
             q, k, v, out, lse, dout, dlse, score, of_score, given, scale, OPTIONS, (), tensors
