@@ -69,7 +69,8 @@ def attention(
     """softmax(q k^T * softmax_scale) v. Each response token attends to its prompt and to its own response up to itself.
 
     CPU tensors run a chunked reference. CUDA tensors run the first backend that serves the call; `dualkv doctor` says
-    which. Where Dv is not D, most backends get the narrower tensors padded with zeros. Under autocast q, k and v are first cast to its dtype, as by PyTorch's own attention.
+    which. Where Dv is not D, most backends get the narrower tensors padded with zeros. Under autocast q, k and v are
+    first cast to its dtype, as by PyTorch's own attention.
 
     Row q sees the keys of its path (its prompt, then its response up to itself) from a lowest position on: 0, or
     position(q) - window + 1, or floor(position(q) / chunk) * chunk. Positions are `layout.position_ids`, so a response

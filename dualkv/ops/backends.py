@@ -84,6 +84,11 @@ def check_name(backend: str | None, origin: str = "backend") -> None:
         raise ValueError(f"{origin} is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
+def of_variable() -> str | None:
+    """What DUALKV_BACKEND names, None if it is not set or empty."""
+    return os.environ.get(VARIABLE) or None
+
+
 def choose(
     q: torch.Tensor, v: torch.Tensor, softcap: float | None, dlse: torch.Tensor | None, backend: str | None
 ) -> Backend:
@@ -95,21 +100,30 @@ def choose(
     """
     origin = "backend"
     if backend is None:
-        origin, backend = VARIABLE, os.environ.get(VARIABLE) or None
+        origin, backend = VARIABLE, of_variable()
     if backend is not None:
         check_name(backend, origin)
         reason = BACKENDS[backend].unsupported(q, v, softcap, dlse)
         if reason:
             raise ValueError(f"{origin} is {backend!r}, which does not serve {reason}: expected another one, or none")
         return BACKENDS[backend]
-    no_kernel = None
-    for found in BACKENDS.values():
+    name, refused = first(q, v, softcap, dlse)
+    found = BACKENDS[name]
+    if found.warning and q.is_cuda:
+        warn_once(f"dualkv: no kernel for {refused['hopper']}; running {found.warning}")
+    return found
+
+
+def first(
+    q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
+) -> tuple[str, dict[str, str]]:
+    """The name of the first backend that serves a call, and why those before it do not."""
+    refused: dict[str, str] = {}
+    for name, found in BACKENDS.items():
         reason = found.unsupported(q, v, softcap, dlse)
         if reason is None:
-            if found.warning and q.is_cuda:
-                warn_once(f"dualkv: no kernel for {no_kernel}; running {found.warning}")
-            return found
-        no_kernel = no_kernel or reason
+            return name, refused
+        refused[name] = reason
     raise AssertionError("the reference serves every call")
 
 

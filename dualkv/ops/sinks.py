@@ -1,4 +1,4 @@
-"""Attention sinks around kernels that have none: they rescale a result, and take part of the softmax in the backward."""
+"""Attention sinks around kernels without them: a sink rescales the result, and has a gradient."""
 
 from __future__ import annotations
 

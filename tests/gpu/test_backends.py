@@ -37,8 +37,8 @@ HEADS = [
     (3, 3, 8, 8),
 ]
 FEATURES = [
-    {"window": 37}, {"window": 1}, {"chunk": 50}, {"sinks": True}, {"dlse": True}, {"window": 200, "sinks": True, "dlse": True},
-    {"softcap": 5.0}, {"softcap": 5.0, "window": 64, "dlse": True},
+    {"window": 37}, {"window": 1}, {"chunk": 50}, {"sinks": True}, {"dlse": True},
+    {"window": 200, "sinks": True, "dlse": True}, {"softcap": 5.0}, {"softcap": 5.0, "window": 64, "dlse": True},
 ]  # fmt: skip
 NAMES = "cudnn", "flex", "flash"
 
