@@ -73,19 +73,21 @@ def test_blocks_are_the_visible_keys(tree, window, block):
     assert (seen == (blocks > 0)).all()
     # A block may count as seen in part that two runs cover together: its mask then hides nothing.
     assert (blocks[whole] == block * block).all()
-    one_run = Layout.from_segments([0, segments.total], [-1])._segments
-    assert (
-        flex.blocks(one_run, None, block)[1] == np.tri(n, k=-1, dtype=bool) * (np.arange(n) < n)
-    ).all() or block == 1
+    one_run, at = Layout.from_segments([0, segments.total], [-1])._segments, np.arange(n)
+    before = at[None] < at[:, None] + (block == 1)
+    assert (flex.blocks(one_run, None, block)[1] == before & (at[:, None] < segments.total // block)).all()
 
 
 # ---------------------------------------------------------------- FlexAttention's operators
-@pytest.fixture(params=["eager", "aot_eager"])
-def compiler(request, monkeypatch):
-    """Nothing is compiled to machine code on the CPU: the operators run densely, at once or behind a traced graph."""
-    monkeypatch.setattr(flex, "COMPILER", request.param)
-    flex._compiled.cache_clear()
-    yield request.param
+@pytest.fixture
+def compiler(monkeypatch):
+    """Sets what compiles the operators: nothing, or what only traces them; either way they run densely on the CPU."""
+
+    def use(name):
+        monkeypatch.setattr(flex, "COMPILER", name)
+        flex._compiled.cache_clear()
+
+    yield use
     flex._compiled.cache_clear()
     torch._dynamo.reset()
 
@@ -127,7 +129,20 @@ def against_the_oracle(module, layout, features, head_dim_v=16, deterministic=Fa
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("layout", [GROUP, TREE], ids=["group", "tree"])
 def test_flex_is_exact(compiler, layout, features):
+    compiler("eager")
     against_the_oracle(flex, layout, features, head_dim_v=24 if layout is TREE else 16)
+
+
+def test_flex_is_traced_once_for_all_lengths(compiler):
+    """A graph without breaks, and another length is no other graph."""
+    from torch._dynamo.utils import counters
+
+    compiler("aot_eager")
+    for features in ({"softcap": 2.0}, {"window": 3, "dlse": True}):
+        against_the_oracle(flex, GROUP, features)
+    graphs = counters["stats"]["unique_graphs"]
+    against_the_oracle(flex, Layout.from_lengths([150, 300], [[3, 9, 5], [70]]), features)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 # ---------------------------------------------------------------- cuDNN, by a stand-in
@@ -209,7 +224,8 @@ def stand_in(made_plans):
 
     class FlexAttentionBwd(Api):
         def execute(self, q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor,
-                    dv_tensor, mask_plan, dlse_tensor=None, *, workspace, softmax_scale=None, current_stream=None):  # fmt: skip
+                    dv_tensor, mask_plan, dlse_tensor=None, *, workspace, softmax_scale=None,
+                    current_stream=None):  # fmt: skip
             self.checked(
                 q_tensor,
                 k_tensor,
