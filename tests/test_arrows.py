@@ -57,4 +57,4 @@ def test_the_table_forbids():
     assert row_of("cute_kernels/fwd.py") not in allowed(row_of("dualkv/ops/hopper.py"))
     assert row_of("cute_kernels/abi.py") in allowed(row_of("dualkv/ops/hopper.py"))
     assert row_of("dualkv/data/trees.py") not in allowed(row_of("dualkv/layout.py"))
-    assert "dualkv/ops/hopper.py" in IMPORTS["dualkv/ops/dispatch.py"]
+    assert "dualkv/ops/hopper.py" in IMPORTS["dualkv/ops/backends.py"]

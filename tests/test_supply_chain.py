@@ -79,12 +79,13 @@ def test_each_of_them_would_be_found(source):
 def test_what_is_installed_fits_the_bounds():
     """What `make` installs (constraints.txt; files of their own for some extras) is what pyproject.toml allows.
 
-    It does not install what `hybrid` adds: those kernels need a GPU.
+    It does not install what `hybrid` and `cudnn` add: those kernels need a GPU.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: extra for name, extra in project["optional-dependencies"].items() if name != "hybrid"}
+    on_gpus = "hybrid", "cudnn"
+    extras = {name: extra for name, extra in project["optional-dependencies"].items() if name not in on_gpus}
     needs = [(of, Requirement(r)) for of, extra in {"": project["dependencies"], **extras}.items() for r in extra]
-    assert all(Requirement(r).specifier for r in project["optional-dependencies"]["hybrid"])
+    assert all(Requirement(r).specifier for name in on_gpus for r in project["optional-dependencies"][name])
     files = {path.parent.name: path for path in (ROOT / "tests" / "integrations").glob("*/requirements.txt")}
     pins = {
         of: {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in PIN.findall(path.read_text())}

@@ -98,21 +98,6 @@ class Inputs:
                 found.append((rows[part], paths[-1][lowest[part[0]] : position[part[-1]] + 1]))
         return found
 
-    def intervals(self) -> torch.Tensor:
-        """[1, 3 or 5, T] int32: ends F of the keys that each row sees, [0, F0), [F1, F2) and so on, counted from the
-        first row of its group. The last interval ends with the row itself."""
-        reach, columns = self.workload.reach, [np.zeros((5 if self.workload.reach else 3, 0), np.int64)]
-        offsets = self.layout.offsets.numpy()
-        for s, (up, rows) in enumerate(zip(self._parent, self._rows, strict=True)):
-            above = len(self._rows[up]) if up >= 0 else 0
-            begin = offsets[s] - offsets[up] if up >= 0 else 0
-            last = np.arange(len(rows)) + begin + 1
-            lowest = reach.lowest(np.arange(len(rows)) + above) if reach else last * 0
-            own = np.maximum(begin, begin + lowest - above)
-            of_context = [last * 0, np.minimum(lowest, above)] if reach else []
-            columns.append(np.stack([*of_context, last * 0 + above, own, last]))
-        return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))[None].contiguous().to(self.device)
-
     def replicated(self) -> list[Rows]:
         """The rows of each full sequence: all segments from the prompt to one that none continues."""
         paths: list[Rows] = []

@@ -17,6 +17,7 @@ import dualkv
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
 from dualkv.ops import hopper
+from dualkv.ops.intervals import group_lengths, interval_ends
 
 
 def _kept(
@@ -85,20 +86,23 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
 
 
 def flex_attention(inputs: Inputs, direction: str) -> Side:
-    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks, no cap."""
+    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks."""
     from torch.nn.attention import flex_attention as flex
 
     torch._dynamo.reset()  # every workload is another shape
     visible_end, total = inputs.layout.visible_end, inputs.layout.num_tokens
     workload, position = inputs.workload, inputs.layout.position_ids
-    if workload.sinks or workload.softcap:
-        raise ValueError(f"computes no sinks and no softcapping, {workload.name} has them")
-    lowest = position * 0
+    if workload.sinks:
+        raise ValueError(f"computes no sinks, {workload.name} has them")
+    cap, lowest = workload.softcap, position * 0
     if workload.reach:
         lowest = torch.from_numpy(workload.reach.lowest(position.cpu().numpy())).to(inputs.device)
 
     def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return (k <= q) & (q < visible_end[k]) & (position[k] >= lowest[q])
+
+    def capped(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return cap * torch.tanh(score / cap)
 
     def make_mask() -> Any:
         return torch.compile(flex.create_block_mask)(mask, None, None, total, total, device=inputs.device)
@@ -114,7 +118,8 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
     leaves = q, k, v = [as_batch(x).requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]
 
     def attend() -> torch.Tensor:
-        return compiled(q, k, v, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
+        score = capped if cap else None
+        return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
 
     return _attended(direction, attend, leaves, lambda: as_batch(inputs.dout), packed, {"mask": make_mask})
 
@@ -127,10 +132,11 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     workload = inputs.workload
     if workload.sinks or workload.softcap:
         raise ValueError(f"computes no sinks and no softcapping, {workload.name} has them")
-    ends = inputs.intervals()
-    group_lens = [len(p) + sum(map(len, responses)) for p, responses in inputs.groups]
-    one = len(group_lens) == 1
-    cu, longest = inputs.cumulative(group_lens), max(group_lens)
+    segments = inputs.layout._segments
+    ends = torch.from_numpy(interval_ends(segments, workload.reach)).to(inputs.device)
+    lengths = group_lengths(segments).tolist()
+    one, longest = len(lengths) == 1, max(lengths)
+    cu = inputs.cumulative(lengths)
     spans = {} if one else {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
     leaves = q, k, v = [x[None] if one else x for x in (inputs.q, inputs.k, inputs.v)]
     for x in leaves:

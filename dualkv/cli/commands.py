@@ -169,6 +169,14 @@ def doctor(
             " config.json, its name in the local cache of Hugging Face's hub, or a name such as qwen3-8b."
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare every backend with the reference on this GPU, and time it: figures to send us (exit code 1 if"
+            " one is wrong).",
+        ),
+    ] = False,
     json_to: JsonOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -178,6 +186,9 @@ def doctor(
     console = _console(json_to)
     if model is not None:
         _doctor_model(model, console, json_to)
+        return
+    if check:
+        _doctor_check(console, json_to)
         return
     found = examine()
     console.print(f"dualkv {found.dualkv}, Python {found.python} on {found.system}, {found.cpus} CPU cores")
@@ -216,6 +227,30 @@ def _doctor_model(model: str, console: Console, json_to: str | None) -> None:
         console.print(f"- {sentence}" if i else sentence, markup=False, highlight=False, soft_wrap=True)
     _write_json(found.as_dict(), json_to)
     if not found.runs:
+        raise typer.Exit(1)
+
+
+def _doctor_check(console: Console, json_to: str | None) -> None:
+    import torch
+
+    from dualkv.bench.run import environment
+    from dualkv.cli import check
+
+    if not torch.cuda.is_available():
+        raise ValueError("--check compares what runs on a GPU, and PyTorch sees none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    console.print(f"dualkv {dualkv.__version__} on {torch.cuda.get_device_name(device)}, {capability}, bf16")
+    table = Table("case", "backend", "error, by norms", "forward, ms", "backward, ms", "")
+    lines = []
+    for line in check.run(device):
+        lines.append(line)
+        figures = [line.worst, line.forward_ms, line.backward_ms]
+        table.add_row(line.case, line.backend, *("-" if x is None else f"{x:.3g}" for x in figures), line.says)
+    console.print(table)
+    _write_json({**environment(None), "gpu": torch.cuda.get_device_name(device), "capability": capability,
+                 "lines": [dataclasses.asdict(line) for line in lines]}, json_to)  # fmt: skip
+    if any(line.wrong for line in lines):
         raise typer.Exit(1)
 
 

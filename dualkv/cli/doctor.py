@@ -18,7 +18,7 @@ from codegen import KernelError, compile, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
 from dualkv import __version__
-from dualkv.ops import composition, hopper
+from dualkv.ops import backends
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ class Diagnosis:
         return asdict(self) | {"healthy": self.healthy}
 
 
-KERNEL = "the dualkv kernel"
-COMPOSITION = "a composition of PyTorch's FlashAttention calls"
-REFERENCE = "the chunked reference"
+KERNEL = backends.BACKENDS["hopper"].what
 
 # What dualkv cannot do without, as its metadata asks for it, and what for.
 NEEDED = {
@@ -109,6 +107,7 @@ OPTIONAL = (  # name, purpose, how to install
     ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
     ("nvidia-ml-py", "energy in benchmarks", "pip install 'dualkv[bench]'"),
     ("triton", "torch.compile on a GPU", "pip install triton"),
+    ("nvidia-cudnn-frontend", "attention on Blackwell GPUs by cuDNN", "pip install 'dualkv[cudnn]'"),
     ("flash-attn-4", "a peer in benchmarks", "pip install --pre flash-attn-4"),
 )
 
@@ -215,26 +214,36 @@ def _driver() -> tuple[str | None, list[str]]:
 
 def _runs() -> list[Runs]:
     """What serves each device, by the same questions as the ops ask."""
-    runs = [Runs("CPU", REFERENCE, "no kernels are made for CPUs; exact, for tests and small models")]
+    runs = [_served("CPU", torch.device("cpu"), torch.float32)]
     for i in range(torch.cuda.device_count()):
         device = torch.device("cuda", i)
-        composed = composition.unsupported(torch.empty(0, dtype=torch.bfloat16, device=device))
-        runs += _on_gpu(str(device), torch.cuda.get_device_name(i), hopper.device_unsupported(device), composed)
+        runs.append(_served(f"{device}, bf16 or fp16", device, torch.bfloat16))
+        runs.append(_served(f"{device}, fp32 or fp64", device, torch.float32))
     return runs
 
 
-def _on_gpu(where: str, name: str, no_kernel: str | None, no_composition: str | None) -> list[Runs]:
-    """`no_kernel` and `no_composition` say why the one and the other do not serve bf16 and fp16 on this GPU."""
-    fallback = (
-        (COMPOSITION, "PyTorch's own FlashAttention runs here")
-        if no_composition is None
-        else (REFERENCE, f"PyTorch's FlashAttention does not run on {no_composition}")
-    )
-    half, why = fallback if no_kernel else (KERNEL, f"{name} is a Hopper GPU")
-    return [
-        Runs(f"{where}, bf16 or fp16", half, f"no kernel for {no_kernel}; {why}" if no_kernel else why),
-        Runs(f"{where}, fp32 or fp64", REFERENCE, "kernels and FlashAttention take bf16 and fp16; slow"),
-    ]
+def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
+    """What computes a plain call for tensors of `dtype` on `device`, and why: by hand, or what stands before it."""
+    q = torch.empty(0, 1, 128, dtype=dtype, device=device)
+    name, refused = backends.first(q, q)
+    asked = backends.of_variable()
+    if asked is not None:
+        if asked not in backends.BACKENDS:
+            why = f"{backends.VARIABLE} is {asked!r}, expected one of {', '.join(backends.BACKENDS)}"
+            return Runs(where, "nothing", why)
+        reason = backends.BACKENDS[asked].unsupported(q, q, None, None)
+        if reason:
+            return Runs(where, "nothing", f"{backends.VARIABLE} is {asked!r}, which does not serve {reason}")
+        return Runs(where, backends.BACKENDS[asked].what, f"{backends.VARIABLE} is {asked!r}")
+    if device.type == "cpu":
+        why = "no kernels are made for CPUs; exact, for tests and small models"
+    elif dtype == torch.float32:
+        why = "kernels take bf16 and fp16; slow"
+    elif not refused:
+        why = f"{torch.cuda.get_device_name(device)} is a Hopper GPU"
+    else:
+        why = "; ".join(f"{other} does not serve {reason}" for other, reason in refused.items())
+    return Runs(where, backends.BACKENDS[name].what, why)
 
 
 def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> list[str]:

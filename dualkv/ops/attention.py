@@ -29,6 +29,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     return_lse: Literal[False] = False,
+    backend: str | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -46,6 +47,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     return_lse: Literal[True],
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -62,12 +64,13 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * softmax_scale) v. Each response token attends to its prompt and to its own response up to itself.
 
-    CPU tensors run a chunked reference. CUDA tensors run a kernel where the device has one, otherwise a composition of
-    PyTorch's attention calls, with one warning. Where Dv is not D, a GPU's kernel gets the narrower tensors padded with
-    zeros to the wider head dim. Under autocast q, k and v are first cast to its dtype, as by PyTorch's own attention.
+    CPU tensors run a chunked reference. CUDA tensors run the first backend that serves the call; `dualkv doctor` says
+    which. Where Dv is not D, most backends get the narrower tensors padded with zeros. Under autocast q, k and v are
+    first cast to its dtype, as by PyTorch's own attention.
 
     Row q sees the keys of its path (its prompt, then its response up to itself) from a lowest position on: 0, or
     position(q) - window + 1, or floor(position(q) / chunk) * chunk. Positions are `layout.position_ids`, so a response
@@ -92,6 +95,10 @@ def attention(
             fp32, device of q, below +inf. A sink takes its part of the softmax and has no value.
         softcap: from 2^-20 to 2^10, as in Gemma 2; none by default.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
+        backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
+            interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "flex" (FlexAttention, compiled)
+            or "reference" (chunked PyTorch). By default the environment variable DUALKV_BACKEND, else the first one of
+            them, in this order, that serves the call; one warning says so for the last three on a GPU.
 
     Returns:
         out [T, H, Dv] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
@@ -105,7 +112,7 @@ def attention(
         ValueError: shapes, strides, devices or a layout that do not match; a scale or cap out of range; a window or
             chunk below 1, or both.
         TypeError: dtypes that differ or are not supported; a layout that is not a Layout; a window or chunk that is not
-            an integer; a cap that is not a number.
+            an integer; a cap that is not a number; a backend that is not a string.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
@@ -113,6 +120,8 @@ def attention(
         check_local(name, x)
     if sinks is not None:
         check_local("sinks", sinks)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
     window = None if window is None else min(positive("window", window), MAX_ROWS)  # no path is longer
     chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
     if softcap is not None:
@@ -131,7 +140,8 @@ def attention(
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
     out, lse = forward(
-        q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic, window, chunk, sinks, softcap
+        q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic, window, chunk, sinks, softcap,
+        backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

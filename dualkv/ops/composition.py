@@ -12,9 +12,12 @@ softcapping.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +25,7 @@ import torch
 from dualkv.arrays import IntArray, positions, ranges
 from dualkv.layout import Segments
 from dualkv.ops.hopper import tma_ready
+from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 
 aten = torch.ops.aten
@@ -37,22 +41,29 @@ def unsupported(q: torch.Tensor, softcap: float | None = None) -> str | None:
         return "softcap"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
+    if q.device.type != "cuda":
+        return f"{q.device.type} devices"
     major, minor = torch.cuda.get_device_capability(q.device)
     if major < 8:
         return f"compute capability {major}.{minor}"
     return None
 
 
+Rows: TypeAlias = "torch.Tensor | slice"
+
+
 @dataclass(frozen=True)
 class Part:
-    """One varlen call: the packed rows of its queries and keys (None: all rows), and their cumulative lengths.
+    """One varlen call: the packed rows of its queries and keys, and their cumulative lengths.
+
+    Rows are an index, a slice where they lie in one piece, so that nothing is copied, or None for all of them.
 
     A causal call has the last query of a sequence at its last key; `before` is how many keys before its own a query
     sees, all by default.
     """
 
-    q_rows: torch.Tensor | None
-    k_rows: torch.Tensor | None
+    q_rows: Rows | None
+    k_rows: Rows | None
     cu_q: torch.Tensor
     cu_k: torch.Tensor
     max_q: int
@@ -67,6 +78,14 @@ class Part:
 
 def _cumulative(length: IntArray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(length)])).to(device=device, dtype=torch.int32)
+
+
+def _rows(begin: IntArray, length: IntArray, device: torch.device) -> Rows:
+    """Of runs that begin at `begin` and have `length` rows, at least one."""
+    end = begin + length
+    if (begin[1:] == end[:-1]).all():
+        return slice(int(begin[0]), int(end[-1]))
+    return ranges(begin, length, device)
 
 
 def parts(segments: Segments, device: torch.device, window: Window | None = None) -> list[Part]:
@@ -91,8 +110,8 @@ def _full_parts(segments: Segments, device: torch.device) -> list[Part]:
         q_len, k_len = below[at], segments.lengths[at]
         found.append(
             Part(
-                ranges(segments.offsets[1:][at], q_len, device),
-                ranges(segments.offsets[:-1][at], k_len, device),
+                _rows(segments.offsets[1:][at], q_len, device),
+                _rows(segments.offsets[:-1][at], k_len, device),
                 _cumulative(q_len, device),
                 _cumulative(k_len, device),
                 int(q_len.max()),
@@ -158,8 +177,29 @@ def _runs_above(segments: Segments, below: IntArray, lowest: IntArray) -> IntArr
     return runs[:, np.lexsort((runs[1], runs[0]))]
 
 
-def _take(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def _take(x: torch.Tensor, rows: Rows | None) -> torch.Tensor:
     return x if rows is None else x[rows]
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
+    """Merge the results over other keys into `rows` of out [T, H, D] and lse [H, T] fp32, in place.
+
+    part_out is [n, H, D] and part_lse [H, n]. Sums are fp32, and rounded to out's dtype. One kernel where Triton is.
+    """
+    if out.is_cuda and _has_triton():
+        from dualkv.ops import merge as kernel
+
+        kernel.merge(out, lse, part_out, part_lse, rows)
+        return
+    new_lse = torch.logaddexp(lse[:, rows], part_lse)
+    old_weight, weight = ((x - new_lse).exp().t().unsqueeze(-1) for x in (lse[:, rows], part_lse))
+    out[rows] = (out[rows] * old_weight + part_out * weight).to(out.dtype)
+    lse[:, rows] = new_lse
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def forward(
@@ -182,29 +222,21 @@ def forward(
         )  # fmt: skip
         return out, lse
 
-    todo = list(parts(segments, q.device, window))
-    if todo[0].q_rows is None:
-        out, lse = call(todo.pop(0))
-        if not todo and sinks is None:
-            return out, lse
-        merged = out.float()
-    else:
-        merged = q.new_zeros(q.shape, dtype=torch.float32)
-        lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
-
-    def weight(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return (old - new).exp().t().unsqueeze(-1)
-
-    for part in todo:
-        part_out, part_lse = call(part)
-        rows = part.q_rows
-        new_lse = torch.logaddexp(lse[:, rows], part_lse)
-        merged[rows] = merged[rows] * weight(lse[:, rows], new_lse) + part_out * weight(part_lse, new_lse)
-        lse[:, rows] = new_lse
-    if sinks is not None:
-        new_lse = torch.logaddexp(lse, sinks[:, None])
-        merged, lse = merged.mul_(weight(lse, new_lse)), new_lse
-    return merged.to(q.dtype), lse
+    first, *others = parts(segments, q.device, window)
+    if first.q_rows is None:
+        out, lse = call(first)
+    else:  # with a window every row is in one call
+        out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        for part in (first, *others):
+            out[part.q_rows], lse[:, part.q_rows] = call(part)
+        others = []
+    if len(others) + (sinks is not None) > 1:  # rounded once, at the end
+        out = out.float()
+    for part in others:
+        assert part.q_rows is not None
+        merge(out, lse, *call(part), part.q_rows)
+    out, lse = with_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
 
 
 @contextmanager
@@ -238,8 +270,7 @@ def backward(
     softcap: float | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) fp32; parts are
-    added in fp32.
+    """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) fp32.
 
     A gradient of lse adds P * dlse to dS: to dq dlse times what the forward makes of k in the place of v, and to dk
     what the backward makes dv of dlse * q in the place of dout.
@@ -247,20 +278,32 @@ def backward(
     dout, q, k, v, out = (tma_ready(x) for x in (dout, q, k, v, out))
     no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # state and offset of dropout's random numbers
 
+    calls = parts(segments, q.device, window)
+    # The sum of two gradients is rounded once, in their dtype too. More of them are added in fp32.
+    wide = len(calls) > 2 or window is not None or dlse is not None
+
     def summed(dout: torch.Tensor) -> list[torch.Tensor]:
-        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-        for part in parts(segments, q.device, window):
+        sums: list[torch.Tensor] = []
+        for part in calls:
+            of_rows = lse if part.q_rows is None else lse[:, part.q_rows].contiguous()
             grads = aten._flash_attention_backward(
                 _take(dout, part.q_rows), _take(q, part.q_rows), _take(k, part.k_rows), _take(v, part.k_rows),
-                _take(out, part.q_rows), lse if part.q_rows is None else lse[:, part.q_rows],
-                part.cu_q, part.cu_k, part.max_q, part.max_k, 0.0, part.causal, no_dropout, no_dropout, scale=scale,
-                **part.window(),
+                _take(out, part.q_rows), of_rows, part.cu_q, part.cu_k, part.max_q, part.max_k, 0.0, part.causal,
+                no_dropout, no_dropout, scale=scale, **part.window(),
             )  # fmt: skip
-            for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
+            if not sums and part.k_rows is None:
+                sums = [grad.float() if wide else grad for grad in grads[:3]]
+                continue
+            sums = sums or [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+            for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=False):
                 if rows is None:
                     total += grad
-                else:  # a window's calls have copies of keys
+                elif isinstance(rows, slice):
+                    total[rows] += grad
+                elif wide:  # a window's calls have copies of keys
                     total.index_add_(0, rows, grad.float())
+                else:
+                    total[rows] = total[rows] + grad
         return sums
 
     with _deterministic(deterministic):
@@ -272,7 +315,4 @@ def backward(
             sums[0] += by_row * (scale * size) * forward(q, k, k, segments, scale, window, sinks)[0]
             sums[1] += scale * size * summed((by_row * q).to(q.dtype))[2]
     dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
-    if sinks is None:
-        return dq, dk, dv, lse.new_empty(0)
-    delta = (dout.float() * out).sum(-1).t()
-    return dq, dk, dv, ((sinks[:, None] - lse).exp() * (-delta if dlse is None else dlse - delta)).sum(1)
+    return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)

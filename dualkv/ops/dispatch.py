@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,8 @@ import torch
 
 from codegen.tiles import HEAD_DIMS
 from dualkv.layout import Segments, segments_of
-from dualkv.ops import composition, hopper, padding, reference
+from dualkv.ops import backends
+from dualkv.ops.backends import Gradients
 from dualkv.ops.window import Window
 
 HEAD_DIM_STEP, HEAD_DIM_MAX = 8, HEAD_DIMS[-1]
@@ -24,14 +24,13 @@ _lib = torch.library.Library("dualkv", "DEF")
 _FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
 _lib.define(
     "fwd(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor parent, float softmax_scale, bool deterministic=False,"
-    f" {_FEATURES}) -> (Tensor out, Tensor lse)"
+    f" {_FEATURES}, str? backend=None) -> (Tensor out, Tensor lse)"
 )
 _lib.define(
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, Tensor parent,"
-    f" float softmax_scale, bool deterministic=False, str gradients='qkv', {_FEATURES}, Tensor? dlse=None)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    f" float softmax_scale, bool deterministic=False, str gradients='qkv', {_FEATURES}, Tensor? dlse=None,"
+    " str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Features(NamedTuple):
@@ -169,99 +168,49 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-# ---------------------------------------------------------------- implementations by device
-_warned: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=3)
-
-
-def _is_composed(q: torch.Tensor, softcap: float | None, no_kernel: str) -> bool:
-    """Whether the composition runs this CUDA call; otherwise the reference does. Warns once which, and why no kernel
-    does."""
-    reason = composition.unsupported(q, softcap)
-    if reason:
-        _warn_once(f"dualkv: no kernel for {no_kernel}; running the chunked PyTorch reference, which is slow")
-    else:
-        _warn_once(f"dualkv: no kernel for {no_kernel}; running a composition of PyTorch's FlashAttention calls")
-    return reason is None
-
-
-def _fwd_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
-    softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    return reference.forward(q, k, v, segments, softmax_scale, *features)
-
-
+# ---------------------------------------------------------------- implementations
 def _requested(gradients: str, grads: Gradients) -> Gradients:
     """The gradients with those of q, k and v that are not requested replaced by empty tensors."""
     dq, dk, dv = (x if name in gradients else x.new_empty(0) for name, x in zip("qkv", grads, strict=False))
     return dq, dk, dv, grads[3]
 
 
-def _bwd_cpu(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
-    gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
-    softcap: float | None = None, dlse: torch.Tensor | None = None,
-) -> Gradients:  # fmt: skip
-    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    _check_backward(dout, q, v, out, lse, gradients, dlse)
-    return _requested(gradients, reference.backward(dout, q, k, v, out, lse, segments, softmax_scale, *features, dlse))
-
-
-def _fwd_cuda(
+def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    if segments.total == 0:
-        return reference.forward(q, k, v, segments, softmax_scale, *features)
-    no_kernel = hopper.unsupported(q)
-    if no_kernel is None:
-        with torch.cuda.device_of(q):
-            dims = padding.for_kernel(q.shape[2], v.shape[2])
-            return padding.forward(hopper.forward, dims, q, k, v, segments, softmax_scale, *features)
-    if _is_composed(q, softcap, no_kernel):
-        dims = padding.equal(q.shape[2], v.shape[2])
-        return padding.forward(composition.forward, dims, q, k, v, segments, softmax_scale, *features)
-    return reference.forward(q, k, v, segments, softmax_scale, *features)
+    chosen = backends.choose(q, v, softcap, None, backend)
+    return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)
 
 
-def _bwd_cuda(
+def _bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
-    softcap: float | None = None, dlse: torch.Tensor | None = None,
+    softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
 ) -> Gradients:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
-    call = dout, q, k, v, out, lse, segments, softmax_scale
-    if segments.total == 0:
-        return _requested(gradients, reference.backward(*call, *features, dlse))
+    chosen = backends.choose(q, v, softcap, dlse, backend)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    no_kernel = hopper.unsupported(q)
-    if no_kernel is None:
-        with torch.cuda.device_of(q):
-            dims = padding.for_kernel(q.shape[2], v.shape[2])
-            return padding.backward(hopper.backward, dims, *call, deterministic, gradients, *features, dlse)
-    if _is_composed(q, softcap, no_kernel):
-        dims = padding.equal(q.shape[2], v.shape[2])
-        grads = padding.backward(composition.backward, dims, *call, deterministic, *features, dlse)
-    else:
-        grads = reference.backward(*call, *features, dlse)
-    return _requested(gradients, grads)
+    call = dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, *features, dlse
+    return _requested(gradients, backends.backward(chosen, *call))
 
 
-_lib.impl("fwd", _fwd_cpu, "CPU")
-_lib.impl("bwd", _bwd_cpu, "CPU")
+def _fwd_cuda(q: torch.Tensor, *others: Any, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.cuda.device_of(q):
+        return _fwd(q, *others, **settings)
+
+
+def _bwd_cuda(dout: torch.Tensor, *others: Any, **settings: Any) -> Gradients:
+    with torch.cuda.device_of(dout):
+        return _bwd(dout, *others, **settings)
+
+
+_lib.impl("fwd", _fwd, "CPU")
+_lib.impl("bwd", _bwd, "CPU")
 _lib.impl("fwd", _fwd_cuda, "CUDA")
 _lib.impl("bwd", _bwd_cuda, "CUDA")
 
@@ -271,11 +220,12 @@ _lib.impl("bwd", _bwd_cuda, "CUDA")
 def _fwd_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_host(offsets, parent)
     _check_tensors(q, k, v)
     _check_features(q, window, chunk, sinks, softcap)
+    backends.check_name(backend)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
 
 
@@ -284,9 +234,10 @@ def _bwd_fake(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
-    softcap: float | None = None, dlse: torch.Tensor | None = None,
+    softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
 ) -> Gradients:  # fmt: skip
     _check_features(q, window, chunk, sinks, softcap)
+    backends.check_name(backend)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = q.new_empty(0 if sinks is None else q.shape[1], dtype=_lse_dtype(q))
@@ -294,7 +245,8 @@ def _bwd_fake(
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, ctx.window, ctx.chunk, sinks, ctx.softcap = inputs
+    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, ctx.window, ctx.chunk, sinks, *rest = inputs
+    ctx.softcap, ctx.backend = rest
     ctx.set_materialize_grads(False)  # without a gradient of lse the backward does nothing for it
     ctx.save_for_backward(q, k, v, *output, offsets, parent, sinks)
 
@@ -315,11 +267,11 @@ def _fwd_backward(
     gradients = "".join(name for name, need in zip("qkv", needed, strict=False) if need) or "q"
     dq, dk, dv, dsinks = backward(
         dout, q, k, v, out, lse, offsets, parent, ctx.softmax_scale, ctx.deterministic, gradients,
-        ctx.window, ctx.chunk, sinks, ctx.softcap, dlse,
+        ctx.window, ctx.chunk, sinks, ctx.softcap, dlse, ctx.backend,
     )  # fmt: skip
     grads = dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
     dq, dk, dv, dsinks = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return dq, dk, dv, None, None, None, None, None, None, dsinks, None
+    return dq, dk, dv, None, None, None, None, None, None, dsinks, None, None
 
 
 def _bwd_backward(_ctx: Any, *_grads: torch.Tensor) -> None:

@@ -41,8 +41,8 @@ def unsupported(q: torch.Tensor) -> str | None:
 @cache
 def device_unsupported(device: torch.device) -> str | None:
     """Why the kernels do not run on this device, or None."""
-    if device.type != "cuda":
-        return f"{device.type} devices"
+    if device.type != "cuda" or torch.version.hip:  # PyTorch gives AMD's GPUs such capabilities too
+        return "ROCm devices" if device.type == "cuda" else f"{device.type} devices"
     capability = torch.cuda.get_device_capability(device)
     return None if capability == CAPABILITY else f"compute capability {capability[0]}.{capability[1]}"
 

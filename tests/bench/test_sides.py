@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dualkv
 from dualkv.bench import inputs, run, sides
-from dualkv.bench.workloads import DIRECTIONS, parse
+from dualkv.bench.workloads import DIRECTIONS, Workload, parse
 from tests.bench.fake import Fp32Inputs
 
 
@@ -104,10 +104,14 @@ def fake_peers(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
 
-    def flex(q, k, v, *, block_mask, scale, enable_gqa):
+    def flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
         i = torch.arange(q.shape[2])
         seen = block_mask.mask_mod(0, 0, i[:, None], i)
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        if score_mod is None:
+            return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = score_mod(q @ k.transpose(-1, -2) * scale, 0, 0, i[:, None], i)
+        return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
 
     def create_mask_plan(ends, q, k, v, *, build_backward, cu_seqlens_q=None, cu_seqlens_k=None, **longest):
         """[total_q, total_k] bool"""
@@ -163,6 +167,21 @@ def test_every_side_computes_the_same(fake_peers, text, reach, name, direction):
     assert set(side.extra) <= set(side.parts)
     if name.startswith("fa4") and direction != "fwd":
         assert set(fake_peers) == {name.endswith("deterministic")}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("name", "features"), [("cudnn-intervals", {}), ("flex", {}), ("flex", {"softcap": 2.0})])
+def test_trees_and_caps(fake_peers, name, features, direction):
+    """Of the peers with one call for a whole layout."""
+    tree = Workload(
+        "tree", (20,), ((7, 3, 0, 9),), heads=4, kv_heads=2, head_dim=16, parent=(-1, 0, 1, 2, 0), **features
+    )
+    made = Fp32Inputs(tree)
+    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(*leaves, made.layout, **features)
+    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    with torch.no_grad():
+        assert run.run_checked(sides.SIDES[name](made, direction), expected) < 1e-5
 
 
 @pytest.mark.parametrize("direction", ["bwd", "both"])

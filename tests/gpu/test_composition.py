@@ -9,7 +9,7 @@ import torch
 
 import dualkv
 from dualkv import Layout
-from dualkv.ops import composition, dispatch, reference
+from dualkv.ops import backends, composition, reference
 from dualkv.ops.window import Window
 from tests import oracle
 
@@ -136,7 +136,7 @@ def test_the_reference_serves_wide_dtypes(dtype):
 
 
 def test_it_says_once_what_runs():
-    dispatch._warned.clear()
+    backends._warned.clear()
     layout = LAYOUTS["ragged"]
     q, k, v, _ = inputs(layout, 4, 2, 32, torch.float32)
     with pytest.warns(UserWarning, match="chunked PyTorch reference"):

@@ -26,8 +26,7 @@ def test_parts_hold_every_visible_pair_once(tree, window, copied):
         parts = composition.parts(layout._segments, CPU, made(window))
     for part in parts:
         everything = torch.arange(layout.num_tokens)
-        q_rows = everything if part.q_rows is None else part.q_rows
-        k_rows = everything if part.k_rows is None else part.k_rows
+        q_rows, k_rows = (everything if rows is None else everything[rows] for rows in (part.q_rows, part.k_rows))
         cu_q, cu_k = part.cu_q.tolist(), part.cu_k.tolist()
         assert (cu_q[-1], cu_k[-1]) == (len(q_rows), len(k_rows))
         for i in range(len(cu_q) - 1):
@@ -157,7 +156,7 @@ def test_the_switch_is_strict_for_the_backward(deterministic, before, monkeypatc
 
 def test_a_cap_goes_to_the_reference(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    q = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    q = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
     assert composition.unsupported(q) is None
     assert composition.unsupported(q, 50.0) == "softcap"
 

@@ -1,0 +1,134 @@
+"""`dualkv doctor --check`: what each backend computes on this GPU, against the reference, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import dualkv
+from dualkv import Layout
+from dualkv.ops import backends
+
+BOUND = 0.02  # of a result or gradient, by norms, in bf16; what kernels that are right show is below 0.01
+CALLS = 5
+LAYOUTS = {
+    "1 group, P 4096, 16 x 512": ([4096], [[512] * 16]),
+    "8 groups, P 100..800, R 0..300": (list(range(100, 900, 100)), [[300, 0, 1, 64 * g + 33] for g in range(8)]),
+}
+TREE = [0, 700, 1200, 1300, 1812, 1940, 2500, 2501, 3000], [-1, 0, 1, 1, 0, 4, 4, -1]
+HEADS = (16, 4, 128, 128), (16, 16, 192, 128), (8, 2, 256, 256), (8, 4, 64, 64)
+FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 200},
+    {"sinks": True},
+    {"softcap": 30.0},
+    {"deterministic": True},
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One backend on one case. `worst` is the largest ||x - reference|| / ||reference|| of out, dq, dk and dv; it and
+    the times are None where `says` has an error or a refusal."""
+
+    backend: str
+    case: str
+    worst: float | None
+    forward_ms: float | None
+    backward_ms: float | None
+    says: str
+
+    @property
+    def wrong(self) -> bool:
+        """Whether results are beyond the bound, not finite, or an error came in their place."""
+        return self.says not in ("exact to rounding", "") and not self.says.startswith("refused")
+
+
+def cases() -> Iterator[tuple[str, Layout, tuple[int, int, int, int], dict[str, Any]]]:
+    """Every layout with plain attention, every head dim and every feature."""
+    layouts = {name: Layout.from_lengths(*lengths) for name, lengths in LAYOUTS.items()}
+    layouts["tree of 4 levels"] = Layout.from_segments(*TREE)
+    one = next(iter(layouts))
+    for name, layout in layouts.items():
+        yield f"{name}, D 128", layout, HEADS[0], {}
+    for heads in HEADS[1:]:
+        yield f"{one}, D {heads[2]}, Dv {heads[3]}", layouts[one], heads, {}
+    for features in FEATURES[1:]:
+        yield f"{one}, {next(iter(features))}", layouts[one], HEADS[0], features
+
+
+def run(device: torch.device, names: list[str] | None = None, every: Iterator[Any] | None = None) -> Iterator[Line]:
+    """A line for each case and backend, the reference left out."""
+    asked = names or [name for name in backends.BACKENDS if name != "reference"]
+    for case, layout, heads, features in every or cases():
+        made = _drawn(layout, heads, features, device)
+        want = _computed(made, layout, features, "reference", torch.float32)[0]
+        for name in asked:
+            q, _, v, _, _ = made
+            reason = backends.BACKENDS[name].unsupported(q, v, features.get("softcap"), None)
+            if reason:
+                yield Line(name, case, None, None, None, f"refused: does not serve {reason}")
+                continue
+            try:
+                got, forward_ms, backward_ms = _computed(made, layout, features, name, torch.bfloat16)
+            except Exception as e:  # a backend that fails is a finding, and the others are still to be checked
+                says = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+                yield Line(name, case, None, None, None, says)
+                continue
+            worst = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+            says = "exact to rounding" if worst <= BOUND else f"WRONG: expected at most {BOUND}"
+            yield Line(name, case, worst, forward_ms, backward_ms, says)
+
+
+Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _drawn(layout: Layout, heads: tuple[int, int, int, int], features: dict[str, Any], device: torch.device) -> Drawn:
+    """q, k, v, dout in bf16 and sinks in fp32."""
+    h, kv, d, dv = heads
+    generator = torch.Generator(device).manual_seed(layout.num_tokens)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    rows = layout.num_tokens
+    q, k, v, dout = (draw(rows, *shape).bfloat16() for shape in ((h, d), (kv, d), (kv, dv), (h, dv)))
+    return q, k, v, dout, draw(h)
+
+
+def _computed(
+    made: Drawn, layout: Layout, features: dict[str, Any], backend: str, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], float, float]:
+    """(out, dq, dk, dv) and milliseconds of a forward and of a backward; the reference runs once, others a few times
+    after a first call."""
+    q, k, v = (x.to(dtype).requires_grad_() for x in made[:3])
+    given = {**features, **({"sinks": made[4]} if "sinks" in features else {})}
+
+    def forward() -> torch.Tensor:
+        return dualkv.attention(q, k, v, layout, backend=backend, **given)
+
+    def backward(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), made[3].to(dtype), retain_graph=True)
+
+    out = forward()
+    results = [out.detach(), *backward(out)]
+    if backend == "reference":
+        return results, 0.0, 0.0
+    return results, _milliseconds(forward, q.device), _milliseconds(lambda: backward(out), q.device)
+
+
+def _milliseconds(call: Any, device: torch.device) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    wait()
+    return (time.perf_counter() - begin) / CALLS * 1e3

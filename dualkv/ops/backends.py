@@ -1,0 +1,158 @@
+"""What can compute a call of the ops, and which of it does: chosen by the device and the call, or by hand."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from dualkv.layout import Segments
+from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
+
+VARIABLE = "DUALKV_BACKEND"
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Backend(NamedTuple):
+    """One way to compute attention.
+
+    Attributes:
+        what: it is, in words.
+        module: forward(q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse), and backward(dout, q,
+            k, v, out, lse, segments, softmax_scale, [deterministic, [gradients,]] window, sinks, softcap, dlse) -> (dq,
+            dk, dv, dsinks). Gradients that are not requested may be computed.
+        unsupported: (q, v, softcap, dlse) -> why it cannot serve a call, or None.
+        head_dims: of q and k, and of v, with which it takes tensors of some head dims.
+        takes: how many of deterministic and gradients its backward takes.
+        warning: what is said once where it runs on a GPU without being asked for.
+    """
+
+    what: str
+    module: ModuleType
+    unsupported: Callable[[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], str | None]
+    head_dims: Callable[[int, int], tuple[int, int]]
+    takes: int
+    warning: str | None = None
+
+
+# By name, in the order in which they are tried where nothing is chosen by hand.
+BACKENDS = {
+    "hopper": Backend(
+        "the dualkv kernel", hopper, lambda q, v, softcap, dlse: hopper.unsupported(q), padding.for_kernel, 2
+    ),
+    "cudnn": Backend(
+        "cuDNN's interval-mask attention",
+        cudnn,
+        lambda q, v, softcap, dlse: cudnn.unsupported(q, v, softcap, dlse),
+        cudnn.head_dims,
+        1,
+    ),
+    "flash": Backend(
+        "a composition of PyTorch's FlashAttention calls",
+        composition,
+        lambda q, v, softcap, dlse: composition.unsupported(q, softcap),
+        padding.equal,
+        1,
+        "a composition of PyTorch's FlashAttention calls",
+    ),
+    "flex": Backend(
+        "PyTorch's FlexAttention, compiled",
+        flex,
+        lambda q, v, softcap, dlse: flex.unsupported(q),
+        flex.head_dims,
+        1,
+        "PyTorch's FlexAttention, which compiles first",
+    ),
+    "reference": Backend(
+        "the chunked reference",
+        reference,
+        lambda q, v, softcap, dlse: None,
+        lambda head_dim, head_dim_v: (head_dim, head_dim_v),
+        0,
+        "the chunked PyTorch reference, which is slow",
+    ),
+}
+
+
+def check_name(backend: str | None, origin: str = "backend") -> None:
+    """Raises ValueError for a name that no backend has; None is no choice."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"{origin} is {backend!r}, expected one of {', '.join(BACKENDS)}")
+
+
+def of_variable() -> str | None:
+    """What DUALKV_BACKEND names, None if it is not set or empty."""
+    return os.environ.get(VARIABLE) or None
+
+
+def choose(
+    q: torch.Tensor, v: torch.Tensor, softcap: float | None, dlse: torch.Tensor | None, backend: str | None
+) -> Backend:
+    """The backend of a call: the one asked for, by `backend` or by the variable DUALKV_BACKEND, else the first one that
+    serves it.
+
+    Raises:
+        ValueError: the one asked for cannot serve the call, or there is none of the name.
+    """
+    origin = "backend"
+    if backend is None:
+        origin, backend = VARIABLE, of_variable()
+    if backend is not None:
+        check_name(backend, origin)
+        reason = BACKENDS[backend].unsupported(q, v, softcap, dlse)
+        if reason:
+            raise ValueError(f"{origin} is {backend!r}, which does not serve {reason}: expected another one, or none")
+        return BACKENDS[backend]
+    name, refused = first(q, v, softcap, dlse)
+    found = BACKENDS[name]
+    if found.warning and q.is_cuda:
+        warn_once(f"dualkv: no kernel for {refused['hopper']}; running {found.warning}")
+    return found
+
+
+def first(
+    q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
+) -> tuple[str, dict[str, str]]:
+    """The name of the first backend that serves a call, and why those before it do not."""
+    refused: dict[str, str] = {}
+    for name, found in BACKENDS.items():
+        reason = found.unsupported(q, v, softcap, dlse)
+        if reason is None:
+            return name, refused
+        refused[name] = reason
+    raise AssertionError("the reference serves every call")
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
+
+
+def forward(
+    found: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, Dv], lse [H, T]); `others` as for a module's forward."""
+    if segments.total == 0:
+        return reference.forward(q, k, v, segments, *others)
+    dims = found.head_dims(q.shape[2], v.shape[2])
+    return padding.forward(found.module.forward, dims, q, k, v, segments, *others)
+
+
+def backward(
+    found: Backend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, segments: Segments, softmax_scale: float, deterministic: bool, gradients: str, *others: Any,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv, dsinks); `others` as for a module's backward, behind gradients."""
+    call = dout, q, k, v, out, lse, segments, softmax_scale
+    if segments.total == 0:
+        return reference.backward(*call, *others)
+    dims, taken = found.head_dims(q.shape[2], v.shape[2]), (deterministic, gradients)[: found.takes]
+    return padding.backward(found.module.backward, dims, *call, *taken, *others)

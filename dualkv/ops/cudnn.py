@@ -1,0 +1,187 @@
+"""cuDNN's interval-mask attention behind the ops (`cudnn.flex_attention` of nvidia-cudnn-frontend, experimental).
+
+Its kernels run on Hopper and on the Blackwell GPUs of data centres. A row sees a union of intervals of its sequence's
+keys, and a layout's rows do (`dualkv.ops.intervals`). cuDNN makes its mask plan on the device, once a layout here, and
+compiles kernels at their first use. All that this project uses of the package is in this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from functools import cache
+from typing import Any
+
+import torch
+
+from dualkv.layout import Segments
+from dualkv.ops.hopper import tma_ready
+from dualkv.ops.intervals import group_lengths, interval_ends
+from dualkv.ops.sinks import dsinks, with_sinks
+from dualkv.ops.window import Window
+
+PACKAGE = "nvidia-cudnn-frontend"
+VERSIONS = (1, 29), (1, 33)  # from the first one to below the second: the API is experimental
+CAPABILITIES = (9, 0), (10, 0), (10, 3)
+DTYPES = torch.bfloat16, torch.float16
+BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gradient of lse
+
+
+# ---------------------------------------------------------------- which calls
+def unsupported(
+    q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
+) -> str | None:
+    """Why cuDNN cannot serve a call, or None. All layouts, windows, GQA ratios and head dims are served, and sinks."""
+    if q.dtype not in DTYPES:
+        return f"{q.dtype} inputs"
+    if softcap is not None:
+        return "softcap"
+    reason = device_unsupported(q.device)
+    if reason is None and dlse is not None and head_dims(q.shape[2], v.shape[2]) == BLACKWELL_WIDE:
+        major, _ = torch.cuda.get_device_capability(q.device)
+        if major == 10:
+            return "gradients of lse with head dims above 192 and 128 on compute capability 10.x"
+    return reason
+
+
+@cache
+def device_unsupported(device: torch.device) -> str | None:
+    """Why cuDNN's attention does not run on this device, or None. Imports nothing."""
+    if device.type != "cuda" or torch.version.hip:
+        return "ROCm devices" if device.type == "cuda" else f"{device.type} devices"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CAPABILITIES:
+        return f"compute capability {capability[0]}.{capability[1]}"
+    return not_installed()
+
+
+def not_installed() -> str | None:
+    """Why the package cannot be used, or None."""
+    (low, below), expected = VERSIONS, f"pip install 'dualkv[cudnn]' for {PACKAGE}"
+    asked = f"{low[0]}.{low[1]} or newer, below {below[0]}.{below[1]}"
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"an environment without {PACKAGE} ({expected} {asked})"
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    return None if low <= numbers < below else f"{PACKAGE} {version} ({expected} {asked})"
+
+
+def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The head dims (of q and k, of v), at least those given, with which tensors go to cuDNN."""
+    if max(head_dim, head_dim_v) <= 128:
+        return head_dim, head_dim_v
+    return (192, 128) if head_dim <= 192 and head_dim_v <= 128 else (256, 256)
+
+
+@cache
+def _module() -> Any:
+    return importlib.import_module("cudnn.flex_attention")
+
+
+# ---------------------------------------------------------------- plans
+class Plan:
+    """cuDNN's mask plan of a layout for tensors of one form, and the calls that were compiled for it.
+
+    A single group goes to cuDNN as a batch of one, whose plans are made faster; several are sequences end to end.
+    """
+
+    def __init__(
+        self, segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Window | None
+    ) -> None:
+        lengths, device = group_lengths(segments), q.device
+        ends = torch.from_numpy(interval_ends(segments, window)).to(device)
+        self.batched = len(lengths) == 1
+        spans: dict[str, Any] = {}
+        if not self.batched:
+            cu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+            cu[1:] = torch.from_numpy(lengths).cumsum(0)
+            longest = int(lengths.max())
+            spans = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu.to(device))
+            spans |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+        given = (self.shaped(x) for x in (q, k, v))
+        self.mask = _module().create_mask_plan(ends, *given, **spans, build_backward=True)
+        self._calls: dict[Any, Any] = {}
+        self._home = torch.cuda.current_stream(device)
+
+    def shaped(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, D] as cuDNN takes it, or lse [H, T]."""
+        return x[None] if self.batched else x
+
+    def run(self, of: str, *tensors: torch.Tensor | None, scale: float, **options: Any) -> None:
+        """One call of cuDNN's class `of` on the current stream: compiled once for tensors of a form."""
+        shaped = [None if x is None else self.shaped(x) for x in tensors]
+        # The last tensor may be absent, and cuDNN takes it behind the plan.
+        *given, last = shaped
+        form = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in shaped)
+        call = self._calls.get((of, form, *options.items()))
+        if call is None:
+            call = getattr(_module(), of)(*given, self.mask, last, **options)
+            call.check_support()
+            call.compile()
+            self._calls[of, form, *options.items()] = call
+        assert given[0] is not None
+        device = given[0].device
+        workspace = torch.empty(call.workspace_size, dtype=torch.uint8, device=device)
+        call.execute(
+            *given, self.mask, last, workspace=workspace, softmax_scale=scale, current_stream=self._stream(device)
+        )
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """None, or the current stream where it is not the one that made the plan: cuDNN then keeps the plan's memory
+        until that stream has finished with it."""
+        current = torch.cuda.current_stream(device)
+        return None if current == self._home else current
+
+
+def plan(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Window | None) -> Plan:
+    """The plan for a layout, a window and tensors of these dtypes and shapes, made at their first call."""
+    key = "cudnn", q.device, window, q.dtype, q.shape[1:], k.shape[1:], v.shape[2]
+    return segments.cached(key, lambda: Plan(segments, q, k, v, window))
+
+
+def _ready(x: torch.Tensor, alignment: int = 16) -> torch.Tensor:
+    """x itself if cuDNN can read it in place, else a contiguous copy."""
+    x, unit = tma_ready(x), alignment // x.element_size()
+    if x.data_ptr() % alignment == 0 and x.stride(0) % unit == 0 and x.stride(1) % unit == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------- the calls
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float,
+    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims those of :func:`head_dims`, sinks [H] fp32, softcap
+    None (see :func:`unsupported`)."""
+    with torch.no_grad(), torch.cuda.device_of(q):
+        q, k, v = (_ready(x) for x in (q, k, v))
+        out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+        plan(segments, q, k, v, window).run("FlexAttentionFwd", q, k, v, out, lse, scale=scale)
+        return with_sinks(out, lse, sinks)
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    segments: Segments, scale: float, deterministic: bool, window: Window | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None, dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> dq [T, H, D], dk [T, Hk, D], dv [T, Hk, Dv] in the dtypes of q, k, v, dsinks [H] fp32 (without sinks [0]).
+
+    cuDNN computes P = exp(S - lse) from the lse that it is given, so that a sink's share of the softmax is left out as
+    it should be.
+    """
+    with torch.no_grad(), torch.cuda.device_of(q):
+        alignment = 128 if head_dims(q.shape[2], v.shape[2]) == BLACKWELL_WIDE else 16
+        q, k, v, out, dout = (_ready(x, alignment) for x in (q, k, v, out, dout))
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        made = plan(segments, q, k, v, window)
+        made.run(
+            "FlexAttentionBwd", q, k, v, out, dout, lse, *grads, dlse, scale=scale, deterministic=deterministic
+        )  # fmt: skip
+        dq, dk, dv = grads
+        return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)

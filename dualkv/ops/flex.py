@@ -1,0 +1,217 @@
+"""PyTorch's FlexAttention behind the ops: one compiled kernel a direction, for every card that Triton serves.
+
+The layout is a mask: which blocks of keys a block of queries sees whole or in part, made once from the rows' intervals,
+and the visibility rule for blocks that are seen in part. The forward's and backward's operators are called apart, so
+that the backward runs on what the ops save. They are compiled once for a dtype, numbers of heads, head dims and
+features, whatever the lengths.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualkv.layout import Segments
+from dualkv.ops.intervals import visible_runs
+from dualkv.ops.sinks import dsinks, with_sinks
+from dualkv.ops.window import Window
+
+BLOCK = 128  # rows and keys of the mask's blocks; FlexAttention's default
+MIN_HEAD_DIM = 16  # of FlexAttention on a GPU
+COMPILER = "inductor"
+OPTIONS = {
+    "BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False,
+}  # fmt: skip
+
+
+def unsupported(q: torch.Tensor) -> str | None:
+    """Why FlexAttention cannot serve a call, or None. All layouts, windows, head dims, caps and sinks are served."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"{q.dtype} inputs"
+    return device_unsupported(q.device)
+
+
+@cache
+def device_unsupported(device: torch.device) -> str | None:
+    """Why FlexAttention does not run on this device, or None. Imports nothing."""
+    if device.type != "cuda":
+        return f"{device.type} devices"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8 and not torch.version.hip:
+        return f"compute capability {major}.{minor}"
+    return None if importlib.util.find_spec("triton") else "an environment without triton (pip install triton)"
+
+
+def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The head dims (of q and k, of v) with which tensors go to FlexAttention."""
+    return max(head_dim, MIN_HEAD_DIM), max(head_dim_v, MIN_HEAD_DIM)
+
+
+# ---------------------------------------------------------------- the mask
+def blocks(
+    segments: Segments, window: Window | None = None, block: int = BLOCK
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """(seen, whole), both [n, n]: whether a block of query rows sees any key of a block of keys, and every key of it
+    from every row. The last block is whole only if it has `block` rows."""
+    runs, n = visible_runs(segments, window), -(-segments.total // block)
+    q_block = np.arange(segments.total)[:, None] // block
+
+    def rows(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """[n, n]: how many runs of rows reach over each block of keys, from blocks `begin` to below `end`."""
+        size, some = n * (n + 1), begin < end
+        first = (q_block * (n + 1) + begin)[some]
+        past = (q_block * (n + 1) + end)[some]
+        steps = np.bincount(first, minlength=size) - np.bincount(past, minlength=size)
+        return steps.reshape(n, n + 1).cumsum(1)[:, :n]
+
+    begin, end = runs[..., 0], runs[..., 1]
+    seen = rows(np.where(begin < end, begin // block, 0), np.where(begin < end, -(-end // block), 0)) > 0
+    whole = rows(-(-begin // block), end // block) == block
+    return seen, whole
+
+
+class Mask:
+    """A layout's mask on one device.
+
+    Attributes:
+        blocks: what FlexAttention's operators take as block mask between lengths and block sizes.
+        tensors: of the visibility rule: visible_end [T], and with a window position [T] and lowest [T], int32.
+    """
+
+    def __init__(self, segments: Segments, device: torch.device, window: Window | None) -> None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        seen, whole = blocks(segments, window)
+
+        def listed(of: npt.NDArray[np.bool_]) -> list[torch.Tensor]:
+            """[1, 1, n] how many blocks, [1, 1, n, n] which, then the others."""
+            which = np.argsort(~of, 1, kind="stable")
+            return [torch.from_numpy(x.astype(np.int32)).to(device)[None, None] for x in (of.sum(1), which)]
+
+        total = segments.total
+        made = BlockMask.from_kv_blocks(
+            *listed(seen & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, seq_lengths=(total, total)
+        )
+        self.blocks = made.as_tuple()[2:-3]
+        tables = [segments.visible_end]
+        if window is not None:
+            tables += [segments.position, window.lowest(segments.position)]
+        self.tensors = tuple(torch.from_numpy(x.astype(np.int32)).to(device) for x in tables)
+
+
+def mask(segments: Segments, device: torch.device, window: Window | None) -> Mask:
+    """The mask of a layout and a window, made at their first call."""
+    return segments.cached(("flex", device, window), lambda: Mask(segments, device, window))
+
+
+def _visible(_batch: Any, _head: Any, q: Any, k: Any, visible_end: Any) -> Any:
+    return (k <= q) & (q < visible_end[k])
+
+
+def _visible_in_window(_batch: Any, _head: Any, q: Any, k: Any, visible_end: Any, position: Any, lowest: Any) -> Any:
+    return (k <= q) & (q < visible_end[k]) & (position[k] >= lowest[q])
+
+
+# ---------------------------------------------------------------- the operators
+def _operators(scale: float, softcap: float | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """FlexAttention's forward and backward operators for tensors [1, heads, T, D], a mask's blocks and its tensors.
+
+    Their lse is in base 2: lse [1, H, T] of the forward, lse and the gradient of lse of the backward.
+    """
+    higher_order = torch.ops.higher_order
+
+    def score(s: Any, _batch: Any, _head: Any, _q: Any, _k: Any) -> Any:
+        return s if softcap is None else softcap * torch.tanh(s / softcap)
+
+    def of_score(s: Any, _batch: Any, _head: Any, _q: Any, _k: Any, grad: Any) -> Any:
+        """The gradients of `score` by its arguments."""
+        cut = grad if softcap is None else grad * (1 - torch.tanh(s / softcap) ** 2)
+        return [cut, None, None, None, None]
+
+    def whole(q: torch.Tensor, of_blocks: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        rule = _visible if len(tensors) == 1 else _visible_in_window
+        return q.shape[2], q.shape[2], *of_blocks, BLOCK, BLOCK, rule
+
+    def forward(q: Any, k: Any, v: Any, of_blocks: Any, tensors: Any) -> Any:
+        given = whole(q, of_blocks, tensors)
+        out, lse, *_ = higher_order.flex_attention(q, k, v, score, given, scale, OPTIONS, (), tensors)
+        return out, lse
+
+    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, of_blocks: Any, tensors: Any) -> Any:
+        given = whole(q, of_blocks, tensors)
+        dq, dk, dv, *_ = higher_order.flex_attention_backward(
+            q, k, v, out, lse, dout, dlse, score, of_score, given, scale, OPTIONS, (), tensors
+        )
+        return dq, dk, dv
+
+    return forward, backward
+
+
+@cache
+def _compiled(of: str, scale: float, softcap: float | None, form: tuple[Any, ...]) -> Callable[..., Any]:
+    """An operator compiled for any length; `form` is what it is compiled for besides."""
+    operator = _operators(scale, softcap)[of == "backward"]
+    if COMPILER == "eager":
+        return operator
+    torch.compiler.allow_in_graph(operator)  # PyTorch's graph takes the operator as it is and looks into it later
+
+    def call(*given: Any) -> Any:
+        return operator(*given)
+
+    # torch.compile counts compilations by code, up to a limit: each form has a code object of its own.
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, fullgraph=True, dynamic=True, backend=COMPILER)
+
+
+def _run(
+    of: str, scale: float, softcap: float | None, of_mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *others: Any,
+) -> Any:  # fmt: skip
+    # A graph holds which of its arguments are absent and which have gradients by autograd: none.
+    absent = tuple(x is None for x in others)
+    form = q.device, q.dtype, q.shape[1], q.shape[3], k.shape[1], v.shape[3], len(of_mask.tensors), absent
+    with torch.no_grad():
+        return _compiled(of, scale, softcap, form)(q, k, v, *others, of_mask.blocks, of_mask.tensors)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] of x [T, heads, D], in place."""
+    return x.detach().transpose(0, 1)[None]
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float,
+    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims of 16 or more, sinks [H] fp32."""
+    of_mask = mask(segments, q.device, window)
+    out, lse = _run("forward", scale, softcap, of_mask, *(_heads_first(x) for x in (q, k, v)))
+    out, lse = out[0].transpose(0, 1).contiguous(), lse[0] * math.log(2)
+    return with_sinks(out, lse, sinks)
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    segments: Segments, scale: float, deterministic: bool, window: Window | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None, dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> dq [T, H, D], dk [T, Hk, D], dv [T, Hk, Dv] in the dtypes of q, k, v, dsinks [H] fp32 (without sinks [0]).
+
+    Every gradient is summed in one program, in one order: bitwise equal from run to run, `deterministic` or not.
+    """
+    of_mask = mask(segments, q.device, window)
+    heads_first = [_heads_first(x) for x in (q, k, v, out)]
+    base_2 = (lse / math.log(2))[None], None if dlse is None else (dlse * math.log(2))[None]
+    dq, dk, dv = (
+        x[0].transpose(0, 1).contiguous()
+        for x in _run("backward", scale, softcap, of_mask, *heads_first, base_2[0], _heads_first(dout), base_2[1])
+    )
+    return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)

@@ -1,0 +1,205 @@
+"""cuDNN's interval-mask attention, FlexAttention and the merged FlashAttention calls behind `dualkv.attention`, against
+float64. Each skips, saying why, where it does not run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dualkv
+from dualkv import Layout
+from dualkv.ops import backends, composition
+from tests import oracle, strategies
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LAYOUTS = {
+    "one group": Layout.from_lengths([1500], [[40, 300, 1, 0, 129]]),
+    "ragged": Layout.from_lengths([130, 1, 0, 77], [[64, 0, 129, 1], [5], [], [3, 3, 200]]),
+    "no shared part": Layout.from_lengths([0, 0], [[100, 30], [1]]),
+    "prompts alone": Layout.from_lengths([90, 33], [[], []]),
+    "one row": Layout.from_lengths([1], [[]]),
+    "whole blocks": Layout.from_lengths([512, 256], [[128, 256], [384]]),
+    "tree": Layout.from_segments([0, 50, 90, 100, 164, 165, 230], [-1, 0, 1, 1, 0, -1]),
+    "deep tree": Layout.from_segments(*strategies.random_tree(3, 40, 7, 90)),
+}
+MAIN = (8, 2, 128, 128)
+HEADS = [
+    (4, 4, 64, 64),
+    (6, 1, 80, 80),
+    (2, 1, 256, 256),
+    (2, 2, 256, 256),
+    (4, 2, 192, 128),
+    (4, 2, 40, 24),
+    (3, 3, 8, 8),
+]
+FEATURES = [
+    {"window": 37}, {"window": 1}, {"chunk": 50}, {"sinks": True}, {"dlse": True},
+    {"window": 200, "sinks": True, "dlse": True}, {"softcap": 5.0}, {"softcap": 5.0, "window": 64, "dlse": True},
+]  # fmt: skip
+NAMES = "cudnn", "flex", "flash"
+
+
+@pytest.fixture(params=NAMES)
+def backend(request) -> str:
+    q = torch.empty(1, 1, 8, device="cuda", dtype=torch.bfloat16)
+    reason = backends.BACKENDS[request.param].unsupported(q, q, None, None)
+    if reason:
+        pytest.skip(f"{request.param} does not serve {reason}")
+    return request.param
+
+
+def drawn(layout, heads, dtype, seed=0):
+    h, kv, d, dv = heads
+    generator = torch.Generator("cuda").manual_seed(layout.num_tokens * 1000 + d + seed)
+    shapes = (h, d), (kv, d), (kv, dv), (h, dv)
+    return [torch.randn(layout.num_tokens, *s, device="cuda", generator=generator).to(dtype) for s in shapes]
+
+
+def check(backend, layout, heads, dtype=torch.bfloat16, deterministic=False, **features):
+    """Results and gradients of `dualkv.attention` against the oracle; twice, bit for bit, if deterministic."""
+    q, k, v, dout = drawn(layout, heads, dtype)
+    of_lse = torch.randn(heads[0], layout.num_tokens, device="cuda") if features.pop("dlse", False) else None
+    sinks = torch.randn(heads[0], device="cuda") if features.pop("sinks", False) else None
+    scale, results = heads[2] ** -0.5, []
+    for _ in range(1 + deterministic):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+        given = {} if sinks is None else {"sinks": leaves[3]}
+        out, lse = dualkv.attention(
+            *leaves[:3], layout, scale, deterministic, return_lse=True, backend=backend, **given, **features
+        )  # fmt: skip
+        outputs = ((out, dout), *([] if of_lse is None else [(lse, of_lse)]))
+        torch.autograd.backward([x for x, _ in outputs], [g for _, g in outputs])
+        results.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
+    assert not deterministic or all(map(torch.equal, *results))
+    got = results[0]
+    want = oracle.attention_and_grads(
+        q, k, v, layout.offsets, layout.parent, scale, dout, of_lse, sinks, **features
+    )  # fmt: skip
+    assert (got[1] - want[1]).abs().max() < 2e-4 * max(1.0, features.get("softcap", 1.0))
+    bound = 0.012 if dtype == torch.bfloat16 else 0.002
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:5]), (want[0], *want[2:5]), strict=True):
+        assert a.shape == b.shape, name
+        # With one key a row, dq and dk are zero but for rounding.
+        assert (a.double() - b).norm() <= bound * b.norm() + 1e-3 * dout.double().norm() / a[0].numel() ** 0.5, name
+        assert a.isfinite().all(), name
+    if sinks is not None:
+        of_row = 2**-9 * (dout.double() * want[0]).norm(dim=-1).T * (sinks[:, None] - want[1]).exp()
+        assert ((got[5] - want[5]).abs() <= 8 * of_row.norm(dim=1) + 1e-3).all()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(backend, name):
+    check(backend, LAYOUTS[name], MAIN)
+
+
+@pytest.mark.parametrize("name", ["one group", "ragged", "deep tree"])
+def test_deterministic(backend, name):
+    check(backend, LAYOUTS[name], MAIN, deterministic=True)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("name", ["one group", "ragged", "deep tree"])
+def test_features(backend, name, features):
+    if "softcap" in features and backend != "flex":
+        q, k, v, _ = drawn(LAYOUTS[name], MAIN, torch.bfloat16)
+        with pytest.raises(ValueError, match=f"'{backend}', which does not serve softcap"):
+            dualkv.attention(q, k, v, LAYOUTS[name], softcap=features["softcap"], backend=backend)
+        return
+    check(backend, LAYOUTS[name], MAIN, **features)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_head_dims(backend, heads):
+    check(backend, LAYOUTS["ragged"], heads, deterministic=heads[2] == 256)
+
+
+def test_half_precision(backend):
+    check(backend, LAYOUTS["ragged"], MAIN, torch.float16)
+
+
+def test_tensors_that_lie_anyhow(backend):
+    """Not at a multiple of 16 bytes, heads first, wider rows, an expanded gradient."""
+    layout = LAYOUTS["ragged"]
+    q, k, v, dout = drawn(layout, MAIN, torch.bfloat16)
+
+    def run(q, k, v, dout):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = dualkv.attention(*leaves, layout, deterministic=True, backend=backend)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    want = run(q, k, v, dout)
+    shifted = [
+        torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in (q, k, v, dout)
+    ]
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, dout)]
+    wider = [torch.cat([x, x[..., :4]], -1)[..., :128] for x in (q, k, v, dout)]
+    for laid_out in (shifted, heads_first, wider):
+        assert all(map(torch.equal, run(*laid_out), want))
+    one = torch.ones(1, 1, 1, device="cuda", dtype=dout.dtype)
+    assert all(map(torch.equal, run(q, k, v, one.expand_as(dout)), run(q, k, v, one.expand_as(dout).contiguous())))
+
+
+def test_plans_are_made_once(backend, monkeypatch):
+    """The second call of a layout makes no plan, and nothing waits for the device."""
+    layout = Layout.from_lengths([200, 60], [[50, 80], [30]])
+    q, k, v, dout = drawn(layout, MAIN, torch.bfloat16)
+
+    def step():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = dualkv.attention(*leaves, layout, backend=backend)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    want = step()
+    kept = len(layout._segments._cache)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(layout._segments._cache) == kept
+    torch.testing.assert_close(step(), want, rtol=0.02, atol=0.02)
+
+
+def test_inside_torch_compile_and_on_another_stream(backend):
+    layout = Layout.from_lengths([200], [[50, 80]])
+    q, k, v, dout = drawn(layout, MAIN, torch.bfloat16)
+
+    def step(q, k, v):
+        return dualkv.attention(q * 1, k, v, layout, deterministic=True, backend=backend) * 1
+
+    def run(function):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    want = run(step)
+    assert all(map(torch.equal, run(torch.compile(step, fullgraph=True)), want))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = run(step)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+def test_the_merge_is_the_formula(dtype, head_dim):
+    """The kernel against the expression, rows in one piece and anywhere; infinities and NaN stay in their rows."""
+    for rows in (slice(13, 83), torch.randperm(100, device="cuda")[:70]):
+        out, part = (torch.randn(n, 4, head_dim, device="cuda").to(dtype) for n in (100, 70))
+        lse, part_lse = (5 * torch.randn(4, n, device="cuda") for n in (100, 70))
+        part_lse[0, 3], part_lse[1, 4], lse[2, :50] = float("nan"), -float("inf"), -float("inf")
+        results = []
+        for has in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(composition, "_has_triton", lambda has=has: has)
+                results.append([out.clone(), lse.clone()])
+                composition.merge(*results[-1], part, part_lse, rows)
+        bound = 2**-7 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(*(r[1] for r in results), rtol=1e-6, atol=2e-6, equal_nan=True)
+        torch.testing.assert_close(*(r[0] for r in results), rtol=bound, atol=1e-5, equal_nan=True)

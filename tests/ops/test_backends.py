@@ -1,0 +1,451 @@
+"""The backends' host side: which one a call gets, intervals and block masks, FlexAttention's operators on the CPU, and
+what cuDNN is given, by a stand-in for its package that computes densely."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+import types
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualkv
+from dualkv import Layout
+from dualkv.cli import check, doctor
+from dualkv.ops import backends, composition, cudnn, flex, hopper, intervals
+from dualkv.ops.window import Window
+from tests import oracle, strategies
+
+TREE = Layout.from_segments([0, 30, 55, 55, 90, 101, 140], [-1, 0, 1, 2, 0, -1])
+GROUP = Layout.from_lengths([200], [[70, 0, 50]])
+
+
+def made(window):
+    return Window(window.get("window"), window.get("chunk")) if window else None
+
+
+def visible(offsets, parent, window=None, chunk=None):
+    """[T, T] int, from the replicated sequences."""
+    seen = np.zeros((offsets[-1],) * 2, int)
+    for rows, begin in zip(oracle.paths(offsets, parent), offsets, strict=False):
+        for i, row in enumerate(rows):
+            if row >= begin:
+                low = 0 if window is None else max(0, i - window + 1)
+                seen[row, rows[low if chunk is None else i // chunk * chunk : i + 1]] = 1
+    return seen
+
+
+# ---------------------------------------------------------------- masks
+@settings(max_examples=100, deadline=None)
+@given(strategies.trees(), strategies.windows())
+def test_intervals_are_the_visible_keys(tree, window):
+    segments, want = Layout.from_segments(*tree)._segments, visible(*tree, **window)
+    ends = intervals.interval_ends(segments, made(window))[0].T
+    levels = max(segments.max_depth, 1)
+    assert ends.shape == (segments.total, 2 * levels - (not window) + bool(window))
+    assert (np.diff(ends, axis=1) >= 0).all()
+    lengths = intervals.group_lengths(segments)
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    got = np.zeros_like(want)
+    for row, of_row in enumerate(ends):
+        assert of_row.max() <= lengths[np.searchsorted(np.cumsum(lengths), row, "right")]
+        for a, b in zip([0, *of_row[1::2]], of_row[::2], strict=True):
+            got[row, first[row] + a : first[row] + b] += 1
+    assert (got == want).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(strategies.trees(), strategies.windows(), st.sampled_from([1, 4, 16, 128]))
+def test_blocks_are_the_visible_keys(tree, window, block):
+    segments, want = Layout.from_segments(*tree)._segments, visible(*tree, **window)
+    seen, whole = flex.blocks(segments, made(window), block)
+    n = -(-segments.total // block)
+    padded = np.zeros((n * block,) * 2, int)
+    padded[: segments.total, : segments.total] = want
+    blocks = padded.reshape(n, block, n, block).sum((1, 3))
+    assert (seen == (blocks > 0)).all()
+    # A block may count as seen in part that two runs cover together: its mask then hides nothing.
+    assert (blocks[whole] == block * block).all()
+    one_run, at = Layout.from_segments([0, segments.total], [-1])._segments, np.arange(n)
+    before = at[None] < at[:, None] + (block == 1)
+    assert (flex.blocks(one_run, None, block)[1] == before & (at[:, None] < segments.total // block)).all()
+
+
+# ---------------------------------------------------------------- FlexAttention's operators
+@pytest.fixture
+def compiler(monkeypatch):
+    """Sets what compiles the operators: nothing, or what only traces them; either way they run densely on the CPU."""
+
+    def use(name):
+        monkeypatch.setattr(flex, "COMPILER", name)
+        flex._compiled.cache_clear()
+
+    yield use
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+FEATURES = [
+    {},
+    {"window": 37},
+    {"chunk": 50},
+    {"softcap": 2.0},
+    {"sinks": True, "dlse": True},
+    {"window": 3, "dlse": True},
+]
+
+
+def drawn(layout, features, head_dim_v=16):
+    torch.manual_seed(0)
+    rows, sinks, dlse = layout.num_tokens, None, None
+    q, k, v, dout = (torch.randn(rows, h, d) for h, d in ((4, 16), (2, 16), (2, head_dim_v), (4, head_dim_v)))
+    if "sinks" in features:
+        sinks = torch.randn(4)
+    if "dlse" in features:
+        dlse = torch.randn(4, rows)
+    return q, k, v, dout, sinks, dlse
+
+
+def against_the_oracle(module, layout, features, head_dim_v=16, deterministic=False):
+    q, k, v, dout, sinks, dlse = drawn(layout, features, head_dim_v)
+    given = made({n: x for n, x in features.items() if n in ("window", "chunk")}), sinks, features.get("softcap")
+    with torch._C._AutoDispatchBelowAutograd():  # as within the ops
+        out, lse = module.forward(q, k, v, layout._segments, 0.3, *given)
+        grads = module.backward(dout, q, k, v, out, lse, layout._segments, 0.3, deterministic, *given, dlse)
+    asked = {name: x for name, x in features.items() if name in ("window", "chunk", "softcap")}
+    want = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, 0.3, dout, dlse, sinks, **asked)
+    assert grads[3].shape == ((0,) if sinks is None else (4,))
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads), want, strict=False):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=3e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("layout", [GROUP, TREE], ids=["group", "tree"])
+def test_flex_is_exact(compiler, layout, features):
+    compiler("eager")
+    against_the_oracle(flex, layout, features, head_dim_v=24 if layout is TREE else 16)
+
+
+def test_flex_is_traced_once_for_all_lengths(compiler):
+    """A graph without breaks, and another length is no other graph."""
+    from torch._dynamo.utils import counters
+
+    compiler("aot_eager")
+    for features in ({"softcap": 2.0}, {"window": 3, "dlse": True}):
+        against_the_oracle(flex, GROUP, features)
+    graphs = counters["stats"]["unique_graphs"]
+    against_the_oracle(flex, Layout.from_lengths([150, 300], [[3, 9, 5], [70]]), features)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+# ---------------------------------------------------------------- cuDNN, by a stand-in
+class Plan:
+    def __init__(self, ends, q, k, v, **spans):
+        self.ends, self.form, self.spans = ends, [x.shape for x in (q, k, v)], spans
+
+    def hidden(self):
+        """[T, T] of packed rows."""
+        ends = self.ends[0].T.tolist()
+        begins = self.spans["cu_seqlens_q"].tolist() if "cu_seqlens_q" in self.spans else [0, len(ends)]
+        hidden = torch.ones(len(ends), len(ends), dtype=torch.bool)
+        for row, of_row in enumerate(ends):
+            first = max(b for b in begins[:-1] if b <= row)
+            for a, b in zip([0, *of_row[1::2]], of_row[::2], strict=True):
+                hidden[row, first + a : first + b] = False
+        return hidden
+
+
+def stand_in(made_plans):
+    """`cudnn.flex_attention` with the arguments of its classes (1.29 to 1.32), computed densely in their order."""
+    module = types.ModuleType("cudnn.flex_attention")
+
+    def scores(plan, q, k, scale):
+        ratio = q.shape[-2] // k.shape[-2]
+        s = torch.einsum("...qhd,...khd->...hqk", q, k.repeat_interleave(ratio, -2)) * scale
+        return s.masked_fill(plan.hidden(), float("-inf"))
+
+    def create_mask_plan(mask_func, q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                         max_seqlen_k=None, pack_gqa=None, build_backward=None):  # fmt: skip
+        assert mask_func.dtype == torch.int32
+        assert mask_func.is_contiguous()
+        assert mask_func.shape[1] % 2 == 1
+        assert build_backward
+        assert (q.dim() == 4) == (cu_seqlens_q is None)
+        if cu_seqlens_q is not None:
+            assert cu_seqlens_q.dtype == torch.int32
+            assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+            assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+            assert int(cu_seqlens_q.diff().min()) > 0
+        spans = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
+        made_plans.append(Plan(mask_func, q, k, v, **spans))
+        return made_plans[-1]
+
+    class Api:
+        workspace_size = 128
+
+        def __init__(self, *sample, deterministic=None):
+            self.sample, self.compiled, self.options = (
+                [x for x in sample if isinstance(x, torch.Tensor)],
+                False,
+                deterministic,
+            )
+
+        def check_support(self):
+            self.supported = True
+
+        def compile(self):
+            assert self.supported
+            self.compiled = True
+
+        def checked(self, *tensors):
+            assert self.compiled
+            now = [x for x in tensors if x is not None]
+            assert [(x.shape, x.stride(), x.dtype) for x in now] == [
+                (x.shape, x.stride(), x.dtype) for x in self.sample
+            ]
+
+    class FlexAttentionFwd(Api):
+        def execute(self, q_tensor, k_tensor, v_tensor, o_tensor, mask_plan, lse_tensor=None, *, workspace=None,
+                    softmax_scale=None, current_stream=None, max_logit_tensor=None):  # fmt: skip
+            self.checked(q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
+            assert self.options is None
+            assert workspace.numel() >= 128
+            s = scores(mask_plan, q_tensor, k_tensor, softmax_scale)
+            ratio = q_tensor.shape[-2] // k_tensor.shape[-2]
+            lse_tensor.copy_(s.logsumexp(-1))
+            o_tensor.copy_(torch.einsum("...hqk,...khd->...qhd", s.softmax(-1), v_tensor.repeat_interleave(ratio, -2)))
+
+    class FlexAttentionBwd(Api):
+        def execute(self, q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor,
+                    dv_tensor, mask_plan, dlse_tensor=None, *, workspace, softmax_scale=None,
+                    current_stream=None):  # fmt: skip
+            self.checked(
+                q_tensor,
+                k_tensor,
+                v_tensor,
+                o_tensor,
+                do_tensor,
+                lse_tensor,
+                dq_tensor,
+                dk_tensor,
+                dv_tensor,
+                dlse_tensor,
+            )
+            assert type(self.options) is bool
+            kv, ratio = k_tensor.shape[-2], q_tensor.shape[-2] // k_tensor.shape[-2]
+            p = (scores(mask_plan, q_tensor, k_tensor, softmax_scale) - lse_tensor[..., None]).exp()
+            dp = torch.einsum("...qhd,...khd->...hqk", do_tensor, v_tensor.repeat_interleave(ratio, -2))
+            delta = (do_tensor * o_tensor).sum(-1).transpose(-1, -2)
+            delta = delta if dlse_tensor is None else delta - dlse_tensor
+            ds = p * (dp - delta[..., None]) * softmax_scale
+            dq_tensor.copy_(torch.einsum("...hqk,...khd->...qhd", ds, k_tensor.repeat_interleave(ratio, -2)))
+            for to, of, x in ((dk_tensor, ds, q_tensor), (dv_tensor, p, do_tensor)):
+                to.copy_(torch.einsum("...hqk,...qhd->...khd", of, x).unflatten(-2, (kv, ratio)).sum(-2))
+
+    for thing in (create_mask_plan, FlexAttentionFwd, FlexAttentionBwd):
+        setattr(module, thing.__name__, thing)
+    return module
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    found = []
+    module = stand_in(found)
+    monkeypatch.setattr(cudnn, "_module", lambda: module)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda q: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    return found
+
+
+CUDNN_LAYOUTS = {
+    "one group": Layout.from_lengths([40], [[7, 0, 11]]),
+    "groups, some without rows": Layout.from_lengths([20, 0, 0, 3], [[5, 1], [], [4, 2], [9]]),
+    "tree": TREE,
+}
+
+
+@pytest.mark.parametrize("features", [f for f in FEATURES if "softcap" not in f], ids=str)
+@pytest.mark.parametrize("name", CUDNN_LAYOUTS)
+def test_what_cudnn_is_given(plans, name, features):
+    """Intervals of the layout, arguments in the order of its classes, lse without sinks: results are the oracle's."""
+    source = CUDNN_LAYOUTS[name]
+    layout = Layout.from_segments(source.offsets, source.parent)
+    for deterministic in (False, True):
+        against_the_oracle(cudnn, layout, features, head_dim_v=24, deterministic=deterministic)
+    assert len(plans) == 1
+
+
+def test_the_surface_of_the_installed_package():
+    """The names and arguments that `dualkv.ops.cudnn` uses, in the package itself."""
+    if cudnn.not_installed():
+        pytest.skip(cudnn.not_installed())
+    theirs, ours = importlib.import_module("cudnn.flex_attention"), stand_in([])
+    for of, name in (
+        (lambda m: m, "create_mask_plan"),
+        (lambda m: m.FlexAttentionFwd, "execute"),
+        (lambda m: m.FlexAttentionBwd, "execute"),
+    ):
+        used = inspect.signature(getattr(of(ours), name)).parameters.values()
+        found = inspect.signature(getattr(of(theirs), name)).parameters
+        optional = {"max_logit_tensor"}  # since 1.30; not passed here
+        positional = [p.name for p in used if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert list(found)[: len(positional)] == positional
+        assert {p.name for p in used} - optional <= set(found)
+    sample = (
+        ("q", "k", "v", "o", "mask_plan", "lse"),
+        ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", "mask_plan", "dlse"),
+    )
+    for of, names in zip(("FlexAttentionFwd", "FlexAttentionBwd"), sample, strict=True):
+        found = list(inspect.signature(getattr(theirs, of)).parameters)
+        assert found[: len(names)] == [f"sample_{n}" for n in names]
+
+
+def test_versions(monkeypatch):
+    def installed(version):
+        def found(name):
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", found)
+        return cudnn.not_installed()
+
+    assert installed("1.29.0") is installed("1.32.5") is None
+    for version in ("1.28.9", "1.33.0", "2.0"):
+        assert f"nvidia-cudnn-frontend {version} (pip install 'dualkv[cudnn]'" in installed(version)
+    assert "without nvidia-cudnn-frontend" in installed(None)
+    assert [cudnn.head_dims(*pair) for pair in ((64, 128), (136, 128), (192, 136), (8, 256))] == [
+        (64, 128), (192, 128), (256, 256), (256, 256),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- which one
+@pytest.fixture
+def gpu(monkeypatch):
+    """A CUDA device of a given capability, with or without cuDNN and Triton: q, and what serves it first."""
+
+    def of(capability, with_cudnn=True, with_triton=True, dtype=torch.bfloat16):
+        for cached in (hopper.device_unsupported, cudnn.device_unsupported, flex.device_unsupported):
+            cached.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(cudnn, "not_installed", lambda: None if with_cudnn else "an environment without cuDNN")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: with_triton or None)
+        return types.SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0), shape=(5, 4, 256), is_cuda=True)
+
+    yield of
+    for cached in (hopper.device_unsupported, cudnn.device_unsupported, flex.device_unsupported):
+        cached.cache_clear()
+
+
+def test_the_first_that_serves(gpu, monkeypatch):
+    def first(*given, softcap=None, dlse=None, **settings):
+        q = gpu(*given, **settings)
+        return backends.first(q, q, softcap, dlse)[0]
+
+    assert first((9, 0)) == "hopper"
+    assert first((10, 0)) == first((10, 3)) == "cudnn"
+    assert first((10, 0), dlse=True) == "flash"  # head dim 256
+    assert first((10, 0), False) == first((8, 6)) == first((12, 0)) == "flash"
+    assert first((8, 0), softcap=5.0) == first((10, 0), softcap=5.0) == "flex"
+    assert first((8, 0), True, False, softcap=5.0) == first((7, 5)) == "reference"
+    assert first((9, 0), dtype=torch.float32) == "reference"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert first((9, 0)) not in ("hopper", "cudnn")
+
+
+def test_by_hand(gpu, monkeypatch):
+    q = gpu((9, 0))
+
+    def chosen(backend=None, softcap=None):
+        return backends.choose(q, q, softcap, None, backend)
+
+    for name, found in backends.BACKENDS.items():
+        assert chosen(name) is found
+        monkeypatch.setenv("DUALKV_BACKEND", name)
+        assert chosen() is found
+        assert chosen("flash") is backends.BACKENDS["flash"]
+    monkeypatch.setenv("DUALKV_BACKEND", "cudnn")
+    with pytest.raises(ValueError, match="DUALKV_BACKEND is 'cudnn', which does not serve softcap"):
+        chosen(softcap=3.0)
+    with pytest.raises(ValueError, match="backend is 'flash', which does not serve softcap"):
+        chosen("flash", 3.0)
+    monkeypatch.setenv("DUALKV_BACKEND", "fa2")
+    with pytest.raises(
+        ValueError, match="DUALKV_BACKEND is 'fa2', expected one of hopper, cudnn, flash, flex, reference"
+    ):
+        chosen()
+
+
+def test_the_argument_on_a_cpu(monkeypatch):
+    q, k, v, dout, _, _ = drawn(TREE, {})
+    q.requires_grad_()
+    out = dualkv.attention(q, k, v, TREE, backend="reference")
+    assert torch.equal(out, dualkv.attention(q, k, v, TREE))
+    out.backward(dout)
+    for name in ("hopper", "cudnn", "flash", "flex"):
+        with pytest.raises(ValueError, match=f"backend is '{name}', which does not serve torch.float32 inputs"):
+            dualkv.attention(q, k, v, TREE, backend=name)
+        with pytest.raises(ValueError, match="cpu devices"):
+            dualkv.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), TREE, backend=name)
+    with pytest.raises(ValueError, match="'fa3', expected one of"):
+        dualkv.attention(q.to("meta"), k.to("meta"), v.to("meta"), TREE, backend="fa3")
+    with pytest.raises(TypeError, match="backend is a int"):
+        dualkv.attention(q, k, v, TREE, backend=3)
+    monkeypatch.setenv("DUALKV_BACKEND", "cudnn")
+    with pytest.raises(ValueError, match="DUALKV_BACKEND is 'cudnn'"):
+        dualkv.attention(q, k, v, TREE)
+    assert doctor._served("CPU", torch.device("cpu"), torch.float32).what == "nothing"
+
+
+def test_the_doctor_says_why(gpu, monkeypatch):
+    def says(*given, dtype=torch.bfloat16):
+        q = gpu(*given, dtype=dtype)
+        monkeypatch.setattr(torch, "empty", lambda *size, **settings: q)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "the GPU")
+        return doctor._served("cuda:0", q.device, dtype)
+
+    assert says((9, 0)).why == "the GPU is a Hopper GPU"
+    found = says((10, 0))
+    assert found.what == "cuDNN's interval-mask attention"
+    assert found.why == "hopper does not serve compute capability 10.0"
+    found = says((10, 0), False)
+    assert found.what == "a composition of PyTorch's FlashAttention calls"
+    assert "without cuDNN" in found.why
+    monkeypatch.setenv("DUALKV_BACKEND", "flex")
+    assert says((10, 0)) == doctor.Runs("cuda:0", "PyTorch's FlexAttention, compiled", "DUALKV_BACKEND is 'flex'")
+
+
+def test_the_check_finds_what_is_wrong(monkeypatch):
+    """On the CPU, with backends that compute the reference, another scale, or nothing."""
+    layout, heads = Layout.from_lengths([20], [[5, 6]]), (4, 2, 16, 16)
+    reference = backends.BACKENDS["reference"]
+
+    def with_scale(factor):
+        def forward(q, k, v, segments, scale, *others):
+            return reference.module.forward(q, k, v, segments, scale * factor, *others)
+
+        return reference._replace(module=types.SimpleNamespace(forward=forward, backward=reference.module.backward))
+
+    broken = types.SimpleNamespace(forward=lambda *given: 1 / 0, backward=None)
+    named = {"right": with_scale(1), "wrong": with_scale(2), "broken": reference._replace(module=broken),
+             "refusing": reference._replace(unsupported=lambda *given: "this test")}  # fmt: skip
+    for name, backend in named.items():
+        monkeypatch.setitem(backends.BACKENDS, name, backend)
+    lines = {
+        line.backend: line
+        for line in check.run(torch.device("cpu"), list(named), iter([("a case", layout, heads, {})]))
+    }
+    assert [line.wrong for line in lines.values()] == [False, True, True, False]
+    assert lines["right"].worst < check.BOUND < lines["wrong"].worst
+    assert "division by zero" in lines["broken"].says
+    assert lines["refusing"].says == "refused: does not serve this test"
+    assert len({case for case, *_ in check.cases()}) == len(list(check.cases()))
+    assert composition.unsupported(torch.empty(0)) == "torch.float32 inputs"
+    assert "cudnn" not in sys.modules
