@@ -98,20 +98,48 @@ class Inputs:
                 found.append((rows[part], paths[-1][lowest[part[0]] : position[part[-1]] + 1]))
         return found
 
+    @property
+    def group_lens(self) -> list[int]:
+        """Rows of each group, a tree of any depth."""
+        roots = np.flatnonzero(self._parent == -1)
+        return np.diff(np.append(self.layout.offsets.numpy()[roots], self.layout.num_tokens)).tolist()
+
     def intervals(self) -> torch.Tensor:
-        """[1, 3 or 5, T] int32: ends F of the keys that each row sees, [0, F0), [F1, F2) and so on, counted from the
-        first row of its group. The last interval ends with the row itself."""
-        reach, columns = self.workload.reach, [np.zeros((5 if self.workload.reach else 3, 0), np.int64)]
-        offsets = self.layout.offsets.numpy()
+        """[1, F, T] int32: ends of the keys that each row sees, [0, F0), [F1, F2) and so on, counted from the first row
+        of its group. The last interval ends with the row itself. F is odd: a row of a tree has an interval for each run
+        of neighbouring segments on its path.
+
+        Raises:
+            ValueError: a window on a tree of more than two levels.
+        """
+        reach = self.workload.reach
+        if reach and self.layout.depth > 2:
+            raise ValueError(f"has intervals for windows of two levels, {self.workload.name} has {self.layout.depth}")
+        offsets, first = self.layout.offsets.numpy().astype(np.int64), 0
+        runs: list[list[tuple[int, int]]] = []  # of each segment: those above it
+        columns = []
         for s, (up, rows) in enumerate(zip(self._parent, self._rows, strict=True)):
-            above = len(self._rows[up]) if up >= 0 else 0
-            begin = offsets[s] - offsets[up] if up >= 0 else 0
+            if up < 0:
+                first = int(offsets[s])
+            above = [] if up < 0 else [*runs[up], (int(offsets[up]) - first, int(offsets[up + 1]) - first)]
+            if len(above) > 1 and above[-2][1] == above[-1][0]:
+                above[-2:] = [(above[-2][0], above[-1][1])]
+            runs.append(above)
+            begin = int(offsets[s]) - first
             last = np.arange(len(rows)) + begin + 1
-            lowest = reach.lowest(np.arange(len(rows)) + above) if reach else last * 0
-            own = np.maximum(begin, begin + lowest - above)
-            of_context = [last * 0, np.minimum(lowest, above)] if reach else []
-            columns.append(np.stack([*of_context, last * 0 + above, own, last]))
-        return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))[None].contiguous().to(self.device)
+            if reach is None:
+                ends = [n for run in above for n in run][1:]  # the first run begins at 0
+                if ends:
+                    ends = ends[:-1] if ends[-1] == begin else [*ends, begin]
+                columns.append([*(last * 0 + n for n in ends), last])
+            else:
+                context = above[0][1] if above else 0
+                lowest = reach.lowest(np.arange(len(rows)) + context)
+                own = np.maximum(begin, begin + lowest - context)
+                columns.append([last * 0, np.minimum(lowest, context), last * 0 + context, own, last])
+        most = max(map(len, columns))
+        filled = [np.stack([*column, *[column[-1]] * (most - len(column))]) for column in columns]
+        return torch.from_numpy(np.concatenate(filled, 1).astype(np.int32))[None].contiguous().to(self.device)
 
     def replicated(self) -> list[Rows]:
         """The rows of each full sequence: all segments from the prompt to one that none continues."""

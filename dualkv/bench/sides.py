@@ -127,8 +127,7 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     workload = inputs.workload
     if workload.sinks or workload.softcap:
         raise ValueError(f"computes no sinks and no softcapping, {workload.name} has them")
-    ends = inputs.intervals()
-    group_lens = [len(p) + sum(map(len, responses)) for p, responses in inputs.groups]
+    ends, group_lens = inputs.intervals(), inputs.group_lens
     one = len(group_lens) == 1
     cu, longest = inputs.cumulative(group_lens), max(group_lens)
     spans = {} if one else {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
