@@ -72,6 +72,13 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "shared": Figure(0.35, "tokens saved; the search workload of veRL's pull request 6689"),
         "spread": Figure(0.5, "assumed"),
     },
+    "branched": {
+        "rollouts": Figure(32, "assumed"),
+        "turns, fewest": Figure(8, "assumed"),
+        "turns, most": Figure(20, "assumed"),
+        "turn, fewest": Figure(50, "assumed; short answers"),
+        "turn, most": Figure(1500, "assumed; long tool outputs"),
+    },
     "treepo": {
         "rollouts": Figure(16, f"n_resp_per_prompt: {_TREEPO}"),
         "segment": Figure(512, f"tree_max_token_per_step: {_TREEPO}"),
@@ -261,6 +268,22 @@ def _treepo(texts: _Texts, rollouts: int, turns: float | None) -> Iterator[Any]:
         yield [path]
 
 
+def _branched(texts: _Texts, rollouts: int, turns: float | None) -> Iterator[Any]:
+    """Every rollout leaves an earlier one, drawn at random, after a turn at random. Lengths of turns are as likely to
+    lie in one octave as in another."""
+    low, high = int(texts["turns, fewest"]), int(texts["turns, most"])
+    bounds = np.log([texts["turn, fewest"], texts["turn, most"]])
+    paths: list[list[Piece]] = []
+    for _ in range(rollouts):
+        count = int(texts.random.integers(low, high + 1) if turns is None else turns)
+        earlier = paths[texts.random.integers(len(paths))] if paths else []
+        path = earlier[: texts.random.integers(1, min(len(earlier), count))] if min(len(earlier), count) > 1 else []
+        while len(path) < count:
+            path = [*path, texts.of_length(np.exp(texts.random.uniform(*bounds)), bool(len(path) % 2))]
+        paths.append(path)
+        yield [path]
+
+
 def _grpo(texts: _Texts, rollouts: int, _turns: float | None) -> Iterator[Any]:
     prompt = texts.piece("prompt")
     for _ in range(rollouts):
@@ -272,6 +295,7 @@ KINDS: dict[str, tuple[str, str, Callable[[_Texts, int, float | None], Iterator[
     "grpo": ("responses to one prompt", "grpo", _grpo),
     "search": ("searches, 35 % shared", "search", _search),
     "treepo": ("reasoning sampled as a tree", "treepo", _treepo),
+    "branched": ("agents that branch after turns of 50 to 1,500 tokens", "branched", _branched),
     "swe-kept": ("coding agents, reasoning kept", "swe", lambda *a: _swe(*a, _kept)),
     "tau2": ("dialogues with tools, reasoning dropped", "tau2", _tau2),
     "swe-dropped": ("coding agents, reasoning dropped from later turns", "swe", lambda *a: _swe(*a, _dropped)),
