@@ -7,6 +7,7 @@ planning and packing, host work, are timed apart. Ways:
 - packed: `plan_sequences`, `pack_sequences` and `dualkv.attention`.
 - gathered: the packed rows with the attention of TRL's tree packing: keys and values of each segment's path gathered,
   one call of FlashAttention-4 (TRL's own runs FlashAttention-3).
+- walked: `dualkv.walk` over the whole tree, in parts of the budget. Micro-batches repeat what they share, parts do not.
 
 The FLOP ratio counts layers, attention and head of the sequences as they are, and of each token once. Where the tree is
 cut into micro-batches, *done* has the FLOP of what was computed. `--distance` compares gradients in bf16 with those of
@@ -28,15 +29,18 @@ from transformers.modeling_utils import AttentionInterface
 
 from dualkv.bench import traces
 from dualkv.bench.trees import Found, flops
+from dualkv.branches import Branch, walk
 from dualkv.data.gain import Gain
+from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.demo.update import ModelBatch
 from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
 from tools.bench.step import Sizes, make_model, step
 
-WAYS = "replicated", "packed", "gathered"
+WAYS = "replicated", "packed", "gathered", "walked"
 ALONE = 2**40  # tokens to share at least: nothing is
 TRACES = (
     "trace-swe-dropped-0-n16-t8", "trace-tau2-0", "trace-search-0-n40", "trace-treepo-2", "trace-grpo-0",
@@ -86,7 +90,8 @@ def batches(way: str, tokens: list[Any], masks: list[Any], budget: int, device: 
     min_shared = ALONE if way == "replicated" else 1
     starts = np.append(0, np.cumsum([m.sum() for m in masks]))
     found = []
-    for chosen in plan_sequences(tokens, budget, min_shared=min_shared):
+    plan = [list(range(len(tokens)))] if way == "walked" else plan_sequences(tokens, budget, min_shared=min_shared)
+    for chosen in plan:
         batch = pack_sequences(
             [tokens[i] for i in chosen], [masks[i] for i in chosen], min_shared=min_shared, device=device
         )
@@ -97,7 +102,7 @@ def batches(way: str, tokens: list[Any], masks: list[Any], budget: int, device: 
 
 def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
     ids = {"input_ids": batch.input_ids}
-    if way == "packed":
+    if way in ("packed", "walked"):
         return ids | {"dualkv": batch.layout}
     offsets = batch.layout.offsets.tolist()
     made: dict[str, Any] = {"position_ids": batch.position_ids, "ends_q": offsets, "ends_k": offsets}
@@ -112,10 +117,31 @@ def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
 
 def prepared(model: Any, way: str) -> None:
     disable(model)
-    if way == "packed":
+    if way in ("packed", "walked"):
         enable(model)
     else:
         model.config._attn_implementation = {"": RAGGED}
+
+
+def passes(
+    way: str, model: Any, some: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, budget: int
+) -> torch.Tensor:
+    """Forward and backward of an update; the log-probs."""
+    if way != "walked":
+        return step(model, some, weights, compiled, chunk_size)
+    head, found = model.get_output_embeddings().weight, torch.empty_like(weights)
+
+    def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+        return model.get_decoder()(input_ids=ids, dualkv=branch, use_cache=False).last_hidden_state
+
+    def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+        logp = part.expand(response_logprobs(hidden, head, part, chunk_size=chunk_size, compiled=compiled)[0])
+        found[part.places] = logp.detach()
+        return (logp * weights[part.places]).sum()
+
+    for one in some:
+        walk(one.batch, budget, forward, loss)
+    return found
 
 
 def done_flops(model: str, some: list[ModelBatch]) -> float:
@@ -139,8 +165,8 @@ def measure(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
     figures: dict[str, Any] = {"traces": {}}
 
-    def update(some: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
-        logp = step(model, some, weights, cuda, sizes.chunk_size)
+    def update(way: str, some: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
+        logp = passes(way, model, some, weights, cuda, sizes.chunk_size, budget)
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -178,7 +204,7 @@ def measure(
                 some = batches(way, *rollouts, budget, device)
                 wait()
                 planning = time.perf_counter() - start
-                update(some[:1], weights)
+                update(way, some[:1], weights)
                 if cuda:
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
@@ -186,7 +212,7 @@ def measure(
                 for _ in range(sizes.repeats if way != "replicated" else 1):
                     wait()
                     start = time.perf_counter()
-                    logp = update(some, weights)
+                    logp = update(way, some, weights)
                     wait()
                     seconds.append(time.perf_counter() - start)
             except Exception as error:
@@ -224,7 +250,8 @@ def distance(sizes: Sizes, name: str, ways: list[str], budget: int, device: torc
 
     def gradients(way: str, which: Any) -> dict[str, torch.Tensor]:
         prepared(which, way)
-        step(which, batches(way, *rollouts, budget, device), weights, False, sizes.chunk_size)
+        some = batches(way, *rollouts, budget, device)
+        passes(way, which, some, weights, False, sizes.chunk_size, budget)
         made = {n: p.grad.float() for n, p in which.named_parameters() if p.grad is not None}
         which.zero_grad(set_to_none=True)
         return made
