@@ -17,10 +17,11 @@ the sequences one by one in fp32.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,37 +50,50 @@ TRACES = (
 
 
 # ---------------------------------------------------------------- attention of the other ways
-def _ragged(
+class Ragged(NamedTuple):
+    """Rows [ends_q[i], ends_q[i+1]) are queries, causal from the last key on, of rows [ends_k[i], ends_k[i+1]) of the
+    keys, which `keys` gathers. On the device, and the longest of them."""
+
+    ends_q: torch.Tensor
+    ends_k: torch.Tensor
+    longest: tuple[int, int]
+    keys: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, ends_q: list[int], ends_k: list[int], device: torch.device, keys: Any = None) -> Ragged:
+        ends = (torch.tensor(e, dtype=torch.int32, device=device) for e in (ends_q, ends_k))
+        longest = int(np.diff(ends_q).max()), int(np.diff(ends_k).max())
+        return cls(*ends, longest, None if keys is None else torch.from_numpy(keys).to(device))
+
+
+def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any,
-    scaling: float | None = None, ends_q: Any = None, ends_k: Any = None, keys: Any = None, **_: Any,
+    scaling: float | None = None, *, ragged: Ragged, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query [1, H, T, D] -> [1, T, H, D]: rows [ends_q[i], ends_q[i+1]), causal from the last key on, over rows
-    [ends_k[i], ends_k[i+1]) of the keys, gathered by `keys` if there is that."""
+    """query [1, H, T, D] -> [1, T, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if keys is not None:
-        k, v = k.index_select(0, keys), v.index_select(0, keys)
-    cu_q, cu_k = (torch.tensor(e, dtype=torch.int32, device=q.device) for e in (ends_q, ends_k))
+    if ragged.keys is not None:
+        k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
     if q.device.type == "cuda" and q.dtype != torch.float32:
         from flash_attn.cute.interface import flash_attn_varlen_func
 
-        longest = [int(np.diff(e).max()) for e in (ends_q, ends_k)]
         out = flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1],
-            softmax_scale=scaling, causal=True,
+            q, k, v, cu_seqlens_q=ragged.ends_q, cu_seqlens_k=ragged.ends_k, max_seqlen_q=ragged.longest[0],
+            max_seqlen_k=ragged.longest[1], softmax_scale=scaling, causal=True,
         )  # fmt: skip
         return (out[0] if isinstance(out, tuple) else out)[None], None
     parts = []
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        ours, theirs, values = q[a:b], k[c:d], v[c:d]
+    spans = (itertools.pairwise(ends.tolist()) for ends in ragged[:2])
+    for (a, b), (c, d) in zip(*spans, strict=True):
         seen = torch.arange(d - c, device=q.device) <= torch.arange(d - c - (b - a), d - c, device=q.device)[:, None]
-        heads = (x.transpose(0, 1)[None] for x in (ours, theirs, values))
+        heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
         out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scaling, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)[None], None
 
 
 RAGGED = "ragged-of-benchmark"
-AttentionInterface.register(RAGGED, _ragged)
+AttentionInterface.register(RAGGED, _attend)
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -105,14 +119,13 @@ def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
     if way in ("packed", "walked"):
         return ids | {"dualkv": batch.layout}
     offsets = batch.layout.offsets.tolist()
-    made: dict[str, Any] = {"position_ids": batch.position_ids, "ends_q": offsets, "ends_k": offsets}
+    ends, keys = offsets, None
     if way == "gathered":
         paths: list[np.ndarray[Any, Any]] = []
-        for up, a, b in zip(batch.layout.parent.tolist(), offsets, offsets[1:], strict=False):
+        for up, (a, b) in zip(batch.layout.parent.tolist(), itertools.pairwise(offsets), strict=True):
             paths.append(np.concatenate([paths[up] if up >= 0 else np.zeros(0, np.int64), np.arange(a, b)]))
-        made["ends_k"] = np.append(0, np.cumsum([len(path) for path in paths])).tolist()
-        made["keys"] = torch.from_numpy(np.concatenate(paths)).to(batch.device)
-    return ids | made
+        ends, keys = np.append(0, np.cumsum([len(path) for path in paths])).tolist(), np.concatenate(paths)
+    return ids | {"position_ids": batch.position_ids, "ragged": Ragged.of(offsets, ends, batch.device, keys)}
 
 
 def prepared(model: Any, way: str) -> None:
