@@ -85,7 +85,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "levels": Figure(14, f"tree_max_depth: {_TREEPO}"),
         "first branches, most": Figure(8, f"tree_random_first_div_max: {_TREEPO}"),
         "branches": Figure(2, f"tree_fixed_step_div: {_TREEPO}"),
-        "stops": Figure(0.15, "assumed: the chance that a path ends behind a segment"),
+        "stops": Figure(0.15, "assumed; the chance that a path ends behind a segment"),
         "prompt": Figure(200, f"assumed; at most 1,024: {_TREEPO}"),
         "spread": Figure(0.5, "assumed"),
     },
