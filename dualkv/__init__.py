@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dualkv import openmp  # noqa: F401  (before torch is imported)
+from dualkv.branches import walk
 from dualkv.data.microbatch import MicroBatch, plan_micro_batches
 from dualkv.data.packing import PackedBatch, pack, pack_padded
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
@@ -31,6 +32,7 @@ __all__ = [
     "plan_micro_batches",
     "plan_sequences",
     "response_logprobs",
+    "walk",
 ]
 
 

@@ -34,8 +34,9 @@ class Segments:
     calls of the ops: they find the `Segments` by the storage of the layout's host tensors (see :func:`segments_of`).
     """
 
-    def __init__(self, offsets: IntArray, parent: IntArray, prompts_ask: bool = True) -> None:
-        self.offsets, self.parent, self.prompts_ask = offsets, parent, prompts_ask
+    def __init__(self, offsets: IntArray, parent: IntArray, prompts_ask: bool = True, silent: int = 0) -> None:
+        """silent: rows at the beginning that ask nothing, of any segments, if prompts do not ask."""
+        self.offsets, self.parent, self.prompts_ask, self.silent = offsets, parent, prompts_ask, silent
         self.depth = self._checked_depth()
         self._cache: dict[Any, Any] = {}
 
@@ -120,10 +121,13 @@ class Segments:
     @cached_property
     def first_query(self) -> IntArray:
         """[G] the first row of each group that kernels compute. Rows of a prompt without queries are skipped, except
-        the last row of a group that has no other rows. See Layout.without_prompt_queries."""
+        the last row of a group that has no other rows. See Layout.without_prompt_queries and without_queries."""
         roots = np.flatnonzero(self.parent == -1)
         begin, end = self.offsets[roots], self.subtree_end[roots]
-        return begin if self.prompts_ask else np.clip(self.offsets[roots + 1], begin, np.maximum(end - 1, begin))
+        if self.prompts_ask:
+            return begin
+        asked = np.full(len(roots), self.silent) if self.silent else self.offsets[roots + 1]
+        return np.clip(asked, begin, np.maximum(end - 1, begin))
 
     @cached_property
     def is_leaf(self) -> npt.NDArray[np.bool_]:
@@ -347,7 +351,22 @@ class Layout:
         Kernels skip the work of these rows: their out and dq are zero, and their log-sum-exp is infinite. So a backward
         that is called with copies of `offsets` and `parent`, and computes these rows, makes the same gradients.
         """
-        segments = Segments(self._segments.offsets, self._segments.parent, prompts_ask=False)
+        return self._asking_less(0)
+
+    def without_queries(self, rows: int) -> Layout:
+        """The same layout for calls that do not use the first `rows` rows of out and lse, whose gradients are zero
+        there: the rows above a part of a tree. As :meth:`without_prompt_queries`, for any segments of the first group.
+
+        Raises:
+            ValueError: fewer than one row, or as many as the first group has.
+        """
+        first = int(self._segments.subtree_end[0]) if self.num_segments else 0
+        if not 0 < rows < first:
+            raise ValueError(f"rows is {rows}, expected 1 to {first - 1}: fewer than the first group has")
+        return self._asking_less(rows)
+
+    def _asking_less(self, silent: int) -> Layout:
+        segments = Segments(self._segments.offsets, self._segments.parent, prompts_ask=False, silent=silent)
         tensors = self.offsets.clone(), self.parent.clone()
         _remember(*tensors, segments)
         return Layout(segments, *tensors, self.device)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from dualkv.arrays import IntArray
 from dualkv.data.packing import PackedBatch
+from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
 
 # Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
@@ -27,7 +28,7 @@ Chunk = tuple[int, int, int, int]
 def response_logprobs(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
-    batch: PackedBatch | PackedSequences,
+    batch: PackedBatch | PackedSequences | TreePart,
     temperature: float = 1.0,
     *,
     softcap: float | None = None,
@@ -47,7 +48,8 @@ def response_logprobs(
     Args:
         hidden: [1, T, C] or [T, C] last hidden states of the packed tokens; bf16, fp16, fp32 or fp64.
         lm_head_weight: [V, C] the head without bias; dtype and device of `hidden`.
-        batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`.
+        batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`; or
+            a part of that in :func:`dualkv.walk`.
         temperature: above 0; divides the logits. A model that scales its logits (Cohere's `logit_scale`, Granite's
             `logits_scaling`) takes the temperature divided by its factor.
         softcap: above 0, of models that cap their logits (Gemma 2's `final_logit_softcapping`); none by default.
@@ -89,7 +91,7 @@ def response_logprobs(
 def _checked(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
-    batch: PackedBatch | PackedSequences,
+    batch: PackedBatch | PackedSequences | TreePart,
     temperature: float,
     softcap: float | None,
     chunk_size: int,

@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, verl_rows
+from tools.bench import cold_start, features, host_time, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -34,6 +34,7 @@ DOCUMENTS = (
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
+            "agents",
             "compare",
             "performance",
             "deployment",
@@ -508,6 +509,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "feature-costs": lambda: features.costs(_load("features-h200")),
     "feature-errors": lambda: features.exactness(_load("features-h200")),
     "trees": trees,
+    "trace-shapes": trace_rows.shapes,
+    "trace-sources": trace_rows.sources,
+    "trace-attention": lambda: trace_rows.attention(_load),
+    "trace-updates": lambda: trace_rows.updates(_load),
     "hybrid": hybrid,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from codegen.tiles import kernel_head_dims
+from dualkv.bench import traces
 from dualkv.data.microbatch import plan_micro_batches
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
@@ -256,7 +257,8 @@ def random_workload(seed: int, index: int) -> Workload:
 def parse(text: str) -> Workload:
     """A workload by name, or by lengths: `P:R,R,NxR;...`, one `P:...` a group (`8192:32x2048`, `700:130,911;40:`).
 
-    `random-SEED-INDEX` names a drawn one (:func:`random_workload`).
+    `random-SEED-INDEX` names a drawn one (:func:`random_workload`), `trace-KIND-SEED` the rollouts of an agent
+    (:func:`dualkv.bench.traces.parse`).
 
     Raises:
         ValueError: neither a name nor such lengths.
@@ -265,6 +267,8 @@ def parse(text: str) -> Workload:
         return NAMED[text]
     if drawn := re.fullmatch(r"random-(\d+)-(\d+)", text):
         return random_workload(int(drawn[1]), int(drawn[2]))
+    if trace := traces.parse(text):
+        return of_layout(text, trace.layout())
     prompts, responses = [], []
     for group in text.split(";"):
         match = re.fullmatch(r"\s*(\d+)\s*:((?:\s*(?:\d+\s*x\s*)?\d+\s*,?)*)", group)
@@ -279,6 +283,12 @@ def parse(text: str) -> Workload:
         prompts.append(int(match[1]))
         responses.append(tuple(lens))
     return _checked(Workload(text, tuple(prompts), tuple(responses)))
+
+
+def of_layout(name: str, layout: Layout) -> Workload:
+    """The segments of a layout of any depth."""
+    parent = tuple(layout.parent.tolist()) if layout.depth > 2 else ()
+    return Workload(name, tuple(layout.prompt_lens), tuple(map(tuple, layout.response_lens)), parent=parent)
 
 
 def of_rollouts(path: Path, tokenizer: str | None = None, budget: int | None = None) -> list[Workload]:

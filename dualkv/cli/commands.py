@@ -331,6 +331,56 @@ def bench(
 
 
 @app.command()
+def trees(
+    of: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE.jsonl",
+            help='Rollouts, a group a line: {"sequences", "loss_masks"} of token ids, {"prompt", "responses"}, or the'
+            ' {"lengths", "parent"} of a tree\'s segments. Default: traces that the program draws.',
+        ),
+    ] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option("--trace", help="A trace, such as trace-swe-dropped-0-n4-t16. Default: all kinds."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="FLOP are of an update of this model, by name.")] = "qwen3-8b",
+    min_shared: Annotated[int, typer.Option(min=1, help="Of files: shared parts below so many tokens repeat.")] = 1,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For text: local folder of a Hugging Face tokenizer. Default: bytes.")
+    ] = None,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Print the numbers of the traces and their sources.")
+    ] = False,
+    json_to: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """What packing saves on rollouts, before anyone trains: tokens, share ratio, depth, FLOP, and whether it pays."""
+    from dualkv.bench import traces
+    from dualkv.bench import trees as saved
+    from dualkv.data.rollouts import load_tokenizer
+
+    console = _console(json_to)
+    if sources:
+        console.print(saved.sources())
+        return
+    drawn = [
+        (name, traces.parse(name)) for name in trace or ([] if of else [f"trace-{kind}-0" for kind in traces.KINDS])
+    ]
+    for name, one in drawn:
+        if one is None:
+            raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(traces.KINDS)}")
+    found = [saved.read(path, load_tokenizer(tokenizer), min_shared) for path in of or ()]
+    found += [saved.Found.of_trace(one) for _, one in drawn if one is not None]
+    summaries = [saved.Summary.of(one, model) for one in found]
+    console.print(saved.table(summaries))
+    for one in summaries:
+        console.print(f"{one.name}: {one.verdict}", markup=False, highlight=False, soft_wrap=True)
+    _write_json({"rollouts": [one.as_dict() for one in summaries]}, json_to)
+
+
+@app.command()
 def precompile(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to compile into, made if need be.")] = None,
     check: Annotated[

@@ -171,7 +171,12 @@ class _Group:
     masks: list[torch.Tensor] | None = None
 
 
-def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
+def of_line(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        ValueError: not JSON, not UTF-8, or no object.
+    """
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -180,6 +185,11 @@ def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
         raise ValueError(f"not UTF-8 (byte {error.start} of the line)") from None
     if not isinstance(data, dict):
         raise ValueError(f"expected a JSON object, got {_kind(data)}")
+    return data
+
+
+def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
+    data = of_line(line)
     turns = "sequences" in data
     for key in ("sequences", "loss_masks", "rewards") if turns else ("prompt", "responses", "rewards"):
         if key not in data:
@@ -187,11 +197,11 @@ def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
     if turns:
         rewards = _rewards(data, "sequences")
         return _turns(data["sequences"], data["loss_masks"], rewards, vocab_size)
-    prompt = _tokens("prompt", data["prompt"], tokenizer, vocab_size)
+    prompt = token_ids("prompt", data["prompt"], tokenizer, vocab_size)
     if not len(prompt):
         raise ValueError("'prompt' is empty, expected at least one token")
     rewards = _rewards(data, "responses")
-    responses = [_tokens(f"responses[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data["responses"])]
+    responses = [token_ids(f"responses[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data["responses"])]
     return _Group(prompt, responses, rewards)
 
 
@@ -236,8 +246,12 @@ def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size:
     return _Group(first, [s[len(first) :] for s in sequences], rewards, [m[len(first) :] for m in masks])
 
 
-def _tokens(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
-    """Text or token ids as a tensor [n] int64 of ids in the vocabulary."""
+def token_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
+    """Text or token ids as a tensor [n] int64 of ids in the vocabulary.
+
+    Raises:
+        ValueError: neither of them, or ids outside the vocabulary; the message begins with `name`.
+    """
     if isinstance(value, str):
         ids = tokenizer.encode(value)
     elif isinstance(value, list):

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from dualkv.branches import Branch
 from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
@@ -121,7 +122,7 @@ def _checked_positions(
 def _positions(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,
-    layout: Layout | Shard | Placed,
+    layout: Layout | Shard | Placed | Branch,
     model: str = "",
     limit: int | None = None,
 ) -> torch.Tensor:
@@ -131,7 +132,7 @@ def _positions(
         inner = layout.layout
         indexers.check_path(model, (inner if isinstance(inner, Layout) else inner.layout)._segments.longest_path, limit)
         return _checked_positions(tokens, position_ids, layout.position_ids, inner.position_ids[None])
-    if isinstance(layout, Shard):
+    if isinstance(layout, Shard | Branch):
         indexers.check_path(model, layout.layout._segments.longest_path, limit)
         return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
     return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent, model, limit))
@@ -148,6 +149,8 @@ def _enter_decoder(
     name = type(module).__name__
     if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
+    if isinstance(layout, Branch) and recurrent.mixers(module):
+        raise ValueError(f"{name} has recurrent layers, whose states dualkv.walk does not keep: cut the tree instead")
     if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
         media.refuse_unplaced(module, kwargs)
@@ -181,7 +184,7 @@ def _enter_decoder(
 
 
 def _check_layout(layout: Any) -> None:
-    if not isinstance(layout, Layout | Shard | Placed):
+    if not isinstance(layout, Layout | Shard | Placed | Branch):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
 
 
@@ -305,7 +308,7 @@ def _packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    layout: Layout | Shard | Placed,
+    layout: Layout | Shard | Placed | Branch,
     deterministic: bool,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -324,6 +327,8 @@ def _packed_attention(
     run: Any = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
     if isinstance(layout, Placed):
         run = partial(media.attention, placed=layout)
+    elif isinstance(layout, Branch):
+        run = partial(layout.attention, layer=module)
     out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
     return out.unsqueeze(0), None
 
@@ -340,7 +345,7 @@ def _register(base: str, deterministic: bool) -> str:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        dualkv: Layout | Shard | Placed | None = None,
+        dualkv: Layout | Shard | Placed | Branch | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:

@@ -101,12 +101,14 @@ def test_workloads_of_a_rollouts_file(tmp_path):
 
 
 FEATURES = [{}, {"window": 1}, {"window": 6}, {"window": 100}, {"chunk": 8}]
+GROUPS = Workload("w", (20, 7, 0), ((9, 0, 30), (5, 6), (3,)), heads=2, kv_heads=1, head_dim=8)
+TREE = replace(GROUPS, parent=(-1, 0, 1, 1, -1, 4, 5, -1, 7))
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("features", [*FEATURES, "tree"], ids=str)
 def test_what_peers_are_given_is_the_visibility_rule(features):
     """Sequences behind copied keys and the count of pairs, against the rule pair by pair."""
-    workload = Workload("w", (20, 7, 0), ((9, 0, 30), (5, 6), (3,)), heads=2, kv_heads=1, head_dim=8, **features)
+    workload = TREE if features == "tree" else replace(GROUPS, **features)
     made = Inputs(workload, "cpu")
     position, visible_end = made.layout.position_ids.numpy(), made.layout.visible_end.numpy()
     lowest = workload.reach.lowest(position) if workload.reach else position * 0
@@ -116,7 +118,7 @@ def test_what_peers_are_given_is_the_visibility_rule(features):
     assert visible.sum() == workload.visible_pairs()
     for direction in ("fwd", "bwd"):
         executed = executed_over_useful(workload, direction)
-        assert executed >= 1 if features else executed is None
+        assert executed >= 1 if workload.reach else executed is None
     assert workload.bytes("bwd") == 4 * 80 * 3 * 8 * 2 + 80 * 2 * 4  # 80 rows, 2 + 1 heads of 8, bf16; lse in fp32
     assert workload.bytes("both") == workload.bytes("fwd") + workload.bytes("bwd")
 

@@ -45,6 +45,11 @@ _WINDOWS = [
     *(f"g64-n8-{shape}" for shape in ("w128-d64", "w512-d256", "w1024-d256")),
 ]
 _RANDOM = [f"random-1-{i}" for i in range(40)]
+_TRACES = [
+    "trace-branched-0", "trace-tau2-0", "trace-swe-dropped-0-n4-t16", "trace-treepo-2", "trace-search-0-n40",
+    MAIN,
+]  # fmt: skip
+_TREE_PEERS = _options("-s", ["dualkv", "cudnn-intervals", "fa4-prompt-copied", "fa4-replicated"])
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
 _PEERS = _options("-s", ["dualkv", *tables.WINDOW_PEERS])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
@@ -70,6 +75,8 @@ RECORDS = {
     "random-backward-h200": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
+    "traces-h200": f"-d fwd,bwd {_TREE_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _TRACES)}",
+    "traces-h200-flex": f"-d fwd,bwd -s dualkv -s flex --seconds 0.4 --rounds 2 -w {_TRACES[0]}",
     "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _WINDOWS)}",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",

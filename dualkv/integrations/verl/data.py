@@ -12,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 
 from dualkv.arrays import IntArray, positions
+from dualkv.data.gain import if_it_pays
 from dualkv.data.media import grouped
 from dualkv.data.trees import tree_rows, tree_tokens
 from dualkv.layout import Layout
@@ -19,7 +20,9 @@ from dualkv.prefixes import SharedPrefixes, shared_prefixes
 
 logger = logging.getLogger(__name__)
 POSITION_ROWS = 4  # of positions that veRL sends to models that see images: text, frames, height, width
-_said: list[str] = []  # the warning of differing prompts, given once: agents may make prompts differ in every batch
+# Warnings that are given once, because they would come with every batch.
+DIFFERING, NOTHING_GAINED = "differing prompts", "dualkv_trees"
+_said: list[str] = []
 
 
 def _host(x: torch.Tensor) -> IntArray:
@@ -154,7 +157,8 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
     """The rollouts of a batch for which :func:`not_packable` returned None.
 
     Without `min_shared`, equal prompts are packed once. With `min_shared`, every common beginning of sequences is
-    packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated.
+    packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated. Where that saves next
+    to nothing (:mod:`dualkv.data.gain`), nothing is shared, and a warning says so, once.
 
     A group is the rollouts with equal prompts and images, whatever their `uid`s are: only equal prompts can be shared.
     Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
@@ -167,12 +171,16 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
     group = grouped(keys, _modalities(data))
     rollouts = Rollouts.of_groups(prompt_lens, response_lens, group)
     uids = tu.get(data, "uid")
-    if isinstance(uids, list) and (text := _differing_prompts(rollouts, uids, tokens, starts)) and not _said:
-        _said.append(text)
+    ask = isinstance(uids, list) and DIFFERING not in _said
+    if ask and (text := _differing_prompts(rollouts, uids, tokens, starts)):
+        _said.append(DIFFERING)
         logger.warning(text)
     if min_shared is None:
         return rollouts
-    shared = shared_prefixes(np.split(tokens, starts[1:])).at_least(min_shared)
+    shared, gain = if_it_pays(shared_prefixes(np.split(tokens, starts[1:])).at_least(min_shared))
+    if not gain.pays and NOTHING_GAINED not in _said:
+        _said.append(NOTHING_GAINED)
+        logger.warning("%s: %s", NOTHING_GAINED, gain)
     common = np.maximum(np.minimum(shared.common, _same_temperature(data, rollouts, shared.order)) - 1, 0)
     return replace(rollouts, packed_once=replace(shared, common=common), trees=True)
 

@@ -18,6 +18,7 @@ from dualkv import Layout
 from dualkv.bench.workloads import NAMED
 from dualkv.ops.plan.backward import backward_work
 from tests.ops.plan.walked import (
+    below_a_path,
     check_walk,
     groups,
     kv_heads_,
@@ -138,6 +139,20 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_he
         assert not of_head[: seg.total][before > tile.tile_m].any()
     if deterministic:
         check_turns(seg, tile, plan, kv_heads)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.booleans())
+def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
+    """Those above a part of a tree, of several segments."""
+    if (found := below_a_path(tree)) is None:
+        return
+    seg, before = found
+    plan = backward_work(seg, tile, 8, 2, 20, deterministic)
+    for of_head in check(seg, tile, plan, 8, 2, before <= 0):
+        assert not of_head[: seg.total][before > tile.tile_m].any()
+    if deterministic:
+        check_turns(seg, tile, plan, 2)
 
 
 @settings(max_examples=800, deadline=None)

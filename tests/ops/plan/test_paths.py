@@ -13,7 +13,7 @@ from dualkv import Layout
 from dualkv.bench.executed import forward_pairs
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
-from tests.ops.plan.walked import lengths, of, rule
+from tests.ops.plan.walked import below_a_path, lengths, of, rule
 from tests.strategies import binary_tree, groups, random_tree, trees
 
 TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256]]
@@ -87,6 +87,9 @@ def walk(seg, tokens, tile_n, window=None, parts=1):
 def check(seg, tokens, tile_n, window=None, parts=1):
     taken, pairs = walk(seg, tokens, tile_n, window, parts)
     asked = np.repeat(seg.prompts_ask | (seg.depth > 0), seg.lengths)
+    if seg.silent:
+        asked = np.arange(seg.total) >= seg.silent
+        assert not taken[~asked].any()
     assert (taken[asked] == 1).all()
     assert (taken <= 1).all()
     assert (pairs[:, : seg.total] == rule(seg, window) * taken[:, None]).all()
@@ -101,6 +104,13 @@ def test_items_cover_each_visible_pair_once(tree, tile, heads):
     seg = of(Layout.from_segments(*tree))
     if seg.total <= 1500:
         check(seg, tile.tokens(heads), tile.tile_n)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+def test_rows_of_a_path_that_do_not_ask_have_no_items(tree, tile, heads):
+    if (found := below_a_path(tree)) is not None:
+        check(found[0], tile.tokens(heads), tile.tile_n)
 
 
 windows = st.one_of(

@@ -36,6 +36,19 @@ def not_asking(asking):
     return seg, seg.offsets[root + 1] - np.arange(seg.total)
 
 
+def below_a_path(tree):
+    """Segments of a tree whose first rows, those of the segments that lead to its first leaf, do not ask; None if there
+    are none of them, or nothing else. And rows from each to the first that asks, not above 0 behind it."""
+    layout = Layout.from_segments(*tree)
+    parent, chain = layout.parent.tolist(), 1
+    while chain < len(parent) and parent[chain] == chain - 1:
+        chain += 1
+    rows = int(layout.offsets[chain - 1])
+    if not 0 < rows < of(layout).subtree_end[0] or layout.num_tokens > 1500:
+        return None
+    return of(layout.without_queries(rows)), rows - np.arange(layout.num_tokens)
+
+
 def rule(seg, window=None):
     """[T, T] whether query row q sees key row k."""
     q, k = np.arange(seg.total)[:, None], np.arange(seg.total)[None]

@@ -1,0 +1,258 @@
+"""`dualkv trees`: what packing saves on rollouts, before anyone trains; of a file, or of the drawn traces."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from dualkv.bench.traces import FIGURES, KINDS, Trace
+from dualkv.data.gain import Gain
+from dualkv.data.rollouts import Tokenizer, of_line, token_ids
+from dualkv.layout import Layout
+from dualkv.models import CONFIGS
+from dualkv.prefixes import MAX_TOKEN, SharedPrefixes, read_sequences
+
+
+@dataclass(frozen=True)
+class Found:
+    """Sequences and what they share.
+
+    Attributes:
+        name: of the file or the trace.
+        shared: prefixes of all sequences.
+        trained: tokens that count, in all sequences; None: not known.
+        breaks: see :func:`dualkv.data.breaks.find`.
+    """
+
+    name: str
+    shared: SharedPrefixes
+    trained: int | None = None
+
+    @classmethod
+    def of_trace(cls, trace: Trace) -> Found:
+        trained = sum(p.tokens for sequence in trace.sequences for p in sequence if p.trained)
+        return cls(trace.name, prefixes_of(trace.layout()), trained)
+
+
+def prefixes_of(layout: Layout) -> SharedPrefixes:
+    """The full sequences of a layout, one for each segment that none continues, and the prefixes that they share."""
+    s = layout._segments
+    leaves = np.flatnonzero(s.is_leaf)
+    # Depth-first: behind a leaf comes the first segment that the next leaf has for itself.
+    common = np.append(0, s.first_position[leaves[:-1] + 1])
+    return SharedPrefixes((s.first_position + s.lengths)[leaves], np.arange(len(leaves)), common)
+
+
+# ---------------------------------------------------------------- a file
+def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1) -> Found:
+    """The rollouts of a JSON-lines file, one group a line, in one of three forms:
+
+        {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
+        {"prompt": ..., "responses": [...]}
+        {"lengths": [900, 40, 70, ...], "parent": [-1, 0, 0, ...]}
+
+    Sequences are token ids, from the prompt's first token to the rollout's last; their masks may be left out. A prompt
+    and responses are token ids or text. `lengths` are the token counts of a tree's segments in depth-first order, and
+    `parent` the segment that each one continues, -1 for a prompt. Lines of token ids share prefixes with each other.
+    Other keys and blank lines are skipped.
+
+    Args:
+        path: the file, UTF-8.
+        tokenizer: for prompts and responses given as text.
+        min_shared: as for :func:`dualkv.pack_sequences`.
+
+    Raises:
+        ValueError: the first error, as `file:line: message`.
+        OSError: a file that cannot be read.
+    """
+    sequences: list[list[int]] = []
+    trees: list[SharedPrefixes] = []
+    trained: int | None = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                data = of_line(line)
+                if "lengths" in data:
+                    trees.append(_tree(data))
+                    trained = None
+                    continue
+                rows, count = _sequences(data, tokenizer)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+            sequences += rows
+            trained = None if trained is None or count is None else trained + count
+    if sequences:
+        trees.insert(0, read_sequences(sequences, min_shared)[1].at_least(min_shared))
+    if not trees:
+        raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
+    return Found(os.path.basename(path), _joined(trees), trained)
+
+
+def _tree(data: dict[str, Any]) -> SharedPrefixes:
+    if "parent" not in data:
+        raise ValueError(f"'parent' is missing, found {sorted(data)}")
+    for name in ("lengths", "parent"):
+        if not isinstance(data[name], list) or not all(type(n) is int for n in data[name]):
+            raise ValueError(f"{name!r} must be a list of integers, one a segment")
+    if not data["lengths"]:
+        raise ValueError("'lengths' is empty, expected at least one segment")
+    if min(data["lengths"]) < 1:
+        raise ValueError(f"'lengths' has {min(data['lengths'])}, expected at least 1 token a segment")
+    return prefixes_of(Layout.from_segments(np.append(0, np.cumsum(data["lengths"])), data["parent"]))
+
+
+def _sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], int | None]:
+    """Token ids of a line's sequences, and how many of them count."""
+    if "sequences" in data:
+        rows = _listed(data, "sequences")
+        rows = [token_ids(f"sequences[{i}]", row, tokenizer, MAX_TOKEN + 1).tolist() for i, row in enumerate(rows)]
+        if not all(rows):
+            raise ValueError(f"sequences[{rows.index([])}] is empty, expected at least one token")
+        masks = data.get("loss_masks")
+        if masks is None:
+            return rows, None
+        if not isinstance(masks, list) or list(map(_size, masks)) != list(map(len, rows)):
+            raise ValueError("'loss_masks' must have a list of zeros and ones for each sequence, as long as it")
+        return rows, sum(map(sum, masks))
+    if "prompt" not in data or "responses" not in data:
+        raise ValueError(
+            f"expected 'sequences', 'prompt' and 'responses', or 'lengths' and 'parent', found {sorted(data)}"
+        )
+    prompt = token_ids("prompt", data["prompt"], tokenizer, MAX_TOKEN + 1).tolist()
+    if not prompt:
+        raise ValueError("'prompt' is empty, expected at least one token")
+    responses = [
+        token_ids(f"responses[{i}]", row, tokenizer, MAX_TOKEN + 1).tolist()
+        for i, row in enumerate(_listed(data, "responses"))
+    ]
+    return [[*prompt, *response] for response in responses], sum(map(len, responses))
+
+
+def _listed(data: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(data[name], list) or not data[name]:
+        raise ValueError(f"{name!r} must be a list of at least one entry")
+    return list(data[name])
+
+
+def _size(mask: Any) -> int:
+    return len(mask) if isinstance(mask, list) and all(m in (0, 1) for m in mask) else -1
+
+
+def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:
+    """Sequences of several trees, which share nothing with each other."""
+    first = np.cumsum([0, *map(len, parts[:-1])])
+    return SharedPrefixes(
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.order + at for part, at in zip(parts, first, strict=True)]),
+        np.concatenate([part.common for part in parts]),
+    )
+
+
+# ---------------------------------------------------------------- what packing saves
+def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
+    """Of a forward and a backward that computes nothing again: 6 for a weight and row (of experts, those that a row
+    goes to), 12 for a pair, head and head dim.
+
+    Args:
+        model: a name in :data:`dualkv.models.CONFIGS`; layers count as full attention.
+        rows: of the layers. head_rows: of the head.
+        pairs: (query, key) pairs of a head.
+    """
+    c = CONFIGS[model]
+    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+    head_dim = c.get("head_dim", c["hidden_size"] // heads)
+    experts = c.get("num_experts_per_tok", 1)
+    mlp = 3 * c["hidden_size"] * c.get("moe_intermediate_size", c["intermediate_size"]) * experts
+    weights = 2 * c["hidden_size"] * head_dim * (heads + kv_heads) + mlp
+    layers = c["num_hidden_layers"]
+    return (
+        layers * (6.0 * weights * rows + 12.0 * pairs * heads * head_dim)
+        + 6.0 * c["vocab_size"] * c["hidden_size"] * head_rows
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Attributes:
+    name: of the file or trace.
+    sequences: their number. tokens: of all of them. packed_tokens: each shared token once.
+    share_ratio: tokens over packed_tokens.
+    depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.
+    flop_ratio: of an update of `model`, replicated over packed.
+    saved, pays: by :mod:`dualkv.data.gain`, whatever the model.
+    """
+
+    name: str
+    sequences: int
+    tokens: int
+    packed_tokens: int
+    share_ratio: float
+    depth: int
+    segments: int
+    shortest: int
+    median: float
+    longest: int
+    model: str
+    flop_ratio: float
+    saved: float
+    pays: bool
+    verdict: str
+
+    @classmethod
+    def of(cls, found: Found, model: str) -> Summary:
+        if model not in CONFIGS:
+            raise ValueError(f"model is {model!r}, expected one of {', '.join(CONFIGS)}")
+        tree, gain = found.shared.tree(), Gain.of(found.shared)
+        layout = Layout.from_segments(tree.offsets, tree.parent)
+        # Where it is not known which tokens count, the head runs on all rows.
+        head = (
+            (gain.replicated_rows, gain.rows)
+            if found.trained is None
+            else (found.trained, min(found.trained, gain.rows))
+        )
+        before = flops(model, gain.replicated_rows, gain.replicated_pairs, head[0])
+        after = flops(model, gain.rows, gain.pairs, head[1])
+        return cls(
+            found.name, len(found.shared), gain.replicated_rows, gain.rows, gain.ratio, layout.depth, len(tree.length),
+            int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
+            gain.saved, gain.pays, str(gain),
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def table(summaries: list[Summary]) -> Table:
+    shown = Table(
+        "rollouts", "sequences", "tokens", "packed", "share ratio", "depth", "segments", "their lengths", "FLOP"
+    )
+    shown.caption = (
+        f"share ratio: tokens / packed; lengths: shortest, median, longest; FLOP: of an update of {summaries[0].model},"
+        " sequences one by one / packed"
+    )
+    shown.caption_justify = "left"
+    for s in summaries:
+        lengths = f"{s.shortest}, {s.median:g}, {s.longest}"
+        counts = (f"{n:,}" for n in (s.sequences, s.tokens, s.packed_tokens))
+        shown.add_row(
+            s.name, *counts, f"{s.share_ratio:.2f}", str(s.depth), f"{s.segments:,}", lengths, f"{s.flop_ratio:.2f}x"
+        )
+    return shown
+
+
+def sources() -> Table:
+    """Every number that traces are drawn from."""
+    shown = Table("traces", "number", "value", "source")
+    used: dict[str, list[str]] = {}
+    for kind, (_, figures, _) in KINDS.items():
+        used.setdefault(figures, []).append(kind)
+    for figures, kinds in used.items():
+        for name, (value, source) in FIGURES[figures].items():
+            shown.add_row(", ".join(kinds), name, f"{value:g}", source)
+    return shown

@@ -1,0 +1,188 @@
+"""Trees past memory: walked depth-first, a part at a time, with gradients of the paths' keys and values added up.
+
+    def forward(input_ids, branch):
+        return model.get_decoder()(input_ids=input_ids, dualkv=branch).last_hidden_state
+
+    def loss(hidden, part):
+        logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, part)
+        return -(part.expand(logp) * advantages[part.places]).sum()
+
+    dualkv.walk(batch, budget, forward, loss)  # as loss.backward() of the whole batch
+
+Every row is computed once, as in one pass over the whole tree. A part reads the keys and values of the path above it,
+which are kept for each layer. Its backward adds to their gradients. A trunk's own backward runs once all parts below it
+are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part. The sums are
+those of the whole tree, in another order: gradients of kept keys and values are added in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dualkv.data.parts import TreePart, plan_parts
+from dualkv.data.trees import PackedSequences
+from dualkv.ops.attention import attention
+
+Forward = Callable[[torch.Tensor, "Branch"], torch.Tensor]
+Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
+
+
+class _Kept(NamedTuple):
+    """Keys and values of a trunk in a layer: in its graph, and cut off for the parts below."""
+
+    made: tuple[torch.Tensor, torch.Tensor]
+    read: tuple[torch.Tensor, torch.Tensor]
+
+
+class Branch:
+    """A part of a tree behind its path: in the place of a layout in `model(..., dualkv=branch)`.
+
+    Attributes:
+        part: its rows.
+        layout: of the path's rows and its own.
+        num_tokens: own rows.
+    """
+
+    def __init__(self, part: TreePart, above: Sequence[Branch] = ()) -> None:
+        """above: the branches of `part.path`."""
+        self.part, self.layout, self._above = part, part.seen, tuple(above)
+        self.num_tokens = len(part.rows)
+        self._kept: dict[Hashable, _Kept] = {}
+        self._gradients: dict[Hashable, tuple[torch.Tensor | None, ...]] = {}
+        self._training = torch.is_grad_enabled()
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[num_tokens] int64: the position of each own row in its sequence."""
+        return self.layout.position_ids[self.part.path_rows :]
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        deterministic: bool = False,
+        *,
+        layer: Hashable,
+        **features: Any,
+    ) -> torch.Tensor:
+        """:func:`dualkv.attention` of the own rows over the path's kept keys and values and their own.
+
+        Args:
+            q: [num_tokens, H, D].
+            k, v: [num_tokens, Hk, D or Dv]; a trunk keeps them.
+            softmax_scale, deterministic, features: as for :func:`dualkv.attention`.
+            layer: names the layer: the same in all branches, another one for each call of a forward.
+
+        Returns:
+            out [num_tokens, H, Dv].
+
+        Raises:
+            ValueError: another number of rows, a layer that the path does not have, no gradients where the walk has
+                them, and what the attention refuses.
+        """
+        if q.shape[0] != self.num_tokens:
+            raise ValueError(f"q has {q.shape[0]} rows, this part has {self.num_tokens}")
+        if self._training and not torch.is_grad_enabled():
+            raise ValueError(
+                "a walk with gradients came to a layer without them, which would lose those of kept keys and values:"
+                " gradient checkpointing needs use_reentrant=False"
+            )
+        above = [self._read(branch, layer, rows) for branch, (_, rows) in zip(self._above, self.part.path, strict=True)]
+        if self.part.is_trunk and layer not in self._kept:  # checkpointed layers come here again
+            read = tuple(x.detach().requires_grad_(x.requires_grad) for x in (k, v))
+            self._kept[layer] = _Kept((k, v), (read[0], read[1]))
+        rows = self.part.path_rows
+        if rows:
+            q = torch.cat([q.new_zeros(rows, *q.shape[1:]), q])
+            k, v = (torch.cat([*(pair[i] for pair in above), x]) for i, x in enumerate((k, v)))
+        return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)[rows:]
+
+    @staticmethod
+    def _read(branch: Branch, layer: Hashable, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in branch._kept:
+            raise ValueError(f"the path has no keys of layer {layer!r}: a part above did not run it")
+        k, v = branch._kept[layer].read
+        return k[:rows], v[:rows]
+
+    def collect(self) -> None:
+        """Adds what a part below has left in the gradients of kept keys and values, in fp32 (fp64 for fp64)."""
+        for layer, kept in self._kept.items():
+            sums = self._gradients.get(layer, (None, None))
+            self._gradients[layer] = tuple(map(_added, sums, kept.read))
+
+    def backward(self, loss: torch.Tensor | None) -> None:
+        """From the part's loss (None: it has none) and the gradients of kept keys and values."""
+        roots, gradients = ([], []) if loss is None else ([loss], [torch.ones_like(loss)])
+        for layer, kept in self._kept.items():
+            for made, gradient in zip(kept.made, self._gradients.get(layer, (None, None)), strict=True):
+                if made.requires_grad and gradient is not None:
+                    roots.append(made)
+                    gradients.append(gradient.to(made.dtype))
+        self._kept, self._gradients = {}, {}
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for branch in self._above:
+            branch.collect()
+
+
+def _added(total: torch.Tensor | None, read: torch.Tensor) -> torch.Tensor | None:
+    found, read.grad = read.grad, None
+    if found is None:
+        return total
+    if total is None:
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+    return total.add_(found)
+
+
+def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | None = None) -> torch.Tensor:
+    """Forward and backward of a tree of any size, a part at a time. Under `torch.no_grad` forward alone.
+
+    Gradients arrive in the parameters as from one backward of the whole batch, whose loss is the sum of the parts'.
+
+    Args:
+        batch: the tree, or several.
+        budget: rows of a part. What is held at a time are the rows of the longest path and of one part.
+        forward: of a part: (input_ids [1, t], branch) -> hidden states [1, t, C]. The attention of each layer is
+            `branch.attention(..., layer=...)`, as it is in a transformers model with `dualkv=branch`.
+        loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
+            predict trained tokens. :func:`dualkv.response_logprobs` takes the part in the place of a batch,
+            `part.expand` brings its values to the rollouts, and `part.places` are their places in
+            `torch.cat(batch.unpack(...))`.
+
+    Returns:
+        The sum of the losses, without gradient.
+
+    Raises:
+        ValueError: a budget below 1; see :meth:`Branch.attention`.
+    """
+    total: list[torch.Tensor] = []
+    open_trunks: list[tuple[Branch, torch.Tensor | None]] = []
+    training = torch.is_grad_enabled()
+
+    def close() -> None:
+        branch, value = open_trunks.pop()
+        if training:
+            branch.backward(value)
+
+    for part in plan_parts(batch, budget):
+        on_path = {index for index, _ in part.path}
+        while open_trunks and open_trunks[-1][0].part.index not in on_path:
+            close()
+        by_index = {branch.part.index: branch for branch, _ in open_trunks}
+        branch = Branch(part, [by_index[index] for index, _ in part.path])
+        hidden = forward(part.input_ids, branch)
+        value = loss(hidden, part) if part.num_trained and loss is not None else None
+        if value is not None:
+            total.append(value.detach())
+        open_trunks.append((branch, value))
+        del hidden, value
+        if not part.is_trunk:
+            close()
+    while open_trunks:
+        close()
+    return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)

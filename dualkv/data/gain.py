@@ -1,0 +1,80 @@
+"""Whether packing what rollouts share pays: the one place that decides, for every planner.
+
+The cost of a pass is counted in rows. A row of a layer's projections and MLP costs as much as `PAIRS_A_ROW` pairs of a
+query and a key. Packing computes fewer rows and pairs, and adds borders: where a segment of a row's path ends, the
+kernels compute half a block of keys too many on average. Hooks, plans and the trie are host work, which hides behind
+the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dualkv.prefixes import SharedPrefixes
+
+# 6 FLOP for a weight over 12 for a head and its dim, forward and backward. Qwen3-0.6B has 3,800, Qwen3-8B 23,600: with
+# the small number borders and pairs weigh the most.
+PAIRS_A_ROW = 3800
+PAIRS_A_BORDER = 64  # half of the widest block of keys
+MIN_GAIN = 0.02  # of the cost: below it, the shared part is not worth another layout
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Sequences one by one against the same packed.
+
+    Attributes:
+        replicated_rows, rows: tokens of all sequences, and packed.
+        replicated_pairs, pairs: (query, key) pairs of a head that attention needs.
+        borders: segments above a row on its path, summed over packed rows.
+    """
+
+    replicated_rows: int
+    rows: int
+    replicated_pairs: int
+    pairs: int
+    borders: int
+
+    @classmethod
+    def of(cls, shared: SharedPrefixes) -> Gain:
+        tree = shared.tree()
+        depth = np.zeros(len(tree.parent), np.int64)
+        for segment, up in enumerate(tree.parent.tolist()):  # parents come first
+            depth[segment] = depth[up] + 1 if up >= 0 else 0
+        end = tree.begin + tree.length
+        return cls(
+            int(shared.lengths.sum()),
+            int(tree.length.sum()),
+            int((shared.lengths * (shared.lengths + 1) // 2).sum()),
+            int((end * (end + 1) // 2 - tree.begin * (tree.begin + 1) // 2).sum()),
+            int((depth * tree.length).sum()),
+        )
+
+    @property
+    def ratio(self) -> float:
+        """Replicated rows over packed rows."""
+        return self.replicated_rows / self.rows
+
+    @property
+    def saved(self) -> float:
+        """The part of the cost that packing saves, below 1; negative where packing costs."""
+        before = self.replicated_rows + self.replicated_pairs / PAIRS_A_ROW
+        return 1 - (self.rows + (self.pairs + PAIRS_A_BORDER * self.borders) / PAIRS_A_ROW) / before
+
+    @property
+    def pays(self) -> bool:
+        return self.saved >= MIN_GAIN
+
+    def __str__(self) -> str:
+        says = f"packing computes {self.rows:,} rows in place of {self.replicated_rows:,} ({self.ratio:.2f}x)"
+        if self.pays:
+            return f"{says} and saves about {self.saved:.0%} of a pass"
+        return f"{says}, which saves less than {MIN_GAIN:.0%} of a pass: rollouts stay as they are"
+
+
+def if_it_pays(shared: SharedPrefixes) -> tuple[SharedPrefixes, Gain]:
+    """The prefixes as they are if sharing them pays, else the same sequences sharing nothing; and what was gained."""
+    gain = Gain.of(shared)
+    return (shared if gain.pays else replace(shared, common=np.zeros_like(shared.common))), gain

@@ -1,0 +1,246 @@
+"""A tree larger than memory in parts, which run one after another and read the keys and values of their paths.
+
+Trunks are runs of a path: a part reads what the trunks above it left, and they stay until all below them is done. Whole
+subtrees that fit into the budget are parts without anything below, many of them in one, wherever they leave the path.
+So what has to be held is one path and one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from dualkv.arrays import IntArray, positive
+from dualkv.data.trees import PackedSequences
+from dualkv.layout import Layout, Segments
+
+Piece = tuple[int, int, int]  # tokens [begin, end) of a segment
+Hanging = tuple[int, int, int]  # (tokens of the path above it, segment, its first token): a subtree to be done
+
+
+@dataclass(frozen=True)
+class TreePart:
+    """Rows of a tree that run together. Made by :func:`plan_parts`.
+
+    Of P rows on the path above and t own ones.
+
+    Attributes:
+        batch: the whole tree.
+        index: of the part, in the order of running.
+        path: the parts above, with the number of rows that it reads of each, which are their first ones.
+        rows: [t] packed rows of the batch, in the order of the part.
+        is_trunk: whether later parts read its keys and values.
+        offsets, parent: segments of P + t rows, those of the path first.
+    """
+
+    batch: PackedSequences
+    index: int
+    path: tuple[tuple[int, int], ...]
+    rows: IntArray
+    is_trunk: bool
+    offsets: IntArray
+    parent: IntArray
+
+    @property
+    def path_rows(self) -> int:
+        """P."""
+        return sum(rows for _, rows in self.path)
+
+    @property
+    def device(self) -> torch.device:
+        return self.batch.device
+
+    @cached_property
+    def seen(self) -> Layout:
+        """Of the path's rows, which ask nothing, and the own ones."""
+        layout = Layout.from_segments(self.offsets, self.parent, self.device)
+        return layout.without_queries(self.path_rows) if self.path_rows else layout
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the own rows alone: what counts them."""
+        return Layout.from_segments([0, len(self.rows)], [-1], self.device)
+
+    @cached_property
+    def input_ids(self) -> torch.Tensor:
+        """[1, t] int64."""
+        return self.batch.input_ids[:, torch.from_numpy(self.rows).to(self.device)]
+
+    # ------------------------------------------------------------------ the tokens that its rows predict
+    @cached_property
+    def _local(self) -> IntArray:
+        """[T] the place in the part of each row of the batch, -1 for others."""
+        local = np.full(self.batch.layout.num_tokens, -1, np.int64)
+        local[self.rows] = np.arange(len(self.rows))
+        return local
+
+    @cached_property
+    def _tokens(self) -> IntArray:
+        """[m] of the batch's trained tokens those that rows of the part predict. Their own rows may lie below it."""
+        return np.flatnonzero(self._local[self.batch._before[self.batch._trained]] >= 0)
+
+    @cached_property
+    def _predicting(self) -> IntArray:
+        return self._local[self.batch._before[self.batch._trained[self._tokens]]]
+
+    @cached_property
+    def _tokens_of_row(self) -> IntArray:
+        """As of :class:`PackedSequences`."""
+        predicted = np.bincount(self._predicting)
+        return predicted[predicted > 0]
+
+    @property
+    def num_trained(self) -> int:
+        """m."""
+        return len(self._tokens)
+
+    @cached_property
+    def predict_rows(self) -> torch.Tensor:
+        """[m] int64: the own row that predicts each trained token."""
+        return torch.from_numpy(self._predicting).to(self.device)
+
+    @cached_property
+    def targets(self) -> torch.Tensor:
+        """[m] int64: the trained tokens."""
+        return self.batch.targets[torch.from_numpy(self._tokens).to(self.device)]
+
+    @cached_property
+    def _copies(self) -> tuple[IntArray, IntArray]:
+        """Of the values that `batch.unpack` makes, end to end: (places of those of this part, place in [m] of each)."""
+        of_values = (np.cumsum(self.batch._is_trained) - 1)[self.batch._rows[self.batch._mask]]
+        mine = np.full(len(self.batch._trained), -1, np.int64)
+        mine[self._tokens] = np.arange(len(self._tokens))
+        places = np.flatnonzero(mine[of_values] >= 0)
+        return places, mine[of_values[places]]
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """[n] int64: where the values of :meth:`expand` stand in `torch.cat(batch.unpack(...))`; every place there
+        belongs to one part."""
+        return torch.from_numpy(self._copies[0]).to(self.device)
+
+    def expand(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the part's trained tokens for each rollout that trains on them, [m, ...] -> [n, ...];
+        differentiable."""
+        return values[torch.from_numpy(self._copies[1]).to(values.device)]
+
+
+def plan_parts(batch: PackedSequences, budget: int) -> list[TreePart]:
+    """The parts of a tree, or of several, in the order in which they run.
+
+    Args:
+        batch: of any depth.
+        budget: own rows that a part may have.
+
+    Raises:
+        ValueError: a budget below 1.
+    """
+    plan = _Plan(batch, positive("budget", budget))
+    segments = batch.layout._segments
+    plan.visit((), [(0, int(root), 0) for root in np.flatnonzero(segments.parent == -1)])
+    return plan.parts
+
+
+class _Plan:
+    def __init__(self, batch: PackedSequences, budget: int) -> None:
+        self.batch, self.budget = batch, budget
+        self.segments: Segments = batch.layout._segments
+        self.parts: list[TreePart] = []
+        self.children: list[list[int]] = [[] for _ in self.segments.parent]
+        for segment, up in enumerate(self.segments.parent.tolist()):
+            if up >= 0:
+                self.children[up].append(segment)
+        self.size = self.segments.subtree_end - self.segments.offsets[:-1]
+        self.last = np.arange(1, len(self.children) + 1)  # behind the last segment of each subtree
+        for segment in range(len(self.children) - 1, -1, -1):
+            if self.children[segment]:
+                self.last[segment] = self.last[self.children[segment][-1]]
+
+    def visit(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> None:
+        """Makes the parts of all subtrees that hang on a path."""
+        while hanging:
+            small = [h for h in hanging if self.size[h[1]] - h[2] <= self.budget]
+            for some in self._together(small):
+                self._add(_up_to(path, some[0][0]), some, [], False)
+            large, hanging = [h for h in hanging if h not in small], []
+            for one in large:
+                above = _up_to(path, one[0])
+                trunk, below = self._trunk(*one)
+                self._add(above, [one], trunk, True)
+                rows = sum(end - begin for _, begin, end in trunk)
+                self.visit((*above, (len(self.parts) - 1, rows)), [h for h in below if h[0] > one[0]])
+                hanging += [h for h in below if h[0] == one[0]]  # behind empty segments: on the path, not the trunk
+
+    def _together(self, hanging: list[Hanging]) -> Iterator[list[Hanging]]:
+        """Subtrees that fit into one part, the deepest first; those that hang on nothing apart."""
+        some: list[Hanging] = []
+        rows = 0
+        for one in sorted(hanging, key=lambda h: -h[0]):
+            size = int(self.size[one[1]]) - one[2]
+            if rows + size > self.budget or (one[0] == 0) != (some[0][0] == 0 if some else one[0] == 0):
+                if rows:
+                    yield some
+                some, rows = [], 0
+            some.append(one)
+            rows += size
+        if rows:
+            yield some
+
+    def _trunk(self, attached: int, segment: int, first: int) -> tuple[list[Piece], list[Hanging]]:
+        """A run of a path, down the largest subtrees, within the budget; and all that hangs on it."""
+        trunk: list[Piece] = []
+        below: list[Hanging] = []
+        room = self.budget
+        while True:
+            length = int(self.segments.lengths[segment])
+            end = min(length, first + room)
+            trunk.append((segment, first, end))
+            attached, room = attached + end - first, room - (end - first)
+            if end < length:
+                return trunk, [*below, (attached, segment, end)]
+            others = sorted(self.children[segment], key=lambda child: -int(self.size[child]))
+            below += [(attached, child, 0) for child in (others[1:] if room else others)]
+            if not others or not room:
+                return trunk, below
+            segment, first = others[0], 0
+
+    def _add(
+        self, path: tuple[tuple[int, int], ...], hanging: list[Hanging], trunk: list[Piece], is_trunk: bool
+    ) -> None:
+        """A part of a trunk, or of whole subtrees that hang on the path, the deepest first."""
+        ends = sorted({attached for attached, _, _ in hanging} - {0})  # where the path's rows are cut
+        lengths = np.diff([0, *ends]).tolist()
+        parent = list(range(-1, len(ends) - 1))
+        at = {end: i for i, end in enumerate(ends)} | {0: -1}
+        starts, rows = self.segments.offsets, []
+        if is_trunk:
+            lengths.append(sum(end - begin for _, begin, end in trunk))
+            parent.append(at[hanging[0][0]])
+            rows = [np.arange(starts[s] + begin, starts[s] + end) for s, begin, end in trunk]
+        else:
+            for attached, segment, first in hanging:
+                place = len(parent) - segment
+                for s in range(segment, int(self.last[segment])):
+                    parent.append(at[attached] if s == segment else int(self.segments.parent[s]) + place)
+                    lengths.append(int(self.segments.lengths[s]) - (first if s == segment else 0))
+                rows.append(np.arange(starts[segment] + first, starts[segment] + self.size[segment]))
+        offsets = np.append(0, np.cumsum(lengths))
+        made = TreePart(
+            self.batch, len(self.parts), path, np.concatenate(rows), is_trunk, offsets, np.array(parent, np.int64)
+        )
+        self.parts.append(made)
+
+
+def _up_to(path: tuple[tuple[int, int], ...], rows: int) -> tuple[tuple[int, int], ...]:
+    """The first rows of a path."""
+    found: list[tuple[int, int]] = []
+    for part, count in path:
+        if rows <= 0:
+            break
+        found.append((part, min(count, rows)))
+        rows -= count
+    return tuple(found)

@@ -1,0 +1,170 @@
+"""Traces of agents: the trees that they are drawn as, exact against their sequences one by one, and what they print."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import dualkv
+from dualkv.bench import traces, trees
+from dualkv.bench.traces import FIGURES, KINDS, Trace, draw
+from dualkv.bench.workloads import parse
+from dualkv.data.rollouts import ByteTokenizer
+from dualkv.prefixes import shared_prefixes
+from tests import oracle
+
+SMALL = {kind: f"trace-{kind}-1-n3-t4-x0.02" for kind in KINDS}
+
+
+def small(kind: str) -> Trace:
+    trace = traces.parse(SMALL[kind])
+    assert trace is not None
+    return trace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_are_the_tree_and_exact(kind):
+    """The project's own trie finds the tree in random tokens; attention over it, and its gradients, in fp64."""
+    trace = small(kind)
+    tokens, masks = trace.token_sequences(997), trace.loss_masks()
+    batch = dualkv.pack_sequences(tokens, masks)
+    assert batch.layout == trace.layout()
+    assert batch.trained_lens == [sum(p.tokens for p in s if p.trained) for s in trace.sequences]
+    assert parse(trace.name).layout() == trace.layout()
+    assert all((a.numpy() == b).all() for a, b in zip(batch.unpack_sequences(batch.input_ids), tokens, strict=True))
+
+    total, random = batch.layout.num_tokens, torch.Generator().manual_seed(0)
+    table = torch.randn(997, 4 * 8 * 3, dtype=torch.float64, generator=random)  # rows depend on token and position
+    q, k, v = (
+        (table[batch.input_ids[0]] * (1 + batch.layout.position_ids[:, None] / total)).view(total, 4, 3, 8).unbind(2)
+    )
+    q, k, v = (x.contiguous().requires_grad_() for x in (q, k[:, :2], v[:, :2]))
+    out = dualkv.attention(q, k, v, batch.layout)
+    weights = [torch.randn(len(t), 4, 8, dtype=torch.float64, generator=random) for t in tokens]
+    loss = sum((w * o).sum() for w, o in zip(weights, batch.unpack_sequences(out), strict=True))
+    mine = torch.autograd.grad(loss, (q, k, v))
+
+    wanted = [torch.zeros_like(x) for x in (q, k, v)]
+    at = np.cumsum([0, *map(len, tokens)])
+    for i, weight in enumerate(weights):
+        rows = torch.from_numpy(batch._rows[at[i] : at[i + 1]])
+        alone = [x.detach()[rows].requires_grad_() for x in (q, k, v)]
+        single, _ = oracle.attention(*alone, [0, len(rows)], [-1], 8**-0.5)
+        torch.testing.assert_close(out[rows].detach(), single.detach(), rtol=0, atol=1e-12)
+        for whole, part in zip(wanted, torch.autograd.grad((weight * single).sum(), alone), strict=True):
+            whole.index_add_(0, rows, part)
+    for got, want in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def test_drawn_shapes():
+    """What the figures promise, within what 16 rollouts spread."""
+    found = {kind: trees.Summary.of(trees.Found.of_trace(draw(kind)), "qwen3-8b") for kind in KINDS}
+    assert draw("tau2", 3) == draw("tau2", 3) != draw("tau2", 4)
+    assert found["search"].share_ratio == pytest.approx(1 / (1 - 0.35), rel=0.01)
+    assert found["swe-kept"].share_ratio < found["grpo"].share_ratio < 1.2 < found["treepo"].share_ratio
+    assert 5 < found["tau2"].share_ratio < 15 < found["swe-dropped"].share_ratio < 30
+    assert [found[kind].pays for kind in ("swe-kept", "grpo", "tau2")] == [False, True, True]
+    turns = np.bincount(draw("swe-dropped", rollouts=200).rollout)
+    assert turns.mean() == pytest.approx(FIGURES["swe"]["turns, mean"].value, rel=0.05)
+    assert turns.max() <= 100
+    assert found["treepo"].sequences == 16
+    for one in found.values():
+        assert 1 <= one.flop_ratio <= one.share_ratio * 1.01
+        assert one.shortest <= one.median <= one.longest
+
+
+def test_caterpillar():
+    """Reasoning and what follows it hang beside the trunk, which repeats what was said without the reasoning."""
+    trace = traces.parse("trace-swe-dropped-0-n1-t5")
+    *_, last = trace.sequences
+    assert [p.trained for p in last] == [False] * (len(last) - 2) + [True, True]
+    said = trace.sequences[0][-1].number
+    assert [p.number for p in last].count(said) == 1
+    layout = trace.layout()
+    assert layout.depth == len(trace.sequences)
+    assert layout.num_segments == 2 * len(trace.sequences) - 1
+    texts = trace.token_sequences(50000)
+    assert shared_prefixes(texts).tree().length.sum() == layout.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trace-swe-kept-0-n0", "rollouts is 0"),
+        ("trace-tau2-0-t0.5", "turns is 0.5"),
+        ("trace-grpo-0-x0", "scale is 0"),
+    ],
+)
+def test_bad_traces(text, says):
+    with pytest.raises(ValueError, match=says):
+        traces.parse(text)
+    with pytest.raises(ValueError, match=r"'nothing'.*grpo"):
+        draw("nothing")
+
+
+LINES = [
+    {"sequences": [[5, 6, 7, 8], [5, 6, 9, 9, 9], [5, 6]], "loss_masks": [[0, 0, 1, 1], [0, 0, 1, 1, 0], [0, 1]]},
+    {"prompt": [5, 6, 7], "responses": [[1, 2], [8]], "more": 1},
+    {"lengths": [30, 4, 5, 6], "parent": [-1, 0, 1, 0]},
+]
+
+
+def test_a_file_of_rollouts(run, tmp_path):
+    path, out = tmp_path / "rollouts.jsonl", tmp_path / "out.json"
+    path.write_text("\n".join([json.dumps(LINES[0]), "", json.dumps(LINES[1]), json.dumps(LINES[2])]))
+    code, printed, err = run("trees", "--from", str(path), "--model", "tiny", "--json", str(out))
+    assert code == 0, err
+    [found] = json.loads(out.read_text())["rollouts"]
+    # 5 6 | 7 | 8, 1 2 | 9 9 9, and the tree of lengths: 39 and 36 of 45.
+    assert (found["sequences"], found["tokens"], found["packed_tokens"]) == (7, 4 + 5 + 2 + 5 + 4 + 39 + 36, 9 + 45)
+    assert (found["depth"], found["segments"]) == (3, 5 + 3), "a segment that one alone continues ends where that does"
+    assert "rollouts.jsonl: packing computes 54 rows in place of 95 (1.76x)" in " ".join(printed.split())
+    found = trees.read(path, ByteTokenizer(), min_shared=2)
+    assert found.shared.tokens == 54 + 1, "the shared 7 repeats, 8 ends where it did"
+    assert trees.read(path, ByteTokenizer()).trained is None
+    path.write_text("\n".join(map(json.dumps, LINES[:2])))
+    assert trees.read(path, ByteTokenizer()).trained == 2 + 2 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"rewards": [1]}', "'sequences', 'prompt' and 'responses', or 'lengths'"),
+        ('{"sequences": []}', "'sequences' must be a list"),
+        ('{"sequences": [[1], []]}', r"sequences\[1\] is empty"),
+        ('{"sequences": [[1, -2]]}', r"sequences\[0\]\[1\] is token -2"),
+        ('{"sequences": [[1, 2]], "loss_masks": [[1]]}', "'loss_masks'"),
+        ('{"prompt": [], "responses": [[1]]}', "'prompt' is empty"),
+        ('{"lengths": [4, 5]}', "'parent' is missing"),
+        ('{"lengths": [4, 0], "parent": [-1, 0]}', "'lengths' has 0"),
+        ('{"lengths": [4, 2.5], "parent": [-1, 0]}', "'lengths' must be a list of integers"),
+        ('{"lengths": [4, 5, 6], "parent": [-1, 2, 0]}', r"parent\[1\] is 2"),
+        ('{"lengths": [4, 5, 6], "parent": [-1]}', "4 entries for 1 segments"),
+    ],
+)
+def test_a_bad_line_is_named(run, tmp_path, line, says):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(LINES[0]) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=f"bad.jsonl:2: .*{says}"):
+        trees.read(path, ByteTokenizer())
+    code, _, err = run("trees", "--from", str(path))
+    assert code == 1
+    assert "bad.jsonl:2:" in err
+
+
+def test_the_command_prints_traces_and_sources(run):
+    code, out, _ = run("trees", "--trace", "trace-search-2", "--trace", SMALL["tau2"])
+    assert code == 0
+    assert "trace-search-2: packing computes" in out
+    code, out, _ = run("trees", "--sources")
+    assert code == 0
+    assert "n_agent: Search-R1" in " ".join(out.replace("│", " ").split())
+    code, _, err = run("trees", "--trace", "tree")
+    assert code == 1
+    assert "--trace is 'tree', expected trace-KIND-SEED" in err

@@ -1,0 +1,163 @@
+"""Trees walked a part at a time against one pass over the whole tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualkv
+from dualkv import Layout
+from dualkv.branches import Branch
+from dualkv.data.parts import plan_parts
+from dualkv.data.trees import PackedSequences
+from tests.strategies import trees
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def of_layout(layout: Layout) -> PackedSequences:
+    """Its full sequences, every token but the first counted; nothing if it has no rows."""
+    ids = torch.arange(layout.num_tokens)[None]
+    s = layout._segments
+    paths: list[list[int]] = []
+    for a, b, up in zip(s.offsets, s.offsets[1:], s.parent, strict=False):
+        paths.append((paths[up] if up >= 0 else []) + list(range(a, b)))
+    leaves = [p for p, leaf in zip(paths, s.is_leaf, strict=True) if leaf and p]
+    rows = np.array([r for p in leaves for r in p], np.int64)
+    lens = np.array([len(p) for p in leaves], np.int64)
+    mask = np.ones(len(rows), bool)
+    mask[np.cumsum(lens) - lens] = False
+    return PackedSequences(ids, layout, rows, lens, mask)
+
+
+def check_plan(batch: PackedSequences, budget: int) -> None:
+    """Every row once, each sees its path and nothing else; and no more than a path and a part is held."""
+    layout, parts = batch.layout, plan_parts(batch, budget)
+    total, ends = layout.num_tokens, layout.visible_end.numpy()
+    assert sorted(r for part in parts for r in part.rows) == list(range(total))
+    done: set[int] = set()
+    for at, part in enumerate(parts):
+        assert part.index == at
+        assert 0 < len(part.rows) <= budget
+        for above, rows in part.path:
+            assert parts[above].is_trunk
+            assert above < at
+            assert 0 < rows <= len(parts[above].rows)
+            assert above not in done, "a trunk is open until all below it is done"
+        done |= set(range(at)) - {above for above, _ in part.path}
+        rows = np.array([*(r for above, n in part.path for r in parts[above].rows[:n]), *part.rows])
+        seen = part.seen
+        assert seen.num_tokens == len(rows)
+        assert (seen.position_ids.numpy() == layout.position_ids.numpy()[rows]).all()
+        q, k = rows[:, None], rows[None]
+        mine = np.arange(len(rows))
+        by_part = (mine[None] <= mine[:, None]) & (mine[:, None] < seen.visible_end.numpy())
+        wanted = (k <= q) & (q < ends[rows])
+        assert (by_part == wanted)[part.path_rows :].all()
+        if part.path_rows:
+            assert seen._segments.first_query[0] == part.path_rows
+    places = np.concatenate([part.places.numpy() for part in parts])
+    assert sorted(places) == list(range(int(batch._mask.sum())))
+    assert sum(part.num_trained for part in parts) == len(batch._trained)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES, st.integers(1, 30))
+def test_plans_of_sequences(sequences, budget):
+    masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
+    if any(map(any, masks)):
+        check_plan(dualkv.pack_sequences(sequences, masks), budget)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees(max_segments=14, length=st.integers(0, 5)), st.integers(1, 20))
+def test_plans_of_trees_with_empty_segments(tree, budget):
+    layout = Layout.from_segments(*tree)
+    batch = of_layout(layout)
+    if layout.num_tokens and batch._mask.any():
+        check_plan(batch, budget)
+
+
+def test_side_leaves_of_a_trunk_share_a_part():
+    """A caterpillar of 20 turns: few parts, although every turn has a leaf of its own."""
+    offsets, parent, up = [0, 10], [-1], 0
+    for _ in range(20):
+        parent += [up, up]  # a leaf, and the trunk's next piece
+        offsets += [offsets[-1] + 7, offsets[-1] + 12]
+        up = len(parent) - 1
+    batch = of_layout(Layout.from_segments(offsets, parent))
+    parts = plan_parts(batch, 60)
+    assert batch.layout.num_tokens == 10 + 20 * 12
+    assert len(parts) <= 8
+    longest = max(part.path_rows + len(part.rows) for part in parts)
+    assert longest <= 10 + 20 * 5 + 7 + 60, "the longest path, and a part"
+
+
+# ---------------------------------------------------------------- attention
+@settings(max_examples=40, deadline=None)
+@given(
+    trees(max_segments=10, length=st.integers(0, 6)),
+    st.integers(1, 15),
+    st.sampled_from([{}, {"window": 4}, {"chunk": 3}, {"softcap": 2.0}, {"sinks": True, "window": 5}]),
+)
+def test_attention_of_parts_is_that_of_the_tree(tree, budget, features):
+    layout = Layout.from_segments(*tree)
+    batch = of_layout(layout)
+    if not layout.num_tokens or not batch._mask.any():
+        return
+    random = torch.Generator().manual_seed(budget)
+    given_ = dict(features)
+    q, k, v, dout = (torch.randn(layout.num_tokens, h, 8, dtype=torch.float64, generator=random) for h in (4, 2, 2, 4))
+    if "sinks" in given_:
+        given_["sinks"] = torch.randn(4, dtype=torch.float64, generator=random)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    whole = dualkv.attention(q, k, v, layout, **given_)
+    wanted = torch.autograd.grad((whole * dout).sum(), leaves)
+    found = torch.zeros_like(whole)
+
+    def forward(ids, branch):
+        rows = ids[0]  # the ids of this batch are its rows
+        out = branch.attention(q[rows], k[rows], v[rows], layer="only", **given_)
+        found[rows] = out.detach()
+        # Parts without trained tokens have a loss too: it goes through an identity whose gradient is dout.
+        return out[None]
+
+    parts = plan_parts(batch, budget)
+    open_parts = []
+    for part in parts:
+        while open_parts and open_parts[-1][0].part.index not in {i for i, _ in part.path}:
+            branch, out = open_parts.pop()
+            branch.backward((out * dout[torch.from_numpy(branch.part.rows)]).sum())
+        branch = Branch(part, [b for b, _ in open_parts])
+        open_parts.append((branch, forward(part.input_ids, branch)[0]))
+    while open_parts:
+        branch, out = open_parts.pop()
+        branch.backward((out * dout[torch.from_numpy(branch.part.rows)]).sum())
+    torch.testing.assert_close(found, whole.detach(), rtol=0, atol=1e-12)
+    for leaf, want in zip(leaves, wanted, strict=True):
+        torch.testing.assert_close(leaf.grad, want, rtol=0, atol=1e-12)
+
+
+def test_what_a_branch_refuses():
+    batch = dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]])
+    first, second, *_ = plan_parts(batch, 3)
+    trunk = Branch(first)
+    q, k, v = (torch.randn(len(first.rows), h, 8) for h in (4, 2, 2))
+    trunk.attention(q, k, v, layer=0)
+    below = Branch(second, [trunk])
+    q, k, v = (torch.randn(len(second.rows), h, 8) for h in (4, 2, 2))
+    with pytest.raises(ValueError, match="no keys of layer 1"):
+        below.attention(q, k, v, layer=1)
+    with pytest.raises(ValueError, match=f"q has 9 rows, this part has {len(second.rows)}"):
+        below.attention(torch.randn(9, 4, 8), k, v, layer=0)
+    with torch.no_grad(), pytest.raises(ValueError, match="use_reentrant=False"):
+        below.attention(q, k, v, layer=0)
+    with pytest.raises(ValueError, match="budget"):
+        plan_parts(batch, 0)
+    for rows in (0, batch.layout.num_tokens):
+        with pytest.raises(ValueError, match=f"rows is {rows}"):
+            batch.layout.without_queries(rows)

@@ -1,0 +1,118 @@
+"""Tables of `docs/agents.md`: the traces that are drawn, and what was recorded on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from dualkv.bench.show import markdown_table
+from dualkv.bench.traces import FIGURES, KINDS, draw
+from dualkv.bench.trees import Found, Summary
+from dualkv.models import CONFIGS
+
+MODEL = "qwen3-8b"
+PEERS = {
+    "cudnn-intervals": "cuDNN, intervals",
+    "fa4-prompt-copied": "FlashAttention-4, paths copied",
+    "fa4-replicated": "FlashAttention-4, replicated",
+    "flex": "FlexAttention",
+}
+WAYS = {"replicated": "one by one", "packed": "packed", "gathered": "paths gathered", "walked": "walked"}
+Load = Callable[[str], dict[str, Any]]
+
+
+def shapes() -> str:
+    """Of every kind, seed 0, by counting alone."""
+    rows = []
+    for kind, (what, _, _) in KINDS.items():
+        s = Summary.of(Found.of_trace(draw(kind)), MODEL)
+        counts = (f"{n:,}" for n in (s.sequences, s.tokens, s.packed_tokens))
+        lengths = f"{s.shortest}, {s.median:g}, {s.longest}"
+        ratios = f"{s.share_ratio:.2f}", str(s.depth), f"{s.segments:,}", lengths, f"{s.flop_ratio:.2f}"
+        rows.append([f"`{kind}`", what, *counts, *ratios, f"{s.saved:.0%}" if s.pays else "stays as it is"])
+    head = [
+        "trace",
+        "",
+        "sequences",
+        "tokens",
+        "packed",
+        "share ratio",
+        "levels",
+        "segments",
+        "their tokens: least, median, most",
+    ]
+    return markdown_table(
+        [*head, f"FLOP ratio, {CONFIGS[MODEL]['num_hidden_layers']} layers", "saved, by the rule"], rows
+    )
+
+
+def sources() -> str:
+    """Numbers that someone publishes, at least in part."""
+    used: dict[str, list[str]] = {}
+    for kind, (_, figures, _) in KINDS.items():
+        used.setdefault(figures, []).append(f"`{kind}`")
+    rows = [
+        [", ".join(kinds), name, f"{value:g}", source]
+        for figures, kinds in used.items()
+        for name, (value, source) in FIGURES[figures].items()
+        if not source.startswith("assumed") or ": " in source
+    ]
+    return markdown_table(["trace", "number", "value", "source"], rows)
+
+
+def attention(load: Load) -> str:
+    """Ours in TFLOP/s, and each peer's time over ours."""
+    results = load("traces-h200")["results"]
+    with contextlib.suppress(FileNotFoundError):
+        results = results + load("traces-h200-flex")["results"]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for result in results:
+        sides = found.setdefault((result["workload"]["name"], result["direction"]), {})
+        sides |= {name: side for name, side in result["sides"].items() if name not in sides}
+    rows = []
+    for (name, direction), sides in found.items():
+        ours = sides["dualkv"]
+        if "sustained_ms" not in ours:
+            continue
+        rows.append([f"{name}, {direction}", f"{ours['sustained_ms']:.2f} ms ({ours['sustained_tflops']:.0f})"])
+        rows[-1] += [_times(sides.get(peer), ours["sustained_ms"]) for peer in PEERS]
+    return markdown_table(["trace, direction", "DualKV (TFLOP/s)", *PEERS.values()], rows)
+
+
+def _times(side: dict[str, Any] | None, ours: float) -> str:
+    if side is None:
+        return "not measured"
+    if "sustained_ms" not in side:
+        return "failed"
+    apart = [f" + {part} {f['cold_ms']:.1f} ms" for part, f in side.get("parts", {}).items() if not f["in_total"]]
+    return f"{side['sustained_ms'] / ours:.2f}x{''.join(apart)}"
+
+
+def updates(load: Load) -> str:
+    """Seconds and memory of each way, speed-up of packing and its part of the FLOP ratio."""
+    found: dict[str, Any] = {}
+    for name in ("trees-updates-h200", "trees-updates-h200-more"):
+        try:
+            found |= load(name)["traces"]
+        except FileNotFoundError:
+            if not name.endswith("more"):
+                raise
+    rows = []
+    for name, made in sorted(found.items(), key=lambda item: item[1]["share_ratio"]):
+        ways = [_way(made["ways"].get(way)) for way in WAYS]
+        speed = f"{made['speed_up']:.2f}x" if "speed_up" in made else "not measured"
+        part = f"{made['of_flop_ratio']:.2f}" if "of_flop_ratio" in made else "not measured"
+        rows.append([name, f"{made['share_ratio']:.2f}", f"{made['flop_ratio']:.2f}", *ways, speed, part])
+    ways = [f"{what}: s, GiB" for what in WAYS.values()]
+    return markdown_table(
+        ["trace", "share ratio", "FLOP ratio", *ways, "speed-up of packed", "of the FLOP ratio"], rows
+    )
+
+
+def _way(made: dict[str, Any] | None) -> str:
+    if made is None:
+        return "not measured"
+    if "median" not in made:
+        return "failed"
+    return f"{made['median']:.2f}" + (f", {made['peak_gib']:.0f}" if "peak_gib" in made else "")

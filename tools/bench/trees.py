@@ -1,0 +1,328 @@
+"""`python -m tools.bench.trees --json trees.json`: updates on traces of agents, their sequences one by one and packed.
+
+Traces are those of `dualkv trees`, drawn from published statistics. An update is forward, backward and a step of AdamW;
+planning and packing, host work, are timed apart. Ways:
+
+- replicated: sequences end to end in one row, without padding, FlashAttention-4's call for ragged lengths.
+- packed: `plan_sequences`, `pack_sequences` and `dualkv.attention`.
+- gathered: the packed rows with the attention of TRL's tree packing: keys and values of each segment's path gathered,
+  one call of FlashAttention-4 (TRL's own runs FlashAttention-3).
+- walked: `dualkv.walk` over the whole tree, in parts of the budget. Micro-batches repeat what they share, parts do not.
+
+The FLOP ratio counts layers, attention and head of the sequences as they are, and of each token once. Where the tree is
+cut into micro-batches, *done* has the FLOP of what was computed. `--distance` compares gradients in bf16 with those of
+the sequences one by one in fp32.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from transformers.modeling_utils import AttentionInterface
+
+from dualkv.bench import traces
+from dualkv.bench.trees import Found, flops
+from dualkv.branches import Branch, walk
+from dualkv.data.gain import Gain
+from dualkv.data.parts import TreePart
+from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
+from dualkv.demo.update import ModelBatch
+from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.logprobs import response_logprobs
+from dualkv.models import CONFIGS
+from tools.bench.record import JsonPath, Record
+from tools.bench.step import Sizes, make_model, step
+
+WAYS = "replicated", "packed", "gathered", "walked"
+ALONE = 2**40  # tokens to share at least: nothing is
+TRACES = (
+    "trace-swe-dropped-0-n16-t8", "trace-tau2-0", "trace-search-0-n40", "trace-treepo-2", "trace-grpo-0",
+    "trace-swe-kept-0-n16-t8", "trace-swe-dropped-0-n1-t64", "trace-swe-dropped-0-n16-t16",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- attention of the other ways
+class Ragged(NamedTuple):
+    """Rows [ends_q[i], ends_q[i+1]) are queries, causal from the last key on, of rows [ends_k[i], ends_k[i+1]) of the
+    keys, which `keys` gathers. On the device, and the longest of them."""
+
+    ends_q: torch.Tensor
+    ends_k: torch.Tensor
+    longest: tuple[int, int]
+    keys: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, ends_q: list[int], ends_k: list[int], device: torch.device, keys: Any = None) -> Ragged:
+        ends = (torch.tensor(e, dtype=torch.int32, device=device) for e in (ends_q, ends_k))
+        longest = int(np.diff(ends_q).max()), int(np.diff(ends_k).max())
+        return cls(*ends, longest, None if keys is None else torch.from_numpy(keys).to(device))
+
+
+def _attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any,
+    scaling: float | None = None, *, ragged: Ragged, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """query [1, H, T, D] -> [1, T, H, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if ragged.keys is not None:
+        k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
+    if q.device.type == "cuda" and q.dtype != torch.float32:
+        from flash_attn.cute.interface import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=ragged.ends_q, cu_seqlens_k=ragged.ends_k, max_seqlen_q=ragged.longest[0],
+            max_seqlen_k=ragged.longest[1], softmax_scale=scaling, causal=True,
+        )  # fmt: skip
+        return (out[0] if isinstance(out, tuple) else out)[None], None
+    parts = []
+    spans = (itertools.pairwise(ends.tolist()) for ends in ragged[:2])
+    for (a, b), (c, d) in zip(*spans, strict=True):
+        seen = torch.arange(d - c, device=q.device) <= torch.arange(d - c - (b - a), d - c, device=q.device)[:, None]
+        heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scaling, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)[None], None
+
+
+RAGGED = "ragged-of-benchmark"
+AttentionInterface.register(RAGGED, _attend)
+
+
+# ---------------------------------------------------------------- micro-batches
+def batches(way: str, tokens: list[Any], masks: list[Any], budget: int, device: torch.device) -> list[ModelBatch]:
+    """Those of an update: the host work of a trainer."""
+    if way not in WAYS:
+        raise ValueError(f"way is {way!r}, expected one of {', '.join(WAYS)}")
+    min_shared = ALONE if way == "replicated" else 1
+    starts = np.append(0, np.cumsum([m.sum() for m in masks]))
+    found = []
+    plan = [list(range(len(tokens)))] if way == "walked" else plan_sequences(tokens, budget, min_shared=min_shared)
+    for chosen in plan:
+        batch = pack_sequences(
+            [tokens[i] for i in chosen], [masks[i] for i in chosen], min_shared=min_shared, device=device
+        )
+        places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
+        found.append(ModelBatch(_inputs(way, batch), batch, torch.from_numpy(places).to(device)))
+    return found
+
+
+def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
+    ids = {"input_ids": batch.input_ids}
+    if way in ("packed", "walked"):
+        return ids | {"dualkv": batch.layout}
+    offsets = batch.layout.offsets.tolist()
+    ends, keys = offsets, None
+    if way == "gathered":
+        paths: list[np.ndarray[Any, Any]] = []
+        for up, (a, b) in zip(batch.layout.parent.tolist(), itertools.pairwise(offsets), strict=True):
+            paths.append(np.concatenate([paths[up] if up >= 0 else np.zeros(0, np.int64), np.arange(a, b)]))
+        ends, keys = np.append(0, np.cumsum([len(path) for path in paths])).tolist(), np.concatenate(paths)
+    return ids | {"position_ids": batch.position_ids, "ragged": Ragged.of(offsets, ends, batch.device, keys)}
+
+
+def prepared(model: Any, way: str) -> None:
+    disable(model)
+    if way in ("packed", "walked"):
+        enable(model)
+    else:
+        model.config._attn_implementation = {"": RAGGED}
+
+
+def passes(
+    way: str, model: Any, some: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, budget: int
+) -> torch.Tensor:
+    """Forward and backward of an update; the log-probs."""
+    if way != "walked":
+        return step(model, some, weights, compiled, chunk_size)
+    head, found = model.get_output_embeddings().weight, torch.empty_like(weights)
+
+    def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+        return model.get_decoder()(input_ids=ids, dualkv=branch, use_cache=False).last_hidden_state
+
+    def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+        logp = part.expand(response_logprobs(hidden, head, part, chunk_size=chunk_size, compiled=compiled)[0])
+        found[part.places] = logp.detach()
+        return (logp * weights[part.places]).sum()
+
+    for one in some:
+        walk(one.batch, budget, forward, loss)
+    return found
+
+
+def done_flops(model: str, some: list[ModelBatch]) -> float:
+    """Of what micro-batches compute; the head on the rows that predict."""
+    rows = sum(b.tokens for b in some)
+    pairs = sum(int((b.batch.layout._segments.position + 1).sum()) for b in some)
+    return flops(model, rows, pairs, sum(len(b.batch._tokens_of_row) for b in some))
+
+
+# ---------------------------------------------------------------- measuring
+def measure(
+    sizes: Sizes, names: list[str], ways: list[str], budget: int, limit: float, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """The figures after each way of each trace; one that fails says why and spoils no other."""
+    begun, cuda = time.monotonic(), device.type == "cuda"
+    cut = f"{sizes.model}, {sizes.layers} layers"
+    CONFIGS[cut] = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
+    vocabulary = CONFIGS[sizes.model]["vocab_size"]
+    model = make_model(sizes, device)
+    recompute_layers(model, "nothing")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
+    figures: dict[str, Any] = {"traces": {}}
+
+    def update(way: str, some: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
+        logp = passes(way, model, some, weights, cuda, sizes.chunk_size, budget)
+        if optimizer:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return logp
+
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
+    for name in names:
+        if time.monotonic() - begun > limit:
+            break
+        trace = traces.parse(name)
+        if trace is None:
+            raise typer.BadParameter(f"{name!r} is no trace")
+        found, rollouts = Found.of_trace(trace), (trace.token_sequences(vocabulary), trace.loss_masks())
+        gain, layout = Gain.of(found.shared), trace.layout()
+        asked = (found.trained or 0,) * 2
+        total = [
+            flops(cut, rows, pairs, head)
+            for rows, pairs, head in (
+                (gain.replicated_rows, gain.replicated_pairs, asked[0]), (gain.rows, gain.pairs, asked[1]),
+            )
+        ]  # fmt: skip
+        of_trace: dict[str, Any] = {
+            "sequences": len(found.shared), "tokens": gain.replicated_rows, "packed_tokens": gain.rows,
+            "share_ratio": gain.ratio, "depth": layout.depth, "segments": layout.num_segments, "trained": asked[0],
+            "flops": total, "flop_ratio": total[0] / total[1], "ways": {},
+        }  # fmt: skip
+        figures["traces"][name] = of_trace
+        weights = torch.randn(asked[0], generator=torch.Generator().manual_seed(1)).to(device) / max(asked[0], 1)
+        first = None
+        for way in ways:
+            gc.collect()
+            try:
+                prepared(model, way)
+                start = time.perf_counter()
+                some = batches(way, *rollouts, budget, device)
+                wait()
+                planning = time.perf_counter() - start
+                update(way, some[:1], weights)
+                if cuda:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = []
+                for _ in range(sizes.repeats if way != "replicated" else 1):
+                    wait()
+                    start = time.perf_counter()
+                    logp = update(way, some, weights)
+                    wait()
+                    seconds.append(time.perf_counter() - start)
+            except Exception as error:
+                model.zero_grad(set_to_none=True)
+                of_trace["ways"][way] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+                yield figures
+                continue
+            first = logp if first is None else first
+            median, done = statistics.median(seconds), done_flops(cut, some)
+            apart = float((logp - first).double().square().mean().sqrt())
+            of_trace["ways"][way] = {
+                "planning": planning, "micro_batches": len(some), "rows": sum(b.tokens for b in some),
+                "seconds": seconds, "median": median, "done_flops": done, "done_tflops": done / median / 1e12,
+                "logp_rms_from_first_way": apart,
+            }  # fmt: skip
+            if cuda:
+                of_trace["ways"][way]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            some = []
+            yield figures
+        medians = {way: made["median"] for way, made in of_trace["ways"].items() if "median" in made}
+        if {"replicated", "packed"} <= medians.keys():
+            of_trace["speed_up"] = medians["replicated"] / medians["packed"]
+            of_trace["of_flop_ratio"] = of_trace["speed_up"] / of_trace["flop_ratio"]
+            yield figures
+
+
+def distance(sizes: Sizes, name: str, ways: list[str], budget: int, device: torch.device) -> dict[str, float]:
+    """Of each way's gradients, in the model's dtype, from those of replicated fp32: relative, by norms."""
+    trace = traces.parse(name)
+    assert trace is not None
+    trained = sum(int(m.sum()) for m in trace.loss_masks())
+    weights = torch.randn(trained, generator=torch.Generator().manual_seed(1)).to(device) / trained
+    model = make_model(sizes, device)
+    rollouts = trace.token_sequences(CONFIGS[sizes.model]["vocab_size"]), trace.loss_masks()
+
+    def gradients(way: str, which: Any) -> dict[str, torch.Tensor]:
+        prepared(which, way)
+        some = batches(way, *rollouts, budget, device)
+        passes(way, which, some, weights, False, sizes.chunk_size, budget)
+        made = {n: p.grad.float() for n, p in which.named_parameters() if p.grad is not None}
+        which.zero_grad(set_to_none=True)
+        return made
+
+    mine = {way: gradients(way, model) for way in ways}
+    wanted = gradients("replicated", model.float())
+    norm = torch.stack([x.double().square().sum() for x in wanted.values()]).sum().sqrt()
+    apart = {w: torch.stack([(g[n] - x).double().square().sum() for n, x in wanted.items()]) for w, g in mine.items()}
+    return {way: float(x.sum().sqrt() / norm) for way, x in apart.items()}
+
+
+def line(name: str, made: dict[str, Any]) -> str:
+    """A trace's figures, short."""
+    ways = "; ".join(
+        f"{way} {found['median']:.2f} s" + (f" {found['peak_gib']:.0f} GiB" if "peak_gib" in found else "")
+        if "median" in found
+        else f"{way} {found['error'][:120]}"
+        for way, found in made["ways"].items()
+    )
+    speed = f" speed-up {made['speed_up']:.2f} = {made['of_flop_ratio']:.2f} of it;" if "speed_up" in made else ""
+    return f"{name}: share {made['share_ratio']:.2f}, FLOP {made['flop_ratio']:.2f};{speed} {ways}"
+
+
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    budget: Annotated[int, typer.Option(help="Rows of a micro-batch, in every way.")] = 65536,
+    repeats: Annotated[int, typer.Option(help="Of packed ways; replicated it is one, after one micro-batch.")] = 2,
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = ",".join(WAYS),
+    time_limit: Annotated[float, typer.Option(help="Seconds after which no trace is begun.")] = 1e9,
+    gradients: Annotated[str | None, typer.Option("--distance", help="Compare gradients on this trace.")] = None,
+    trace: Annotated[list[str] | None, typer.Option("--trace", "-t", help="Traces, in this order.")] = None,
+) -> None:
+    """Measure updates; figures are written after each way of each trace."""
+    sizes = Sizes(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype, optimizer=True)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    record, about = Record(json_to, cuda), {"model": model, "layers": layers, "budget": budget, "dtype": dtype}
+    if gradients is not None:
+        found = distance(sizes, gradients, ways.split(","), budget, device)
+        about["distance"] = {"trace": gradients, **found}
+        record.write(about)
+        print(f"gradients' distance from fp32, {gradients}:", {w: f"{x:.2e}" for w, x in found.items()}, flush=True)
+        gc.collect()
+    said = set()
+    for figures in measure(sizes, list(trace or TRACES), ways.split(","), budget, time_limit, device):
+        record.write(about | figures)
+        for name, made in figures["traces"].items():
+            if "speed_up" in made and name not in said:
+                said.add(name)
+                print(line(name, made), flush=True)
+    for name, made in figures["traces"].items():
+        if name not in said:
+            print(line(name, made), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
