@@ -26,7 +26,7 @@ def warn_of_trl(trainer: Any) -> None:
     """Warns of settings of TRL's losses.
 
     Args:
-        trainer: a `trl.GRPOTrainer` that has been made.
+        trainer: a `trl.GRPOTrainer` or `trl.RLOOTrainer` that has been made.
     """
     for setting, what, remedy in trl_settings(trainer):
         _warn(setting, what, remedy)
@@ -70,17 +70,20 @@ def verl_settings(actor: Any) -> Found:
 
 
 def trl_settings(trainer: Any) -> Found:
-    """Settings of TRL 1.16 (`GRPOTrainer._compute_loss`) whose losses use statistics of a micro-batch."""
+    """Settings of TRL 1.16 (`_compute_loss`) whose losses use statistics of a micro-batch.
+
+    RLOO and GMPO average over rollouts, and micro-batches have equally many.
+    """
     if trainer.args.steps_per_generation == 1:
         return []  # one micro-batch, which packing does not change
     found, one = [], f"{ONE} (steps_per_generation=1)"
-    if trainer.loss_type == "bnpo":
+    if getattr(trainer, "loss_type", None) == "bnpo":
         what = "divides by the tokens of a micro-batch"
         found.append(("loss_type='bnpo'", what, f"{one}, or take 'dapo', which divides by the tokens of all"))
-    if trainer.top_entropy_quantile < 1.0:
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
         what = "takes the quantile within a micro-batch"
         found.append((f"top_entropy_quantile={trainer.top_entropy_quantile}", what, f"{one}, or set it to 1.0"))
-    if trainer._entropy_bonus_enabled:
+    if getattr(trainer, "_entropy_bonus_enabled", False):
         name = "use_adaptive_entropy=True" if trainer.use_adaptive_entropy else f"entropy_coef={trainer.entropy_coef}"
         found.append((name, "averages entropies over the tokens of a micro-batch", f"{one}, or do without the bonus"))
     if trainer.aux_loss_enabled:
