@@ -12,14 +12,15 @@ from functools import cache
 from typing import Any
 
 
-def warn_of_verl(actor: Any) -> None:
+def warn_of_verl(config: Any, role: str = "actor") -> None:
     """Warns of settings of veRL's losses.
 
     Args:
-        actor: veRL's `actor_rollout_ref.actor`, as an OmegaConf object or as veRL's own.
+        config: veRL's `actor_rollout_ref.actor` or `critic`, as an OmegaConf object or as veRL's own.
+        role: "actor" or "critic".
     """
-    for setting, what, remedy in verl_settings(actor):
-        _warn(f"actor.{setting}", what, remedy)
+    for setting, what, remedy in verl_settings(config, role):
+        _warn(f"{role}.{setting}", what, remedy)
 
 
 def warn_of_trl(trainer: Any) -> None:
@@ -36,9 +37,9 @@ Found = list[tuple[str, str, str]]  # (setting, what the loss does within a micr
 ONE = "have a micro-batch hold a whole update"
 
 
-def verl_settings(actor: Any) -> Found:
+def verl_settings(config: Any, role: str = "actor") -> Found:
     """Settings of veRL 0.9 (`verl.trainer.ppo.core_algos`) whose losses use statistics of a micro-batch."""
-    found, policy_loss = [], actor.get("policy_loss") or {}
+    found, policy_loss = [], config.get("policy_loss") or {}
     mode = policy_loss.get("loss_mode", "vanilla")
     one = f"{ONE} (actor.ppo_max_token_len_per_gpu)"
     if mode == "geo_mean":
@@ -58,12 +59,12 @@ def verl_settings(actor: Any) -> Found:
                     f"{one}, or set it to False",
                 )
             )
-    if actor.get("loss_agg_mode") == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
+    if config.get("loss_agg_mode") == "seq-mean-token-sum-norm" and config.get("loss_scale_factor", None) is None:
         found.append(
             (
                 "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor",
                 "divides by the longest response of a micro-batch",
-                "set actor.loss_scale_factor, such as to data.max_response_length",
+                f"set {role}.loss_scale_factor, such as to data.max_response_length",
             )
         )
     return found

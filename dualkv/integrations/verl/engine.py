@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
@@ -102,20 +102,32 @@ class DualKVEngine(FSDPEngineWithLMHead):
             :func:`dualkv.integrations.transformers.enable` refuses.
     """
 
+    stock_type = "language_model"  # the type of model that the rest of veRL expects
+
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        model_config.model_type = "language_model"  # the type that the rest of veRL expects
+        model_config.model_type = self.stock_type
         self._running: Running | None = None
         self._done: tuple[work.Work, work.Work, int] | None = None
         self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
         self._layers = by_config(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
-        self._checked = _checked(model_config)
+        self._checked = _checked(self._of_decoder(model_config.hf_config))
         _refuse_fused_head(model_config)
         super().__init__(model_config, *args, **kwargs)
         _refuse_ulysses(model_config, self.engine_config.ulysses_sequence_parallel_size)
 
+    @staticmethod
+    def _of_decoder(config: Any) -> Any:
+        """A configuration whose model has the decoder that the engine builds."""
+        return config
+
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
+        if hasattr(module, "v_head"):
+            raise ValueError(
+                f"{type(module).__name__} is TRL's model with a value head, whose rows are not packed: expected a model"
+                " that transformers has for token classification"
+            )
         restore_attention()
         transformers.enable(module, deterministic=self.engine_config.full_determinism, check=not self._checked)
         decoder = module.get_decoder()
@@ -290,9 +302,9 @@ class DualKVEngine(FSDPEngineWithLMHead):
     # ------------------------------------------------------------------ metrics of a batch
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         # With veRL's own trainers this is the first place where dualkv sees the loss.
-        actor = getattr(loss_function, "keywords", {}).get("config")
-        if isinstance(actor, ActorConfig) and dist.get_rank() == 0:
-            losses.warn_of_verl(actor)
+        config = getattr(loss_function, "keywords", {}).get("config")
+        if isinstance(config, ActorConfig | CriticConfig) and dist.get_rank() == 0:
+            losses.warn_of_verl(config, "actor" if isinstance(config, ActorConfig) else "critic")
         return self._measured(super().train_batch, data, loss_function, passes=3)
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
@@ -343,14 +355,14 @@ def check_strategy(strategy: str) -> None:
         )
 
 
-def _checked(model_config: Any) -> bool:
+def _checked(config: Any) -> bool:
     """Raises ValueError for a model that cannot be packed. Returns False if only the built model can be checked.
 
     veRL and Liger patch the classes of models while the engine builds one. This check runs before, on transformers' own
     classes.
     """
     try:
-        model = models.without_weights(model_config.hf_config)
+        model = models.without_weights(config)
     except Exception:
         # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False

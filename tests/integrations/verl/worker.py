@@ -26,12 +26,14 @@ import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch.distributed.fsdp import OffloadPolicy
+from transformers import AutoModelForTokenClassification
 from transformers.modeling_utils import AttentionInterface
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import (
     FSDPActorConfig,
+    FSDPCriticConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
@@ -39,7 +41,7 @@ from verl.workers.config import (
     TrainingWorkerConfig,
 )
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from dualkv.integrations.verl.engine import restore_attention
@@ -48,12 +50,12 @@ from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nest
 from tools.bench import stock_attention, train_verl
 from tools.bench import verl as bench_verl
 
-SCORES = ("log_probs", "entropy", "sum_pi_squared")
+SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
 
 
 def make_worker(s: dict[str, Any], models: Path) -> Any:
-    """A `TrainingWorker` with veRL's PPO loss."""
+    """A `TrainingWorker` with veRL's PPO loss, or as a critic with its value loss."""
     for model, forward in FORWARDS.items():
         model.forward = forward  # veRL puts fused heads into the class
     dtype = s.get("param_dtype", "fp32")
@@ -84,7 +86,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         policy_loss=PolicyLossConfig(loss_mode=s.get("loss", "vanilla")),
         loss_agg_mode=s.get("mean", "token-mean"),
     )
-    fused = s.get("fused")
+    fused, is_critic = s.get("fused"), s.get("model") == "critic"
     model = HFModelConfig(
         path=str(models / s.get("model", "dense")),
         load_tokenizer=False,
@@ -93,22 +95,27 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         override_config={"attn_implementation": s.get("attention", "sdpa")},
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
-        | ({"dualkv_trees": s["trees"]} if "trees" in s else {}),
+        | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
+        | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="dualkv" if s["packed"] else "language_model",
+            model_type="value_model" if is_critic else "dualkv" if s["packed"] else "language_model",
             model_config=model,
             engine_config=engine,
             optimizer_config=optimizer,
             checkpoint_config=CheckpointConfig(),
         )
     )
-    worker.reset()
+    # veRL loads a critic with FlashAttention, which needs a GPU.
+    load, sdpa = AutoModelForTokenClassification.from_pretrained, {"attn_implementation": "sdpa"}
+    with patch.object(AutoModelForTokenClassification, "from_pretrained", lambda **kwargs: load(**kwargs | sdpa)):
+        worker.reset()
     if not s["packed"]:
         restore_attention()  # veRL's own attention of Qwen2.5-VL needs FlashAttention
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    critic = FSDPCriticConfig(strategy=engine.strategy, ppo_micro_batch_size_per_gpu=4, optim=optimizer)
+    worker.set_loss_fn(partial(value_loss, config=critic) if is_critic else partial(ppo_loss, config=actor))
     return worker
 
 
@@ -117,7 +124,7 @@ def rollouts_of(s: dict[str, Any], worker: Any) -> TensorDict:
 
 
 def score(worker: Any, data: TensorDict) -> dict[str, Any]:
-    """Log-probs and entropy [N, Rmax], 0 behind each response; empty where veRL collects nothing from this rank."""
+    """Log-probs and entropy, or values, [N, Rmax], 0 behind each response; empty where veRL collects nothing from this rank."""
     data = data.clone()
     tu.assign_non_tensor(data, compute_loss=False)
     found = worker.infer_batch(data)
