@@ -214,7 +214,8 @@ class DualKVEngine(FSDPEngineWithLMHead):
             done += work.packed(mine, self._layers)
             self._running = Running(verl_data.pack(micro_batch, mine))
             try:
-                outputs.append(self._run(micro_batch, loss_function, forward_only, i == len(parts) - 1))
+                with torch.profiler.record_function(f"micro_batch{i}"):  # veRL's name of it in a trace
+                    outputs.append(self._run(micro_batch, loss_function, forward_only, i == len(parts) - 1))
             finally:
                 self._running = None
             if not keep_values:

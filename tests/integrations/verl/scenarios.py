@@ -133,6 +133,10 @@ OVERRIDES = [
     "actor_rollout_ref.rollout.n=4",
     "+actor_rollout_ref.model.load_tokenizer=False",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "+critic.model.fused_kernel_options.dualkv=True",
+    "critic.strategy=fsdp2",
+    "critic.optim.total_training_steps=10",
+    "+critic.model.load_tokenizer=False",
 ]
 
 BENCH = {
@@ -162,6 +166,8 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "truncated-to-nothing": PACKED | {"groups": TRUNCATED, "budget": ROOMY},
     "trees-too-long": TREES | {"run": "scored", "budget": 40},
     "trees-of-nothing": TREES | {"run": "scored", "trees": 0},
+    "profiled": PACKED | {"run": "profiled", "rollouts": 8},
+    "stock-profiled": STOCK | {"run": "profiled", "rollouts": 8},
     "restarted": PACKED | {"run": "restarted", "budget": TIGHT},
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},

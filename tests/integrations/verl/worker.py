@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from transformers import AutoModelForTokenClassification
 from transformers.modeling_utils import AttentionInterface
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import (
     FSDPActorConfig,
@@ -40,6 +42,7 @@ from verl.workers.config import (
     PolicyLossConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine import EngineRegistry
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
@@ -124,7 +127,7 @@ def rollouts_of(s: dict[str, Any], worker: Any) -> TensorDict:
 
 
 def score(worker: Any, data: TensorDict) -> dict[str, Any]:
-    """Log-probs and entropy, or values, [N, Rmax], 0 behind each response; empty where veRL collects nothing from this rank."""
+    """Log-probs and entropy, or values, [N, Rmax], 0 behind each response; empty if veRL takes none of this rank."""
     data = data.clone()
     tu.assign_non_tensor(data, compute_loss=False)
     found = worker.infer_batch(data)
@@ -213,7 +216,8 @@ def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
 def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """The engines that veRL makes from `s["overrides"]` of its trainer's configuration."""
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        config = compose("ppo_trainer", [*s["overrides"], f"actor_rollout_ref.model.path={models / 'dense'}"])
+        paths = [f"actor_rollout_ref.model.path={models / 'dense'}", f"critic.model.path={models / 'critic'}"]
+        config = compose("ppo_trainer", [*s["overrides"], *paths])
     found = {}
     # The reference policy lies in pinned memory, which only machines with a GPU have.
     pinned = patch("verl.workers.engine.fsdp.transformer_impl.CPUOffloadPolicy", lambda pin_memory: OffloadPolicy())
@@ -223,7 +227,30 @@ def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
             worker.init_model()
         engine = getattr(worker, role).engine
         found[role] = f"{type(engine).__name__} {type(engine.module).__name__}"
+    for packed in (True, False):  # as veRL's trainers make one, up to the engine
+        critic = omega_conf_to_dataclass(config.critic)
+        critic.model.fused_kernel_options["dualkv"] &= packed
+        critic.model.model_type = "value_model"
+        engine = EngineRegistry.new(
+            model_type="value_model",
+            backend=critic.engine.strategy,
+            model_config=critic.model,
+            engine_config=critic.engine,
+            optimizer_config=critic.optim,
+            checkpoint_config=critic.checkpoint,
+        )
+        found[f"critic, packed={packed}"] = f"{type(engine).__name__} {engine.model_config.model_type}"
     return found
+
+
+def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """veRL's ranges in a trace of scores and two updates, and how often each occurs."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        score(worker, data)
+        train(worker, data)
+    return {"ranges": Counter(event.name for event in trace.events() if "_batch" in event.name)}
 
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
