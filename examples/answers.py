@@ -2,7 +2,7 @@
 
     python examples/answers.py --model Qwen/Qwen3-0.6B --answers answers.jsonl
     python examples/answers.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --answers answers.jsonl
-    python examples/answers.py --tiny [--teacher tiny] [--prompts]     # random weights and answers
+    python examples/answers.py --tiny --prompts     # random weights and answers
 
 One line of the file for each prompt: {"prompt": [token ids], "answers": [[token ids], ...]}. Without a teacher the loss
 is the mean over sequences of the mean negative log-prob of their tokens. With one it is the mean over the tokens of

@@ -69,9 +69,9 @@ class PackedSequences:
             return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask)
         lens = np.array(batch.response_lens)
         masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
-        whole = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
+        padded = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
         lens = np.array([len(r) for r in rows])
-        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(whole)))
+        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(padded)))
 
     @property
     def device(self) -> torch.device:

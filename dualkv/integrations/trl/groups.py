@@ -7,7 +7,7 @@ shuffles the rollouts of a generation batch over its micro-batches, the rollouts
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from dualkv.integrations.trl.models import (
     refuse_prompt_learning,
 )
 
-Base = trl.GRPOTrainer if TYPE_CHECKING else object
+Base: Any = object  # stands for the trainer that follows the mixin
 
 # What TRL hands on about images; COUNTS say how many of them each rollout has.
 COUNTS = {"num_images", "num_tiles"}

@@ -208,6 +208,13 @@ def test_other_strategies_say_what_to_use(strategy: str, monkeypatch: pytest.Mon
         get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), config))
 
 
+def test_a_critic_on_another_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: pytest.fail("veRL's trainer was made"))
+    critic = {"strategy": "megatron", "model": {"fused_kernel_options": {"dualkv": True}}}
+    with pytest.raises(ValueError, match="packs groups on strategy fsdp and fsdp2, not on megatron: set critic"):
+        get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), {"critic": critic}))
+
+
 def test_every_strategy_of_verl_is_known() -> None:
     """Read from veRL's sources: most of its engines cannot be imported here."""
     engines = Path(verl.__file__).parent / "workers/engine"
