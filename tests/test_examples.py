@@ -15,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+COMPARED = re.compile(r"update \d: loss (\S+), gradient norm (\S+), (\S+) tokens")
 LINE = re.compile(r"update \d: loss (\S+), gradient norm (\S+), (\S+) tokens packed on (\d) ranks, (\S+) replicated")
 
 
@@ -56,21 +57,59 @@ def test_long_context(example):
     assert "576 tokens packed, 2,112 replicated" in printed
 
 
-def test_ranks_together_compute_what_one_computes(example, monkeypatch):
-    options = ["--tiny", "--updates", "2", "--budget", "600"]
+def assert_same_updates(packed, replicated):
+    """What an example printed: equal losses and gradients, of fewer tokens."""
+    packed, replicated = COMPARED.findall(packed), COMPARED.findall(replicated)
+    assert len(packed) == len(replicated) > 1
+    for (loss, norm, tokens), (expected, expected_norm, all_tokens) in zip(packed, replicated, strict=True):
+        assert float(loss) == pytest.approx(float(expected), abs=1e-5)
+        assert float(norm) == pytest.approx(float(expected_norm), rel=1e-4)
+        assert int(tokens.replace(",", "")) < int(all_tokens.replace(",", "")) / 1.5
+    assert len({loss for loss, _, _ in packed}) > 1  # something was updated
+
+
+@pytest.mark.parametrize("options", [[], ["--prompts", "--budget", "150"], ["--teacher", "tiny"]], ids=str)
+def test_fine_tuning_and_distillation(example, options):
+    options = ["--tiny", "--updates", "2", "--lr", "0.05", *options]
+    assert_same_updates(example("answers.py", *options), example("answers.py", *options, "--replicated"))
+
+
+def test_plain_modules(example):
+    assert_same_updates(example("plain_modules.py"), example("plain_modules.py", "--replicated"))
+
+
+def test_an_actor_that_takes_padded_batches(example, monkeypatch):
+    """Two ranks, packed, against one that runs all rollouts padded."""
+    options = ["--tiny", "--updates", "2", "--lr", "0.001"]
+    two = on_two_ranks("padded_actor.py", *options)
+    as_one_rank(monkeypatch)
+    assert_same_updates(two, example("padded_actor.py", *options, "--padded", "--micro-batch", "16"))
+
+
+def on_two_ranks(name, *options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command += [str(EXAMPLES / "four_gpus.py"), *options]
+    command += [str(EXAMPLES / name), *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def as_one_rank(monkeypatch):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
-    two, one = LINE.findall(done.stdout), LINE.findall(example("four_gpus.py", *options))
+
+
+def test_ranks_together_compute_what_one_computes(example, monkeypatch):
+    options = ["--tiny", "--updates", "2", "--budget", "600"]
+    printed = on_two_ranks("four_gpus.py", *options)
+    as_one_rank(monkeypatch)
+    two, one = LINE.findall(printed), LINE.findall(example("four_gpus.py", *options))
     assert len(two) == 2
     for (loss, norm, packed, ranks, replicated), (loss_of_one, norm_of_one, packed_of_one, _, same) in zip(
         two, one, strict=True

@@ -13,13 +13,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "api.md"
-# Modules whose public names the page describes; of packages (the first and the last), what they import from within.
+# Modules whose public names the page describes; of packages, what they import from within.
+PACKAGES = ("dualkv", "dualkv.integrations.trl", "dualkv.ops")
 MODULES = (
     "dualkv",
     "dualkv.grpo",
     "dualkv.integrations.megatron",
     "dualkv.integrations.transformers",
     "dualkv.integrations.trl",
+    "dualkv.integrations.trl.online_dpo",
     "dualkv.sequence_parallel",
     "dualkv.ops",
 )
@@ -124,7 +126,7 @@ def _members(public: Public) -> Iterator[Public]:
 def public(module: str) -> list[Public]:
     """The public names of a module, with the methods of its classes."""
     found = _definitions(module)
-    if module in ("dualkv", "dualkv.ops"):
+    if module in PACKAGES:
         for node in ast.walk(_tree(module)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualkv."):
                 there = _definitions(str(node.module))

@@ -46,23 +46,32 @@ class PackedSequences:
     _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
 
     @classmethod
-    def from_batch(cls, batch: PackedBatch, loss_masks: Sequence[Mask] | torch.Tensor | None = None) -> PackedSequences:
+    def from_batch(
+        cls, batch: PackedBatch, loss_masks: Sequence[Mask] | torch.Tensor | None = None, *, whole: bool = False
+    ) -> PackedSequences:
         """The packed rows of a batch, in which only prompts are shared, with a mask of the tokens that count in each
         rollout.
 
         Args:
             batch: the result of :func:`dualkv.pack` or `pack_padded`.
             loss_masks: N masks, each as long as its response, in the order of the input; all tokens by default.
+            whole: masks are as long as prompt and response together, for losses on prompts too; by default all tokens
+                but the first of each sequence count. A token of a prompt counts once for each rollout whose mask has
+                it, as in separate sequences.
 
         Raises:
-            ValueError: masks of other lengths, or without any token.
+            ValueError: masks of other lengths, without any token, or that count the first token of a sequence.
         """
         rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
+        if whole:
+            lens = np.array([len(r) for r in rows])
+            mask = _mask(loss_masks, lens)
+            return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask)
         lens = np.array(batch.response_lens)
         masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
-        whole = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
+        padded = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
         lens = np.array([len(r) for r in rows])
-        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(whole)))
+        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(padded)))
 
     @property
     def device(self) -> torch.device:

@@ -12,21 +12,22 @@ from functools import cache
 from typing import Any
 
 
-def warn_of_verl(actor: Any) -> None:
+def warn_of_verl(config: Any, role: str = "actor") -> None:
     """Warns of settings of veRL's losses.
 
     Args:
-        actor: veRL's `actor_rollout_ref.actor`, as an OmegaConf object or as veRL's own.
+        config: veRL's `actor_rollout_ref.actor` or `critic`, as an OmegaConf object or as veRL's own.
+        role: "actor" or "critic".
     """
-    for setting, what, remedy in verl_settings(actor):
-        _warn(f"actor.{setting}", what, remedy)
+    for setting, what, remedy in verl_settings(config, role):
+        _warn(f"{role}.{setting}", what, remedy)
 
 
 def warn_of_trl(trainer: Any) -> None:
     """Warns of settings of TRL's losses.
 
     Args:
-        trainer: a `trl.GRPOTrainer` that has been made.
+        trainer: a `trl.GRPOTrainer` or `trl.RLOOTrainer` that has been made.
     """
     for setting, what, remedy in trl_settings(trainer):
         _warn(setting, what, remedy)
@@ -36,9 +37,9 @@ Found = list[tuple[str, str, str]]  # (setting, what the loss does within a micr
 ONE = "have a micro-batch hold a whole update"
 
 
-def verl_settings(actor: Any) -> Found:
+def verl_settings(config: Any, role: str = "actor") -> Found:
     """Settings of veRL 0.9 (`verl.trainer.ppo.core_algos`) whose losses use statistics of a micro-batch."""
-    found, policy_loss = [], actor.get("policy_loss") or {}
+    found, policy_loss = [], config.get("policy_loss") or {}
     mode = policy_loss.get("loss_mode", "vanilla")
     one = f"{ONE} (actor.ppo_max_token_len_per_gpu)"
     if mode == "geo_mean":
@@ -58,29 +59,32 @@ def verl_settings(actor: Any) -> Found:
                     f"{one}, or set it to False",
                 )
             )
-    if actor.get("loss_agg_mode") == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
+    if config.get("loss_agg_mode") == "seq-mean-token-sum-norm" and config.get("loss_scale_factor", None) is None:
         found.append(
             (
                 "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor",
                 "divides by the longest response of a micro-batch",
-                "set actor.loss_scale_factor, such as to data.max_response_length",
+                f"set {role}.loss_scale_factor, such as to data.max_response_length",
             )
         )
     return found
 
 
 def trl_settings(trainer: Any) -> Found:
-    """Settings of TRL 1.16 (`GRPOTrainer._compute_loss`) whose losses use statistics of a micro-batch."""
+    """Settings of TRL 1.16 (`_compute_loss`) whose losses use statistics of a micro-batch.
+
+    RLOO and GMPO average over rollouts, and micro-batches have equally many.
+    """
     if trainer.args.steps_per_generation == 1:
         return []  # one micro-batch, which packing does not change
     found, one = [], f"{ONE} (steps_per_generation=1)"
-    if trainer.loss_type == "bnpo":
+    if getattr(trainer, "loss_type", None) == "bnpo":
         what = "divides by the tokens of a micro-batch"
         found.append(("loss_type='bnpo'", what, f"{one}, or take 'dapo', which divides by the tokens of all"))
-    if trainer.top_entropy_quantile < 1.0:
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
         what = "takes the quantile within a micro-batch"
         found.append((f"top_entropy_quantile={trainer.top_entropy_quantile}", what, f"{one}, or set it to 1.0"))
-    if trainer._entropy_bonus_enabled:
+    if getattr(trainer, "_entropy_bonus_enabled", False):
         name = "use_adaptive_entropy=True" if trainer.use_adaptive_entropy else f"entropy_coef={trainer.entropy_coef}"
         found.append((name, "averages entropies over the tokens of a micro-batch", f"{one}, or do without the bonus"))
     if trainer.aux_loss_enabled:

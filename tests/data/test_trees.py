@@ -296,6 +296,36 @@ def test_a_packed_batch_with_masks_of_its_responses(labels):
             PackedSequences.from_batch(packed, wrong)
 
 
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens_of_prompts_count_once_a_rollout(labels, masked):
+    """Supervised fine-tuning on prompts and answers: log-probs and gradients of the separate sequences."""
+    torch.manual_seed(2)
+    prompts, answers = [[1, 2, 7], [3], [1, 2, 7], [3], [1, 2, 7]], [[4, 5, 6], [7], [], [8, 8], [4, 5]]
+    sequences = [p + a for p, a in zip(prompts, answers, strict=True)]
+    masks = [[i > 0 and (not masked or (i + n) % 3 > 0) for i in range(len(s))] for n, s in enumerate(sequences)]
+    weights = [torch.randn(sum(m), dtype=torch.float64) for m in masks]
+    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    batch = PackedSequences.from_batch(pack(prompts, answers, labels=labels), masks if masked else None, whole=True)
+    rows = batch.unpack(packed_logps(embedding, head, batch))
+    alone = [
+        dense_logps(embedding, head, torch.tensor(s))[torch.tensor(m[1:])]
+        for s, m in zip(sequences, masks, strict=True)
+    ]
+    got, want = (
+        (
+            loss := sum((w * r).sum() for w, r in zip(weights, of, strict=True)),
+            *torch.autograd.grad(loss, (embedding, head)),
+        )
+        for of in (rows, alone)
+    )
+    for a, b in zip((*rows, *got), (*alone, *want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    first = [[1, *m[1:]] for m in masks]
+    with pytest.raises(ValueError, match=r"loss_masks\[0\] counts the first token of its sequence"):
+        PackedSequences.from_batch(pack(prompts, answers, labels=labels), first, whole=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

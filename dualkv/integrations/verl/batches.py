@@ -16,7 +16,7 @@ from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, CriticConfig
 
 from dualkv.integrations import losses
 from dualkv.integrations.masks import by_config
@@ -66,11 +66,12 @@ class PacksBatches:
     An engine calls :meth:`_read_options` before it is built, and `_plan` for a batch.
     """
 
+    stock_type = "language_model"  # the type of model that the rest of veRL expects
     row_ranks: int  # ranks that share the rows of a micro-batch, whose budgets of tokens add up
     model_ranks: int  # ranks that compute the same rollouts
 
     def _read_options(self, model_config: Any) -> None:
-        model_config.model_type = "language_model"  # the type that the rest of veRL expects
+        model_config.model_type = self.stock_type
         self._done: tuple[work.Work, work.Work, int] | None = None
         self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
         self._layers = by_config(model_config.hf_config)
@@ -115,9 +116,9 @@ class PacksBatches:
     # ------------------------------------------------------------------ metrics of a batch
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         # With veRL's own trainers this is the first place where dualkv sees the loss.
-        actor = getattr(loss_function, "keywords", {}).get("config")
-        if isinstance(actor, ActorConfig) and dist.get_rank() == 0:
-            losses.warn_of_verl(actor)
+        config = getattr(loss_function, "keywords", {}).get("config")
+        if isinstance(config, ActorConfig | CriticConfig) and dist.get_rank() == 0:
+            losses.warn_of_verl(config, "actor" if isinstance(config, ActorConfig) else "critic")
         return self._measured(super().train_batch, data, loss_function, passes=3)  # type: ignore[misc]
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:

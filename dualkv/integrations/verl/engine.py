@@ -69,14 +69,24 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
         self._running: Running | None = None
         self._read_options(model_config)
-        self._checked = _checked(model_config)
+        self._checked = _checked(self._of_decoder(model_config.hf_config))
         _refuse_fused_head(model_config)
         super().__init__(model_config, *args, **kwargs)
         self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
         _refuse_ulysses(model_config, self.row_ranks)
 
+    @staticmethod
+    def _of_decoder(config: Any) -> Any:
+        """A configuration whose model has the decoder that the engine builds."""
+        return config
+
     def _build_module(self) -> nn.Module:
         module = super()._build_module()
+        if hasattr(module, "v_head"):
+            raise ValueError(
+                f"{type(module).__name__} is TRL's model with a value head, whose rows are not packed: expected a model"
+                " that transformers has for token classification"
+            )
         restore_attention()
         transformers.enable(module, deterministic=self.engine_config.full_determinism, check=not self._checked)
         decoder = module.get_decoder()
@@ -140,7 +150,8 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         for micro_batch, packed in packed_parts(data, rollouts, parts):
             self._running = Running(packed)
             try:
-                outputs.append(self._run(micro_batch, loss_function, forward_only, len(outputs) == len(parts) - 1))
+                with torch.profiler.record_function(f"micro_batch{len(outputs)}"):  # veRL's name of it in a trace
+                    outputs.append(self._run(micro_batch, loss_function, forward_only, len(outputs) == len(parts) - 1))
             finally:
                 self._running = None
             if not keep_values:
@@ -250,14 +261,14 @@ def check_strategy(strategy: str) -> None:
         )
 
 
-def _checked(model_config: Any) -> bool:
+def _checked(config: Any) -> bool:
     """Raises ValueError for a model that cannot be packed. Returns False if only the built model can be checked.
 
     veRL and Liger patch the classes of models while the engine builds one. This check runs before, on transformers' own
     classes.
     """
     try:
-        model = models.without_weights(model_config.hf_config)
+        model = models.without_weights(config)
     except Exception:
         # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False

@@ -15,7 +15,8 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.batches import MODEL_TYPE
-from dualkv.integrations.verl.engine import check_strategy
+from dualkv.integrations.verl.critic import PACKED
+from dualkv.integrations.verl.engine import STRATEGIES, check_strategy
 
 
 class _WholeGroups:
@@ -26,6 +27,13 @@ class _WholeGroups:
     def __init__(self, config: Any) -> None:
         if (config.actor_rollout_ref.get("model") or {}).get("model_type") == MODEL_TYPE:
             check_strategy(config.actor_rollout_ref.actor.strategy)  # before any worker starts
+        critic: Any = config.get("critic") or {}
+        options = (critic.get("model") or {}).get("fused_kernel_options") or {}
+        if options.get(PACKED, False) and critic.strategy not in STRATEGIES:
+            raise ValueError(
+                f"critic.model.fused_kernel_options.{PACKED} packs groups on strategy fsdp and fsdp2, not on"
+                f" {critic.strategy}: set critic.strategy=fsdp2, or leave the option out"
+            )
         config.trainer.v1.trainer_mode = self.stock_mode
         if config.actor_rollout_ref.actor.shuffle:
             warnings.warn(

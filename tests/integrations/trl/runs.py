@@ -20,8 +20,9 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from trl.experimental import gmpo
 
-from dualkv.integrations.trl import GRPOTrainer
+from dualkv.integrations.trl import GRPOTrainer, PackedGroups, RLOOTrainer
 from tests.integrations.test_media import ROPE, WINDOWS
 from tests.integrations.tiny import SIZES, VOCAB, make_model
 
@@ -100,6 +101,18 @@ class Padded(GRPOTrainer):
     _get_per_token_logps_and_entropies = trl.GRPOTrainer._get_per_token_logps_and_entropies
 
 
+class PaddedRLOO(RLOOTrainer):
+    _get_per_token_logps_and_entropies = trl.RLOOTrainer._get_per_token_logps_and_entropies
+
+
+class GMPOTrainer(PackedGroups, gmpo.GMPOTrainer):
+    """As docs/trl.md makes one of any subclass."""
+
+
+class PaddedGMPO(GMPOTrainer):
+    _get_per_token_logps_and_entropies = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+
 @dataclass
 class Run:
     """Attributes:
@@ -135,6 +148,7 @@ def make_trainer(
     model: str = "qwen3",
     peft: Any = None,
     of_model: dict[str, Any] | None = None,
+    config: type = trl.GRPOConfig,
     **settings: Any,
 ) -> trl.GRPOTrainer:
     """A trainer of a tiny model with random weights, which it reads from a folder ("images": of one with images)."""
@@ -151,7 +165,7 @@ def make_trainer(
     return cls(
         model=str(path),
         reward_funcs=reward,
-        args=trl.GRPOConfig(output_dir=str(folder / "out"), **SETTINGS | settings),
+        args=config(output_dir=str(folder / "out"), **SETTINGS | settings),
         train_dataset=dataset,
         eval_dataset=dataset,
         processing_class=processor,

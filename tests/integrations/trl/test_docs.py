@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trl
 
-from dualkv.integrations.trl import GRPOTrainer
+from dualkv.integrations.trl import GRPOTrainer, PackedGroups
 from tests.documents import blocks, parse, shown, words_of
 from tests.integrations.tiny import make_model
 from tests.integrations.trl.runs import tokenizer
@@ -23,13 +23,16 @@ def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monk
     tokenizer().save_pretrained(tmp_path / "model")
     small = {"max_steps": 1, "max_completion_length": 6, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path)}
     monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small, report_to="none"))
-    (block,) = blocks("trl.md", {"python"})
+    block, *others = blocks("trl.md", {"python"})
     space: dict[str, object] = {}
     exec(block.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")), space)
     trainer = space["trainer"]
     assert isinstance(trainer, GRPOTrainer)
     assert trainer.state.global_step == 1
     assert trainer.state.log_history[0]["dualkv/dedup_ratio"] > 1
+    for other in others:
+        exec(other, space)
+    assert issubclass(space["PackedGMPOTrainer"], PackedGroups)
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)

@@ -16,11 +16,23 @@ import torch
 import trl
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from transformers import ProcessorMixin
+from trl.experimental import gmpo
 
 from dualkv.integrations import losses
-from dualkv.integrations.trl import GRPOTrainer, _regrouped
+from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer
+from dualkv.integrations.trl.groups import _regrouped
 from tests.integrations.tiny import VOCAB, assert_close, make_model
-from tests.integrations.trl.runs import SETTINGS, Padded, Run, make_trainer, tokenizer, train
+from tests.integrations.trl.runs import (
+    SETTINGS,
+    GMPOTrainer,
+    Padded,
+    PaddedGMPO,
+    PaddedRLOO,
+    Run,
+    make_trainer,
+    tokenizer,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
@@ -60,6 +72,28 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+# Trainers by what they are called: packed, TRL's log-probs over the same micro-batches, TRL's.
+TRAINERS = {
+    "grpo": (GRPOTrainer, Padded, trl.GRPOTrainer),
+    "rloo": (RLOOTrainer, PaddedRLOO, trl.RLOOTrainer),
+    "gmpo": (GMPOTrainer, PaddedGMPO, gmpo.GMPOTrainer),
+}
+CONFIGS = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "gmpo": gmpo.GMPOConfig}
+RUNS |= {
+    "RLOO, reference model, two iterations": {
+        "of": "rloo",
+        "num_iterations": 2,
+        "beta": 0.1,
+        "max_steps": 4,
+        "learning_rate": 0.01,
+    },
+    "RLOO, mixture of experts": {"of": "rloo", "model": "qwen3_moe", "router_aux_loss_coef": 0.5, "evaluate": True},
+    "RLOO, images": {"of": "rloo", "model": "images", "steps_per_generation": 4, "learning_rate": 0.01},
+    "GMPO, reference model, two iterations": {"of": "gmpo", "num_iterations": 2, "beta": 0.04, "max_steps": 4},
+    "GMPO, entropies": {"of": "gmpo", "top_entropy_quantile": 0.5, "evaluate": True},
+}
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trl")
@@ -91,7 +125,9 @@ def assert_equal_updates(packed: Run, padded: Run) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
-    packed, padded = (train(cls, folder, **RUNS[name]) for cls in (GRPOTrainer, Padded))
+    settings = dict(RUNS[name])
+    of = settings.pop("of", "grpo")
+    packed, padded = (train(cls, folder, config=CONFIGS[of], **settings) for cls in TRAINERS[of][:2])
     assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
     assert len({int(r) for c in padded.completions for r in (c != 0).sum(1)}) > 3  # ragged
     assert largest(packed.logps, padded.logps) < 1e-5
@@ -104,12 +140,21 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
     assert name.startswith("cispo") or log["dualkv/dedup_ratio"] > 1.3
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss_type": "grpo", "beta": 0.04}, {"optim": "adamw_torch"}])
-def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("of", "settings"),
+    [
+        ("grpo", {}),
+        ("grpo", {"loss_type": "grpo", "beta": 0.04}),
+        # above the rounding of gradients near zero
+        ("grpo", {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}),
+        ("rloo", {}),
+        ("gmpo", {"beta": 0.04}),
+    ],
+)
+def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, of: str, settings: dict[str, Any]) -> None:
     """Where an optimizer step takes all rollouts of a generation batch, their order does not matter to it."""
-    if "optim" in settings:
-        settings |= {"learning_rate": 1e-3, "adam_epsilon": 1e-4}  # above the rounding of gradients near zero
-    packed, stock = (train(cls, folder, **settings) for cls in (GRPOTrainer, trl.GRPOTrainer))
+    ours, _, theirs = TRAINERS[of]
+    packed, stock = (train(cls, folder, config=CONFIGS[of], **settings) for cls in (ours, theirs))
     assert_equal_updates(packed, stock)
     for ours, theirs in zip(packed.logs, stock.logs, strict=True):
         for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
@@ -311,14 +356,18 @@ def test_a_loss_that_depends_on_micro_batches_is_named(folder: Path, settings: d
         *({"loss_type": name} for name in ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "vespo")),
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"loss_type": "bnpo", "steps_per_generation": 1, "per_device_train_batch_size": 12},
+        {"of": "rloo"},
+        {"of": "gmpo"},
     ],
     ids=str,
 )
 def test_other_losses_are_quiet(folder: Path, settings: dict[str, Any]) -> None:
     losses._warn.cache_clear()
+    of = settings.get("of", "grpo")
+    settings = {name: value for name, value in settings.items() if name != "of"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="dualkv: ")
-        make_trainer(GRPOTrainer, folder, **settings)
+        make_trainer(TRAINERS[of][0], folder, config=CONFIGS[of], **settings)
 
 
 # ---------------------------------------------------------------- what is refused

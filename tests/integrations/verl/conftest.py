@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 os.environ |= {
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # engines are registered for GPUs
+    "VERL_ENGINE_VENDOR": "nvidia",
     "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl.cpu_platform",
 }
 SECONDS = 300

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForTokenClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
@@ -50,6 +51,7 @@ OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_
 IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)]}
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "critic": (Qwen3ForTokenClassification, Qwen3Config(**SIZES, num_labels=1)),
     "one_kv_head": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
     "images": (
@@ -127,6 +129,8 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
         "old_log_probs": [n[1] - 4 for n in noise],
         "ref_log_prob": [n[2] - 4 for n in noise],
     }
+    if s.get("model") == "critic":
+        of_responses |= {"values": [n[1] for n in noise], "returns": [n[2] for n in noise]}
     make = _padded if s.get("padded") else _nested
     data = make(prompts, responses, of_responses)
     if of_images:

@@ -25,6 +25,7 @@ ONE_GROUP_AND_FOUR = {
     "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
                (6, [3]), (15, [2]), (3, [9]), (8, [1]), (11, [4, 2, 5, 1])]
 }  # fmt: skip
+CRITIC = {"model": "critic"}
 TURNS = {"turns": True}  # rollouts of at most 52 tokens
 TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
@@ -84,6 +85,12 @@ ONE: dict[str, dict[str, Any]] = {
     "trees-of-groups": PACKED | {"trees": 1, "budget": TIGHT},
     "trees-too-short-to-share": PACKED | {"trees": True, "budget": TIGHT},
     "bf16": PACKED | {"param_dtype": "bf16", "budget": ROOMY},
+    "stock-critic": STOCK | CRITIC,
+    "critic": PACKED | CRITIC,
+    "critic-roomy": PACKED | CRITIC | {"budget": ROOMY, "pad_to": 64},
+    "critic-fsdp1": PACKED | CRITIC | {"strategy": "fsdp", "remove_padding": False, "budget": TIGHT},
+    "stock-critic-turns": STOCK | CRITIC | TURNS,
+    "critic-trees": TREES | CRITIC | {"budget": LONG, "checkpointing": False},
 }
 
 # Ranks hold rollouts 0 to 3 and 4 to 7 of each eight: in the second update one rank has a group of one beside others.
@@ -103,6 +110,8 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-windows-and-sinks": PACKED | WINDOWS_AND_SINKS | {"sp": 2},
     "sp2-one-kv-head": PACKED | ONE_KV_HEAD | {"sp": 2},
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
+    "dp2-critic": PACKED | CRITIC | {"budget": TIGHT},
+    "sp2-critic": PACKED | CRITIC | {"sp": 2},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
 }
 
@@ -124,6 +133,10 @@ OVERRIDES = [
     "actor_rollout_ref.rollout.n=4",
     "+actor_rollout_ref.model.load_tokenizer=False",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "+critic.model.fused_kernel_options.dualkv=True",
+    "critic.strategy=fsdp2",
+    "critic.optim.total_training_steps=10",
+    "+critic.model.load_tokenizer=False",
 ]
 
 BENCH = {
@@ -153,6 +166,8 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "truncated-to-nothing": PACKED | {"groups": TRUNCATED, "budget": ROOMY},
     "trees-too-long": TREES | {"run": "scored", "budget": 40},
     "trees-of-nothing": TREES | {"run": "scored", "trees": 0},
+    "profiled": PACKED | {"run": "profiled", "rollouts": 8},
+    "stock-profiled": STOCK | {"run": "profiled", "rollouts": 8},
     "restarted": PACKED | {"run": "restarted", "budget": TIGHT},
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},

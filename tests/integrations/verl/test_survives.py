@@ -149,3 +149,11 @@ def test_configuration_chooses_the_engine(results: Results) -> None:
     found = results("from-configuration")[0]
     assert "error" not in found
     assert found["actor"] == found["ref"] == "DualKVEngine FSDPQwen3ForCausalLM"
+    assert found["critic, packed=True"] == "DualKVCritic value_model"
+    assert found["critic, packed=False"] == "FSDPEngineWithValueHead value_model"
+
+
+def test_ranges_of_profiles_are_verls(results: Results) -> None:
+    found, stock = (results(name)[0]["ranges"] for name in ("profiled", "stock-profiled"))
+    assert found == stock
+    assert stock == {"mini_batch0": 1, "mini_batch1": 1, "micro_batch0": 3, "micro_batch1": 1}

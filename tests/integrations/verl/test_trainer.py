@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 import verl
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations import losses
 from dualkv.integrations.masks import Visible, by_config
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
+from dualkv.integrations.verl.critic import DualKVCritic
 from dualkv.integrations.verl.data import Rollouts
 from dualkv.integrations.verl.work import FULL, of_full_attention, packed, replicated
 from dualkv.ops.window import Window
@@ -156,6 +161,23 @@ def test_batch_is_cut_into_whole_groups() -> None:
     assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
 
 
+@pytest.mark.parametrize("name", ["one_step_off_policy.ray_trainer", "fully_async_policy.fully_async_trainer"])
+def test_other_trainers_keep_groups_whole_with_use_prefix_grouper(name: str) -> None:
+    """veRL's own order of a batch, cut as its dispatch and mini-batches cut it: 2 ranks, 2 updates of 16 rollouts."""
+    module = import_module(f"verl.experimental.{name}")
+    assert module.SeparateRayPPOTrainer._balance_batch is RayPPOTrainer._balance_batch
+    trainer = object.__new__(module.SeparateRayPPOTrainer)
+    trainer.use_prefix_grouper, trainer.actor_rollout_wg = True, SimpleNamespace(_dispatch_info={"actor": [0, 1]})
+    rollouts = random_rollouts(3, groups=8, size=4).select(np.arange(32))
+    rollouts = rollouts.select(np.argsort(rollouts.group, kind="stable"))  # as sampled: a prompt's after each other
+    lengths = torch.from_numpy(rollouts.prompt_lens + rollouts.response_lens)
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    tensors = {"attention_mask": mask.long(), "group": torch.from_numpy(rollouts.group)}
+    batch = DataProto.from_dict(tensors, {"uid": np.array([f"uid-{g}" for g in rollouts.group], object)})
+    trainer._balance_batch(batch, metrics={})
+    assert [len(set(update.tolist())) for update in batch.batch["group"].split(8)] == [2] * 4
+
+
 def test_trainer_is_verls_to_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))
     trainer = get_trainer_cls("dualkv_sync")(OmegaConf.create(CONFIG))
@@ -186,6 +208,13 @@ def test_other_strategies_say_what_to_use(strategy: str, monkeypatch: pytest.Mon
         get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), config))
 
 
+def test_a_critic_on_another_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: pytest.fail("veRL's trainer was made"))
+    critic = {"strategy": "megatron", "model": {"fused_kernel_options": {"dualkv": True}}}
+    with pytest.raises(ValueError, match="packs groups on strategy fsdp and fsdp2, not on megatron: set critic"):
+        get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), {"critic": critic}))
+
+
 def test_every_strategy_of_verl_is_known() -> None:
     """Read from veRL's sources: most of its engines cannot be imported here."""
     engines = Path(verl.__file__).parent / "workers/engine"
@@ -212,9 +241,17 @@ def test_an_engine_refuses_a_model_when_it_is_made(
     """From its configuration: before weights are read, and before vLLM starts."""
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
     config = getattr(transformers, f"{family}Config")(**settings)
-    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=None, use_fused_kernels=True)
-    with pytest.raises(ValueError, match=message):
-        EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl)
+    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options={"dualkv": True}, use_fused_kernels=True)
+    for model_type in ("dualkv", "value_model"):
+        with pytest.raises(ValueError, match=message):
+            EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
+
+
+def test_trls_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """veRL takes it for models that transformers does not have for token classification."""
+    monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda _: SimpleNamespace(v_head=None))
+    with pytest.raises(ValueError, match="SimpleNamespace is TRL's model with a value head, whose rows are not packed"):
+        object.__new__(DualKVCritic)._build_module()
 
 
 def test_plugin_is_found_by_its_entry_point() -> None:

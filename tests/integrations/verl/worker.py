@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,20 +30,24 @@ import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch.distributed.fsdp import OffloadPolicy
+from transformers import AutoModelForTokenClassification
 from transformers.modeling_utils import AttentionInterface
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import (
     FSDPActorConfig,
+    FSDPCriticConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     PolicyLossConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine import EngineRegistry
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from dualkv.integrations.verl.engine import restore_attention
@@ -51,7 +56,7 @@ from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nest
 from tools.bench import stock_attention, train_verl
 from tools.bench import verl as bench_verl
 
-SCORES = ("log_probs", "entropy", "sum_pi_squared")
+SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
 FORWARDS = {model: model.forward for model, _ in MODELS.values()}
 
 
@@ -80,7 +85,7 @@ def megatron() -> Any:
 
 
 def make_worker(s: dict[str, Any], models: Path) -> Any:
-    """A `TrainingWorker` with veRL's PPO loss."""
+    """A `TrainingWorker` with veRL's PPO loss, or as a critic with its value loss."""
     for model, forward in FORWARDS.items():
         model.forward = forward  # veRL puts fused heads into the class
     batching = {"max_token_len_per_gpu": s.get("budget", 0), "micro_batch_size_per_gpu": s.get("rollouts", 4)}
@@ -96,7 +101,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
     }
     make = megatron().configurations if s.get("strategy") == "megatron" else _of_fsdp
     engine, optimizer, actor = make(s, batching, of_actor)
-    fused = s.get("fused")
+    fused, is_critic = s.get("fused"), s.get("model") == "critic"
     model = HFModelConfig(
         path=str(models / s.get("model", "dense")),
         load_tokenizer=False,
@@ -105,24 +110,32 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         override_config={"attn_implementation": s.get("attention", "sdpa")},
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
-        | ({"dualkv_trees": s["trees"]} if "trees" in s else {}),
+        | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
+        | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
     if make is not _of_fsdp:  # this engine of veRL asks the tokenizer, and saves it
         model.tokenizer = SimpleNamespace(pad_token_id=0, save_pretrained=lambda _: None)
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="dualkv" if s["packed"] else "language_model",
+            model_type="value_model" if is_critic else "dualkv" if s["packed"] else "language_model",
             model_config=model,
             engine_config=engine,
             optimizer_config=optimizer,
             checkpoint_config=CheckpointConfig(),
         )
     )
-    worker.reset()
+    # veRL loads a critic with FlashAttention, which needs a GPU.
+    load, sdpa = AutoModelForTokenClassification.from_pretrained, {"attn_implementation": "sdpa"}
+    with patch.object(AutoModelForTokenClassification, "from_pretrained", lambda **kwargs: load(**kwargs | sdpa)):
+        worker.reset()
     if not s["packed"]:
         restore_attention()  # veRL's own attention of Qwen2.5-VL needs FlashAttention
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    loss = partial(ppo_loss, config=actor)
+    if is_critic:
+        critic = FSDPCriticConfig(strategy=engine.strategy, ppo_micro_batch_size_per_gpu=4, optim=optimizer)
+        loss = partial(value_loss, config=critic)
+    worker.set_loss_fn(loss)
     return worker
 
 
@@ -131,7 +144,7 @@ def rollouts_of(s: dict[str, Any], worker: Any) -> TensorDict:
 
 
 def score(worker: Any, data: TensorDict) -> dict[str, Any]:
-    """Log-probs and entropy [N, Rmax], 0 behind each response; empty where veRL collects nothing from this rank."""
+    """Log-probs and entropy, or values, [N, Rmax], 0 behind each response; empty if veRL takes none of this rank."""
     data = data.clone()
     tu.assign_non_tensor(data, compute_loss=False)
     found = worker.infer_batch(data)
@@ -225,7 +238,8 @@ def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
 def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """The engines that veRL makes from `s["overrides"]` of its trainer's configuration."""
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        config = compose("ppo_trainer", [*s["overrides"], f"actor_rollout_ref.model.path={models / 'dense'}"])
+        paths = [f"actor_rollout_ref.model.path={models / 'dense'}", f"critic.model.path={models / 'critic'}"]
+        config = compose("ppo_trainer", [*s["overrides"], *paths])
     found = {}
     # The reference policy lies in pinned memory, which only machines with a GPU have.
     pinned = patch("verl.workers.engine.fsdp.transformer_impl.CPUOffloadPolicy", lambda pin_memory: OffloadPolicy())
@@ -235,7 +249,30 @@ def from_configuration(s: dict[str, Any], models: Path) -> dict[str, Any]:
             worker.init_model()
         engine = getattr(worker, role).engine
         found[role] = f"{type(engine).__name__} {type(engine.module).__name__}"
+    for packed in (True, False):  # as veRL's trainers make one, up to the engine
+        critic = omega_conf_to_dataclass(config.critic)
+        critic.model.fused_kernel_options["dualkv"] &= packed
+        critic.model.model_type = "value_model"
+        engine = EngineRegistry.new(
+            model_type="value_model",
+            backend=critic.engine.strategy,
+            model_config=critic.model,
+            engine_config=critic.engine,
+            optimizer_config=critic.optim,
+            checkpoint_config=critic.checkpoint,
+        )
+        found[f"critic, packed={packed}"] = f"{type(engine).__name__} {engine.model_config.model_type}"
     return found
+
+
+def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """veRL's ranges in a trace of scores and two updates, and how often each occurs."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        score(worker, data)
+        train(worker, data)
+    return {"ranges": Counter(event.name for event in trace.events() if "_batch" in event.name)}
 
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:

@@ -1,44 +1,46 @@
-"""TRL's GRPO trainer on packed groups: the whole model computes each prompt once for all of its rollouts.
+"""TRL's trainers of sampled groups (GRPO, RLOO, GMPO) on packed groups.
 
-    from dualkv.integrations.trl import GRPOTrainer    # instead of trl's; everything else stays
-
-The trainer changes two things in `trl.GRPOTrainer`. Log-probs and entropies of a micro-batch come from one packed row,
-in which equal prompts are stored once. TRL's own head computes them, and losses and metrics get the padded [B, R] as
-before. And after TRL shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each prompt
-are put together again.
+The mixin changes two things. Log-probs and entropies of a micro-batch come from one packed row, in which equal prompts
+are stored once. TRL's own head computes them, and losses and metrics get the padded [B, R] as before. And after TRL
+shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each prompt are put together again.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from dualkv.integrations import require
-
-require("trl")
-
 import numpy as np
 import torch
 import trl
-from transformers import AutoConfig
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.data.packing import pack_padded
-from dualkv.integrations import losses, media, models
+from dualkv.integrations import losses, media
 from dualkv.integrations.transformers import disable, enable
-from dualkv.layout import Layout
+from dualkv.integrations.trl.models import (
+    Batch,
+    call_with_aux_loss,
+    count_rows,
+    refuse_model,
+    refuse_prompt_learning,
+)
 
-Batch = dict[str, Any]
+Base: Any = object  # stands for the trainer that follows the mixin
 
 # What TRL hands on about images; COUNTS say how many of them each rollout has.
 COUNTS = {"num_images", "num_tiles"}
 OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", *COUNTS}
 
 
-class GRPOTrainer(trl.GRPOTrainer):
-    """`trl.GRPOTrainer` that computes each prompt of a micro-batch once. Arguments, losses and metrics are TRL's.
+class PackedGroups(Base):
+    """What makes a trainer of TRL that samples groups compute each prompt of a micro-batch once.
+
+    It goes before `trl.GRPOTrainer`, `trl.RLOOTrainer` or a subclass of these. Arguments, losses and metrics are TRL's:
+
+        class GMPOTrainer(PackedGroups, trl.experimental.gmpo.GMPOTrainer):
+            pass
 
     Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
     load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
@@ -65,19 +67,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_model(model)
+        refuse_model(model)
         super().__init__(model, *args, **kwargs)
         if self._is_vlm and not media.families(self.model):
             raise ValueError(
                 f"processing_class is a multimodal processor, and images of {type(self.model).__name__} are not known"
-                " to run packed: use trl.GRPOTrainer"
+                " to run packed: use TRL's own trainer"
             )
-        for name, config in getattr(self.model, "peft_config", {}).items():
-            if config.is_prompt_learning:
-                raise ValueError(
-                    f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
-                    "which packed groups do not support: use trl.GRPOTrainer, or an adapter such as LoRA"
-                )
+        refuse_prompt_learning(self.model)
         enable(self.model)
         if self.ref_model is not None:
             enable(self.ref_model)
@@ -123,14 +120,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch = pack_padded(
             ids[:, :at], mask[:, :at], ids[:, at:], mask[:, at:], labels="roll", media=of_prompts or None
         )
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in {
-            "tokens_packed": batch.layout.num_tokens,
-            "tokens_padded": ids.numel(),
-            "dedup_ratio": ids.numel() / batch.layout.num_tokens,
-        }.items():
-            metrics[f"dualkv/{name}"].append(value)
-
+        count_rows(self, batch.layout, ids)
         inputs = {
             "input_ids": batch.input_ids,
             "shift_labels": batch.labels,
@@ -139,7 +129,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         }
         with self.accelerator.autocast():
             if with_aux_loss:
-                outputs, aux_loss = self._with_aux_loss(model, inputs)
+                outputs, aux_loss = call_with_aux_loss(model, self.accelerator.unwrap_model(model), inputs)
             else:
                 outputs, aux_loss = model(**inputs, fused_lm_head=True), None
 
@@ -152,21 +142,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             outputs.entropy if outputs.entropy is None else padded(outputs.entropy),
             aux_loss,
         )
-
-    def _with_aux_loss(self, model: Any, inputs: Batch) -> tuple[Any, torch.Tensor]:
-        """The model's outputs, and the load balancing loss of the padded batch (TRL's head counts the packed rows)."""
-        plain = self.accelerator.unwrap_model(model)
-        found: list[Any] = []
-        hook = plain.get_decoder().register_forward_hook(lambda _module, _args, out: found.append(out.router_logits))
-        try:
-            outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
-        finally:
-            hook.remove()
-        config = plain.config.get_text_config()
-        times = _times(inputs["dualkv"]).to(inputs["input_ids"].device)[None]
-        experts = getattr(config, "num_experts", None) or config.num_local_experts
-        loss = load_balancing_loss_func(found[0], experts, config.num_experts_per_tok, times)
-        return outputs, cast(torch.Tensor, loss)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         before = self._buffered_inputs
@@ -186,15 +161,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             enable(self.model)
 
 
-def _refuse_model(model: Any) -> None:
-    """Raises ValueError for a model that cannot be packed, before TRL loads weights and starts vLLM."""
-    if isinstance(model, str):
-        try:
-            model = models.without_weights(AutoConfig.from_pretrained(model))
-        except Exception:
-            # The path, revision or code may need TRL's own arguments; `enable` checks the model that TRL makes.
-            return
-    models.refuse(model)
+class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` that computes each prompt of a micro-batch once, see :class:`PackedGroups`."""
+
+
+class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
+    """`trl.RLOOTrainer` that computes each prompt of a micro-batch once, see :class:`PackedGroups`."""
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
@@ -208,10 +180,14 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
     """
     found = {name: value for name, value in given.items() if value is not None}
     if unknown := found.keys() - OF_IMAGES - {*OF_TOKENS}:
-        raise ValueError(f"the batch has {', '.join(sorted(unknown))}: text and images are packed, use trl.GRPOTrainer")
+        raise ValueError(
+            f"the batch has {', '.join(sorted(unknown))}: text and images are packed, use TRL's own trainer"
+        )
     for name in found.keys() & {*OF_TOKENS}:
         if found[name][:, width:].any():
-            raise ValueError(f"{name} has images in completions: only those of prompts are packed, use trl.GRPOTrainer")
+            raise ValueError(
+                f"{name} has images in completions: only those of prompts are packed, use TRL's own trainer"
+            )
         found[name] = found[name][:, :width]
     apart = split_pixel_values_by_grid(found)
     for name in COUNTS:
@@ -253,11 +229,3 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
         elif isinstance(value, torch.Tensor) and value.dim():
             whole[name] = value[order]
     return [unsplit_pixel_values_by_grid(batch) for batch in split_tensor_dict(whole, len(batches))]
-
-
-def _times(layout: Layout) -> torch.Tensor:
-    """[T] the number of rollouts that each packed row belongs to: for a prompt's row the number of its responses."""
-    offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
-    times = np.bincount(parent[parent >= 0], minlength=len(parent))
-    times[parent >= 0] = 1
-    return torch.from_numpy(np.repeat(times, np.diff(offsets)))

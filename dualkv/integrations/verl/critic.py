@@ -1,0 +1,43 @@
+"""veRL's critic on packed groups: `critic.model.fused_kernel_options.dualkv=True`.
+
+Every trainer of veRL makes its critic's engine under the type "value_model". The engine here has that name for NVIDIA's
+GPUs, and hands critics without the option to veRL's own engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
+from dualkv.integrations.verl.engine import STRATEGIES, DualKVEngine
+
+PACKED = "dualkv"  # the option in `model.fused_kernel_options`, which veRL leaves free
+
+
+@EngineRegistry.register(model_type="value_model", backend=STRATEGIES, device="cuda", vendor="nvidia")
+class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
+    """veRL's FSDP and FSDP2 engine for value models, with the rollouts of equal prompts packed, or all as trees.
+
+    Values, losses and metrics are as in :class:`DualKVEngine`: only rows that predict a response token reach the head.
+
+    Raises:
+        ValueError: by the constructor, before weights are loaded, for a model that
+            :func:`dualkv.integrations.transformers.enable` refuses; for a model with TRL's value head.
+    """
+
+    stock_type = "value_model"
+
+    def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if (model_config.fused_kernel_options or {}).get(PACKED, False):
+            return super().__new__(cls)
+        return FSDPEngineWithValueHead(model_config, *args, **kwargs)
+
+    @staticmethod
+    def _of_decoder(config: Any) -> Any:
+        """veRL puts a head for each token on the decoder, whatever head the configuration names."""
+        config = copy.deepcopy(config)
+        config.architectures = None
+        return config
