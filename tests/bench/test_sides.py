@@ -136,7 +136,7 @@ def fake_peers(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn.flex_attention", cudnn)
     monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    monkeypatch.setattr(sides.hopper, "unsupported", lambda q: None)
+    monkeypatch.setattr(sides, "hopper", types.SimpleNamespace(unsupported=lambda q: None))
     return calls
 
 

@@ -72,7 +72,7 @@ def on_the_cpu(monkeypatch):
         return Side(side.call, lambda: tuple(1.01 * x for x in side.results()))
 
     monkeypatch.setattr(sides, "SIDES", {"dualkv": sides.ours, "fa4-prompt-copied": peer})
-    monkeypatch.setattr(sides.hopper, "unsupported", lambda q: None)
+    monkeypatch.setattr(sides, "hopper", SimpleNamespace(unsupported=lambda q: None))
     monkeypatch.setattr(features, "Inputs", Small)
     monkeypatch.setattr(features, "cold_ms", lambda call: 2.0)
     monkeypatch.setattr(features, "ratios", lambda calls, pairs, pause: [1.02] * pairs)

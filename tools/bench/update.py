@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from dualkv.data.rollouts import ByteTokenizer, topic_prompts
 from dualkv.demo.report import render
 from dualkv.demo.run import run_demo
 from dualkv.demo.settings import DemoSettings
-from dualkv.ops import hopper
+from dualkv.ops import cudnn, hopper
 from tools.bench.record import JsonPath, Record
 
 ONE_UPDATE: dict[str, Any] = {"groups": 1, "steps": 1}
@@ -43,8 +43,8 @@ RUNS = {
 }
 
 
-def _no_kernel(q: torch.Tensor, *features: object) -> str:
-    """In the place of hopper.unsupported (a Mock would keep every q it is asked about, and their memory)."""
+def _none(device: torch.device) -> str:
+    """In the place of what says whether a device is served (a Mock would keep what it is asked about)."""
     return "this run"
 
 
@@ -75,8 +75,9 @@ def main(
         raise typer.BadParameter(f"{name!r} is none of {', '.join(RUNS)}")
     record = Record(json_to, torch.cuda.is_available())
     settings, console = DemoSettings(**RUNS[name] | ({} if check else {"check": False})), Console()
-    without = mock.patch.object(hopper, "unsupported", _no_kernel) if composition else nullcontext()
-    with without, tempfile.TemporaryDirectory() as folder, tracked(console) as track:
+    with ExitStack() as without, tempfile.TemporaryDirectory() as folder, tracked(console) as track:
+        for module in (hopper, cudnn) if composition else ():
+            without.enter_context(mock.patch.object(module, "device_unsupported", _none))
         given = settings
         if random_responses:
             given = replace(settings, rollouts=str(write_random_responses(settings, Path(folder) / "rollouts.jsonl")))
