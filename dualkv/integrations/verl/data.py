@@ -180,7 +180,7 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
     shared, gain = if_it_pays(shared_prefixes(np.split(tokens, starts[1:])).at_least(min_shared))
     if not gain.pays and NOTHING_GAINED not in _said:
         _said.append(NOTHING_GAINED)
-        logger.warning("%s: %s", NOTHING_GAINED, gain)
+        logger.warning("dualkv: %s is set, but %s", NOTHING_GAINED, gain)
     common = np.maximum(np.minimum(shared.common, _same_temperature(data, rollouts, shared.order)) - 1, 0)
     return replace(rollouts, packed_once=replace(shared, common=common), trees=True)
 

@@ -137,7 +137,12 @@ def test_no_turn_is_replicated(results: Results) -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_fell_back(name: str, results: Results) -> None:
-    assert [f["said"] for f in results(name)] == [[]] * len(results(name))
+    for found in results(name):
+        if name == "trees-too-short-to-share":  # sharing would gain nothing, and that is said
+            [text] = found["said"]
+            assert "rollouts stay as they are" in text
+        else:
+            assert found["said"] == []
 
 
 def test_mixed_precision(results: Results) -> None:
