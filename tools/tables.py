@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, verl_rows
+from tools.bench import cold_start, features, host_time, megatron_costs, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -37,6 +37,7 @@ DOCUMENTS = (
             "compare",
             "performance",
             "deployment",
+            "megatron",
             "profiling",
             "sanitizers",
             "transformers",
@@ -507,6 +508,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "feature-errors": lambda: features.exactness(_load("features-h200")),
     "trees": trees,
     "hybrid": hybrid,
+    "context-parallel": megatron_costs.table,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "kernels": kernels,

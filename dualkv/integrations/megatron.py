@@ -396,9 +396,9 @@ def enable(target: Target) -> Target:
         The same object.
 
     Raises:
-        ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with its
-            own core attention, or a config with attention dropout, context-parallel ranks that cannot share the heads,
-            multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
+        ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with
+            its own core attention, or a config with attention dropout, context-parallel ranks that cannot share the
+            heads, multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
             tokens, a window to the right, pipeline stages that exchange micro-batches of one length, or interleaved
             ones that do not. Of a spec the config is checked when a layer is built. Every rank raises the same error.
             A call raises ValueError for an attention mask or bias, a cache, another number of tokens than the layout's,
