@@ -141,7 +141,7 @@ def table() -> str:
             [
                 str(ranks),
                 f"{MILLION.rows(True) // ranks:,}",
-                f"{min(of_ranks) / 1e15:.0f} to {max(of_ranks) / 1e15:.0f}",
+                f"{min(of_ranks) / 1e15:.1f} to {max(of_ranks) / 1e15:.1f}",
                 f"{max(of_ranks) / (sum(of_ranks) / ranks):.3f}",
                 f"{kept / 2**30:.1f}",
                 f"{sent / 1e9:.0f}",
