@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, trace_rows, verl_rows
+from tools.bench import cold_start, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -38,6 +38,7 @@ DOCUMENTS = (
             "compare",
             "performance",
             "deployment",
+            "megatron",
             "profiling",
             "sanitizers",
             "transformers",
@@ -514,6 +515,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-attention": lambda: trace_rows.attention(_load),
     "trace-updates": lambda: trace_rows.updates(_load),
     "hybrid": hybrid,
+    "context-parallel": megatron_costs.table,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "kernels": kernels,

@@ -13,14 +13,16 @@ error: its own packed format ("thd") would run all groups as one sequence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import hashlib
+from typing import Any, NamedTuple, TypeVar
 
 from dualkv.integrations import require
 
 require("megatron")
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -35,31 +37,206 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
-from codegen.tiles import HEAD_DIMS
-from dualkv.integrations.megatron_rows import ONE_RANK, PackedGroups
+from dualkv.data.packing import PackedBatch
+from dualkv.data.trees import PackedSequences
+from dualkv.integrations.megatron_configs import refuse, window_of
+from dualkv.layout import Layout
+from dualkv.sequence_parallel import Shard, padded
 
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 ROTARY = ("rope", "yarn")
 
-# Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
-NEEDED: dict[str, tuple[Any, str]] = {
-    "attention_dropout": (0, "attention dropout is not computed"),
-    "mrope_section": (None, "multimodal rotary embeddings have positions that a layout does not say"),
-    "mtp_num_layers": (None, "the next token of a packed row is not always the next row"),
-    "fused_single_qkv_rope": (False, "megatron-core runs it for unpacked sequences only"),
-    "fp8_dot_product_attention": (False, "attention is computed in 16 bits or more"),
-    "fp8_multi_head_attention": (False, "attention is computed in 16 bits or more"),
-    "qk_clip": (False, "the largest attention logit is not recorded"),
-    "log_max_attention_logit": (False, "the largest attention logit is not recorded"),
-    "batch_invariant_mode": (False, "kernels choose their order of summation by the layout"),
-    "cuda_graph_impl": ("none", "a CUDA graph would repeat the attention of one layout"),
-    "enable_cuda_graph": (False, "a CUDA graph would repeat the attention of one layout"),
-    "external_cuda_graph": (False, "a CUDA graph would repeat the attention of one layout"),
-    "hybrid_context_parallel": (False, "rows are shared by all context-parallel ranks"),
-    "cache_mla_latents": (False, "packed groups run without a cache"),
-    "moe_expert_capacity_factor": (None, "which tokens an expert drops depends on all rows of a micro-batch"),
-}
+
+# ---------------------------------------------------------------- what a call is given
+class _OneRank:
+    """A group that asks megatron-core for the rotary frequencies of all positions: it would cut them into the shares
+    of its own context parallelism, which are not those of packed groups."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ONE_RANK = _OneRank()  # one, because megatron-core caches frequencies by it
+
+
+def _check_the_same(layout: Layout, group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks of the group if their layouts differ."""
+    digest = hashlib.blake2b(layout.offsets.numpy().tobytes(), digest_size=7)
+    digest.update(layout.parent.numpy().tobytes())
+    number = int.from_bytes(digest.digest(), "big")
+    ends = torch.tensor([number, -number], device=layout.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    if ends.sum().item():
+        raise ValueError(
+            f"layouts differ between the {dist.get_world_size(group)} context-parallel ranks (this one has"
+            f" {layout.num_tokens} rows), expected one layout on all of them"
+        )
+
+
+class PackedGroups(PackedSeqParams):
+    """A layout on its way through a megatron-core model, as `packed_seq_params`.
+
+    Make one for each micro-batch, on every rank of the model from the same layout. With context parallelism every rank
+    holds an equal share of the rows, in their order; attention runs on all rows and a share of the heads
+    (:class:`dualkv.sequence_parallel.Shard`), so that all ranks have the same work.
+
+    Attributes:
+        shard: this rank's rows, with the layout of all of them.
+        length: as given.
+
+    Args:
+        layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model.
+        multiple: rows of a rank become a multiple of it: the tensor-parallel size, with sequence parallelism. The
+            layout is padded with rows that see themselves alone.
+        length: T becomes this number, `seq_length` of megatron-core's schedules, for interleaved pipeline stages. They
+            exchange micro-batches of one length.
+        cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
+
+    Raises:
+        TypeError: the layout is not a :class:`dualkv.Layout`.
+        ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share; context-parallel ranks
+            have different layouts. All ranks that construct it raise it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        multiple: int = 1,
+        *,
+        length: int | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+        group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
+        self.shard = Shard(layout, group, multiple)
+        if self.shard.world_size > 1:
+            _check_the_same(layout, group)
+        self.length = length
+        if length is not None:
+            unit = self.shard.world_size * multiple
+            if length % unit:
+                raise ValueError(f"length is {length}, expected a multiple of {unit}, which ranks share")
+            if length < layout.num_tokens:
+                raise ValueError(f"layout has {layout.num_tokens} rows, expected at most length={length}")
+            self.shard = Shard(padded(layout, length - layout.num_tokens), group, multiple)
+        longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
+        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Of all rows, padded."""
+        return self.shard.layout
+
+    def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's rows of `input_ids`, `position_ids` or labels; zeros in rows that pad the layout.
+
+        Args:
+            x: rows of the layout along `dim`, with or without those that pad it.
+            dim: of the rows.
+
+        Returns:
+            `num_tokens` rows along `dim`.
+
+        Raises:
+            ValueError: more rows than the layout's.
+        """
+        return self.shard.split(x, dim)
+
+    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The rows of all context-parallel ranks, on each of them, differentiable as :meth:`Shard.gather` is.
+
+        Args:
+            x: `num_tokens` rows along `dim`.
+            dim: of the rows.
+
+        Returns:
+            All rows of `layout` along `dim`.
+
+        Raises:
+            ValueError: another number of rows.
+        """
+        return self.shard.gather(x, dim)
+
+    def predictions(self, batch: PackedBatch | PackedSequences) -> Predictions:
+        """The response tokens that this rank's rows predict.
+
+        Args:
+            batch: of which `layout` is the layout.
+
+        Returns:
+            Their rows and tokens; its `gather` makes one tensor for all ranks of what is computed of them.
+        """
+        rows, start = batch.predict_rows, self.shard.rank * self.shard.num_tokens
+        if self.shard.world_size == 1:
+            return Predictions(rows, batch.targets, None, len(rows), None)
+        places = ((rows >= start) & (rows < start + self.shard.num_tokens)).nonzero().flatten()
+        return Predictions(rows[places] - start, batch.targets[places], places, len(rows), self.shard.group)
+
+    def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row of this rank.
+
+        One result serves all layers of a model, which get the same tensor.
+        """
+        if self._gathered is None or self._gathered[0] is not by_position:
+            expected = (self.max_seqlen_q, 1, 1)
+            if by_position.shape[:-1] != expected:
+                raise ValueError(
+                    f"rotary_pos_emb has shape {tuple(by_position.shape)}, expected {(*expected, 'D')}: frequencies of"
+                    " the positions of the layout's longest path"
+                )
+            positions = self.shard.position_ids.to(by_position.device)
+            self._gathered = by_position, by_position.index_select(0, positions)
+        return self._gathered[1]
+
+
+class Predictions(NamedTuple):
+    """Response tokens that the rows of this context-parallel rank predict.
+
+    Attributes:
+        predict_rows: [m] int64, among the rows of this rank.
+        targets: [m] int64.
+        places: [m] int64, among the batch's M response tokens; None where one rank has all of them.
+        total: M.
+        group: the context-parallel ranks.
+    """
+
+    predict_rows: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor | None
+    total: int
+    group: dist.ProcessGroup | None
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[m] of this rank -> [M] of all ranks, in the order of `batch.targets`, which `batch.unpack` takes.
+
+        Every rank computes the same loss of it, and its own values get their gradient: as megatron-core's schedules and
+        gradient reductions expect, a loss over all context-parallel ranks, not over their number.
+        """
+        if self.places is None:
+            return values
+        whole = values.new_zeros(self.total).index_copy(0, self.places, values)
+        found: torch.Tensor = _Total.apply(whole, self.group)
+        return found
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks; the gradient of a rank's part is that of the rank's own loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 # ---------------------------------------------------------------- the modules
@@ -215,7 +392,7 @@ class _CoreAttention(nn.Module):
             value.squeeze(1),
             softmax_scale=getattr(self, "latent_scale", config.softmax_scale),
             deterministic=config.deterministic_mode,
-            window=_window(config) if windowed else None,
+            window=window_of(config) if windowed else None,
             sinks=None if offset is None else offset.flatten(),
         )
         return out.reshape(len(out), 1, -1)
@@ -256,61 +433,6 @@ STOCK = {packed: stock for stock, packed in PACKED.items()}
 
 
 # ---------------------------------------------------------------- refusals
-def _window(config: Any) -> int | None:
-    """Keys that a row of a windowed layer sees. `window_size` is (keys to the left, keys to the right)."""
-    left = config.window_size[0]
-    return None if left == -1 else left + 1
-
-
-def _objections(config: Any) -> Iterator[str]:
-    """Reasons, by a TransformerConfig, why its model cannot run packed groups."""
-    for name, (needed, why) in NEEDED.items():
-        value = getattr(config, name, needed)
-        if (value or None) != (needed or None):
-            yield f"{name} is {value!r}, expected {needed!r}: {why}"
-    window = config.window_size
-    if window and (window[0] < -1 or window[1] != 0):
-        yield f"window_size is {tuple(window)}, expected (n, 0) or (-1, 0): causal attention sees no key to the right"
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    if heads % config.context_parallel_size:
-        yield (
-            f"context_parallel_size is {config.context_parallel_size}, expected a divisor of the {heads} attention"
-            " heads of a tensor-parallel rank, which context-parallel ranks share"
-        )
-    dims = {"kv_channels": config.kv_channels}
-    if config.multi_latent_attention:
-        both = "qk_head_dim + qk_pos_emb_head_dim"
-        dims = {both: config.qk_head_dim + config.qk_pos_emb_head_dim, "v_head_dim": config.v_head_dim}
-        if config.apply_rope_fusion:
-            yield "apply_rope_fusion is True, expected False: fused latent attention counts positions by rows"
-    for name, dim in dims.items():
-        if dim % 8 or not 8 <= dim <= HEAD_DIMS[-1]:
-            yield f"{name} is {dim}, expected a multiple of 8 up to {HEAD_DIMS[-1]}"
-    stages, interleaved = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    if interleaved:
-        if config.variable_seq_lengths:
-            yield (
-                f"variable_seq_lengths is True and virtual_pipeline_model_parallel_size {interleaved}, expected False:"
-                " megatron-core's interleaved stages hang when micro-batches differ in length (PackedGroups.length)"
-            )
-        if stages == 2 and config.batch_p2p_comm:
-            yield (
-                f"batch_p2p_comm is True and virtual_pipeline_model_parallel_size {interleaved} on 2 stages, expected"
-                " False: each of the two would take one message of the other for another"
-            )
-    elif stages > 1 and not config.variable_seq_lengths:
-        yield (
-            f"variable_seq_lengths is False and pipeline_model_parallel_size {stages}, expected True: stages exchange"
-            " micro-batches of different lengths"
-        )
-
-
-def refuse(config: Any) -> None:
-    """Raises ValueError for the TransformerConfig of a model that cannot run packed groups."""
-    for sentence in _objections(config):
-        raise ValueError(sentence)
-
-
 def _name(found: Any) -> str:
     return found.__name__ if isinstance(found, type) else type(found).__name__
 
@@ -396,10 +518,11 @@ def enable(target: Target) -> Target:
         The same object.
 
     Raises:
-        ValueError: a layer whose attention is not causal `SelfAttention` of megatron-core with its own core attention,
-            or a config with attention dropout, context parallelism that does not divide the heads, multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
-            tokens, a window to the right, or pipeline stages that exchange micro-batches of one length. Of a spec the
-            config is checked when a layer is built. Every rank raises the same error.
+        ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with
+            its own core attention, or a config with attention dropout, context-parallel ranks that cannot share the
+            heads, multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
+            tokens, a window to the right, pipeline stages that exchange micro-batches of one length, or interleaved
+            ones that do not. Of a spec the config is checked when a layer is built. Every rank raises the same error.
             A call raises ValueError for an attention mask or bias, a cache, another number of tokens than the layout's,
             and a model without rotary embeddings.
         TypeError: neither a spec nor a model.

@@ -38,7 +38,7 @@ import dualkv
 from dualkv import sequence_parallel
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
-from tools.bench.megatron_costs import Group, Model, flops, saving
+from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
 from tools.bench.record import JsonPath, Record
 
 CASES = {
@@ -340,11 +340,13 @@ def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[st
 
 def shares(run: Run, model: Any, group: Group, ranks: int) -> list[dict[str, Any]]:
     """Of each rank."""
-    with one_of(model, ranks):
-        return [
-            timed(model, packed_steps(run, model, group, (rank, ranks)), run.repeats, -(-group.rows(True) // ranks))[0]
-            for rank in range(ranks)
-        ]
+    rows, found = -(-group.rows(True) // ranks), []
+    for rank in range(ranks):
+        with one_of(model, ranks):
+            one, _ = timed(model, packed_steps(run, model, group, (rank, ranks)), run.repeats, rows)
+        part = flops_of_rank(run.model, group, ranks, rank) / flops(run.model, group, True)
+        found.append(one | {"part_of_flops": part})
+    return found
 
 
 # ---------------------------------------------------------------- several GPUs

@@ -3,9 +3,12 @@ context parallelism divides the costs among ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from dualkv.bench.show import markdown_table
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,70 @@ def flops(model: Model, group: Group, packed: bool, head_on_all_rows: bool = Fal
 def saving(model: Model, group: Group, head_on_all_rows: bool = False) -> float:
     """FLOPs of replicated sequences over those of packed groups; the packed head runs on response tokens alone."""
     return flops(model, group, False, head_on_all_rows) / flops(model, group, True)
+
+
+# ---------------------------------------------------------------- context parallelism
+def predicted_by(group: Group, ranks: int, rank: int) -> int:
+    """Response tokens that a rank's rows predict, in the packing order of :func:`dualkv.pack`."""
+    rows = -(-group.rows(True) // ranks)
+    start, end = rank * rows, (rank + 1) * rows
+    found, one = 0, group.rows(True) // group.groups
+    for i in range(group.groups):
+        first = i * one + group.prompt_len - 1  # the prompt's last row predicts the first token of every response
+        last = first + group.responses * group.response_len
+        found += group.responses * (start <= first < end) if group.response_len else 0
+        # Rows behind it predict a token each, but for the last of every response.
+        for j in range(group.responses):
+            begin = first + 1 + j * group.response_len
+            found += max(0, min(end, begin + group.response_len - 1, last) - max(start, begin))
+    return found
+
+
+def flops_of_rank(model: Model, group: Group, ranks: int, rank: int) -> float:
+    """Of :func:`flops` of packed groups, those of a context-parallel rank: a share of the rows in the layers, of the
+    heads in attention, and the head for the tokens that its rows predict."""
+    layers = flops(model, group, True) - 6.0 * model.weights_of_head * group.tokens
+    return layers / ranks + 6.0 * model.weights_of_head * predicted_by(group, ranks, rank)
+
+
+def bytes_of_rank(model: Model, group: Group, ranks: int, gathered: bool = False) -> float:
+    """That a rank sends in an update in 16 bits, with layers recomputed: exchanges of two forwards and a backward.
+
+    Args:
+        gathered: keys and values gathered from all ranks instead, their gradients scattered.
+    """
+    rows, others = group.rows(True) / ranks, (ranks - 1) / ranks
+    if gathered:
+        heads = 2.0 * model.kv_heads * ranks
+    else:
+        repeats = ranks // math.gcd(model.kv_heads, ranks)
+        heads = 2.0 * (model.heads + model.kv_heads * repeats)
+    return 3 * 2 * model.layers * rows * heads * model.head_dim * others
+
+
+MILLION = Group(16, 896 * 1024, 8 * 1024)  # 2^20 rows
+QWEN3_32B = Model(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128, vocabulary=151936)
+RATE, LINK = 500e12, 50e9  # FLOPs of a GPU and bytes between GPUs of different hosts, in a second: assumed
+
+
+def table() -> str:
+    """Of 2^20 packed rows on 8 to 64 GPUs."""
+    rows = []
+    for ranks in (8, 16, 32, 64):
+        of_ranks = [flops_of_rank(QWEN3_32B, MILLION, ranks, rank) * 4 / 3 for rank in range(ranks)]
+        sent, gathered = (bytes_of_rank(QWEN3_32B, MILLION, ranks, how) for how in (False, True))
+        kept = QWEN3_32B.layers * QWEN3_32B.hidden * 2 * MILLION.rows(True) / ranks
+        rows.append(
+            [
+                str(ranks),
+                f"{MILLION.rows(True) // ranks:,}",
+                f"{min(of_ranks) / 1e15:.1f} to {max(of_ranks) / 1e15:.1f}",
+                f"{max(of_ranks) / (sum(of_ranks) / ranks):.3f}",
+                f"{kept / 2**30:.1f}",
+                f"{sent / 1e9:.0f}",
+                f"{gathered / 1e9:.0f}",
+                f"{max(of_ranks) / RATE:.0f} + {sent / LINK:.0f}",
+            ]
+        )
+    head = ["GPUs", "rows", "PFLOPs", "most over mean", "GiB kept for recomputation", "GB sent", "GB if gathered"]
+    return markdown_table([*head, "s of computing + sending"], rows)

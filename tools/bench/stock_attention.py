@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
-from transformers.modeling_utils import AttentionInterface
 
 Kinds = Sequence[tuple[int | None, bool]]  # (window, whether there are sinks) of layers
 PLAIN: Kinds = ((None, False),)
@@ -97,6 +96,8 @@ QUICK = "fa4", "cudnn", "fa2"  # FlexAttention compiles for a minute
 
 def register(name: str, length: int) -> str:
     """Makes transformers know one of :data:`CALLS` for sequences of `length` tokens; the name it is known by."""
+    from transformers.modeling_utils import AttentionInterface
+
     call = CALLS[name]
 
     def forward(

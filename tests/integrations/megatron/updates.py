@@ -276,5 +276,10 @@ def packed_against_replicated(
     found = update(stages, packed)
     if cp > 1:
         stages = made(1)
+    if interleaved and len(replicated) % pp:  # interleaved stages take no other number; it is no part of the loss
+        replicated.append(replicated[-1]._replace(weights=torch.zeros_like(replicated[-1].weights)))
     multiple = LENGTH if interleaved else 2 if settings.get("sequence_parallel") else 1
-    return difference(found, update(stages, [longer(batch, multiple) for batch in replicated]))
+    expected = update(stages, [longer(batch, multiple) for batch in replicated])
+    if found.logp is not None and expected.logp is not None:
+        expected = expected._replace(logp=expected.logp[: len(found.logp)])
+    return difference(found, expected)

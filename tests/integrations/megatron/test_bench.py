@@ -1,0 +1,27 @@
+"""The benchmark of megatron-core (tools/bench/megatron), in small, on the CPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from megatron.core import tensor_parallel
+
+from tools.bench import megatron as bench
+from tools.bench.megatron_costs import Group, Model
+
+
+def test_all_ways_compute_the_same() -> None:
+    model = Model(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=8, vocabulary=64)
+    run = bench.Run(model, 2, 3, 1, 4, torch.float32, False, torch.device("cpu"))
+    cases = {"one": Group(4, 6, 3), "two": Group(2, 5, 4, groups=2)}
+    with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
+        *_, (figures, _) = bench.measure(run, cases, list(bench.WAYS))
+    assert figures["cases"].keys() == cases.keys()
+    for case in figures["cases"].values():
+        assert list(case["rows"]) == ["packed", "replicated", "stock"]
+        assert all(row["logp_rms_from_first_way"] < 1e-6 for row in case["rows"].values()), case["rows"]
+    shares = figures["cases"]["one"]["shares"]
+    assert [len(shares[ranks]) for ranks in ("2", "4", "8")] == [2, 4, 8]
+    for of_ranks in shares.values():
+        assert abs(sum(share["part_of_flops"] for share in of_ranks) - 1) < 1e-6
