@@ -125,7 +125,9 @@ def configurations(s: dict[str, Any], batching: dict[str, Any], actor: dict[str,
         **s.get("engine", {}),
     )
     object.__setattr__(engine, "dtype", "float32")  # veRL takes half precision only
-    optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.0)
+    optimizer = McoreOptimizerConfig(
+        lr=1e-3, total_training_steps=10, lr_warmup_steps=0, lr_decay_style="constant", weight_decay=0.0
+    )
     return engine, optimizer, McoreActorConfig(megatron=engine, optim=optimizer, **actor)
 
 
