@@ -233,7 +233,7 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             )
     if engine_config.router_replay.mode != "disabled":
         raise ValueError(
-            f"actor.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE} expects"
+            f"actor.megatron.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE} expects"
             " 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
         )
     if model_config.mtp.enable:
@@ -242,7 +242,9 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             " not always the next row"
         )
     if engine_config.qat.enable:
-        raise ValueError(f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried")
+        raise ValueError(
+            f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried"
+        )
     keep = (model_config.fused_kernel_options or {}).get("dualkv_keep", "nothing")
     if keep != "nothing":
         raise ValueError(

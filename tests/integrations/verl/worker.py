@@ -114,15 +114,18 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
-    if make is not _of_fsdp:  # this engine of veRL asks the tokenizer, and saves it
+    saved = ["model", "optimizer", "extra"]
+    if make is not _of_fsdp:
+        # This engine of veRL asks the tokenizer, and saves it; "extra" is the state of CUDA's random numbers.
         model.tokenizer = SimpleNamespace(pad_token_id=0, save_pretrained=lambda _: None)
+        saved.remove("extra")
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="value_model" if is_critic else "dualkv" if s["packed"] else "language_model",
             model_config=model,
             engine_config=engine,
             optimizer_config=optimizer,
-            checkpoint_config=CheckpointConfig(),
+            checkpoint_config=CheckpointConfig(save_contents=saved, load_contents=saved),
         )
     )
     # veRL loads a critic with FlashAttention, which needs a GPU.

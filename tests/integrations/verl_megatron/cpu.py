@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -50,7 +50,7 @@ def _attention(self: Any, query: Any, key: Any, value: Any, *_: Any, packed_seq_
         scaled_dot_product_attention(
             *(x[a:b].transpose(0, 1) for x in (query, key, value)), is_causal=True, enable_gqa=True
         ).transpose(0, 1)
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in pairwise(cuts)
     ]
     return torch.cat(found).reshape(len(query), 1, -1)
 
@@ -125,7 +125,9 @@ def configurations(s: dict[str, Any], batching: dict[str, Any], actor: dict[str,
         **s.get("engine", {}),
     )
     object.__setattr__(engine, "dtype", "float32")  # veRL takes half precision only
-    optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.0)
+    optimizer = McoreOptimizerConfig(
+        lr=1e-3, total_training_steps=10, lr_warmup_steps=0, lr_decay_style="constant", weight_decay=0.0
+    )
     return engine, optimizer, McoreActorConfig(megatron=engine, optim=optimizer, **actor)
 
 
