@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import torch
+import trl
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
-from dualkv.integrations.trl import GRPOTrainer
+from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer
 from tests.integrations.trl.runs import Padded, train
+from tests.integrations.trl.test_pairs import dpo, rewards, scorer, trained
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -19,4 +21,10 @@ if __name__ == "__main__":
     runs = {
         cls.__name__: train(cls, folder / rank, ddp_backend="gloo", num_generations=8) for cls in (GRPOTrainer, Padded)
     }
+    for name, pair in (("dpo", (DPOTrainer, trl.DPOTrainer)), ("rewards", (RewardTrainer, trl.RewardTrainer))):
+        for kind, cls in zip(("packed", "stock"), pair, strict=True):
+            make = dpo if name == "dpo" else lambda cls, at, **settings: rewards(cls, at, scorer(), **settings)
+            runs[f"{name}, {kind}"] = trained(
+                make(cls, folder / rank, ddp_backend="gloo", gradient_accumulation_steps=1)
+            )
     torch.save(runs, folder / f"{rank}.pt")

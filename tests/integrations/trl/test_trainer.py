@@ -176,6 +176,12 @@ def test_two_ranks_that_share_groups(tmp_path: Path) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(ours.completions, theirs.completions, strict=True))
     assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
     assert_equal_metrics(ours, ranks[0]["Padded"])
+    for name in ("dpo", "rewards"):
+        for runs in ranks:
+            (packed, _, weights), (stock, _, expected) = (runs[f"{name}, {kind}"] for kind in ("packed", "stock"))
+            assert packed[0]["loss"] == pytest.approx(stock[0]["loss"], rel=1e-5)
+            for of, weight in expected.items():
+                assert_close(of, weights[of], weight, 1e-5)
 
 
 # ---------------------------------------------------------------- micro-batches
