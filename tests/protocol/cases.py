@@ -310,7 +310,9 @@ class Outputs:
         self.visible_end, self.total = np.asarray(seg.visible_end), seg.total
         self.first_key = np.zeros(seg.total, int) if window is None else plan_paths.first_keys(seg, window)
         self.groups_per_kv = heads // kernel.packed_heads // kv_heads
-        self.stored: set[tuple[int, int]] = set()  # (row, head)
+        self.columns = range(0, kernel.head_dim_v, kernel.v_columns)  # where parts of O and V begin
+        self.parts_of_K = frozenset(range(0, kernel.head_dim, kernel.k_columns))
+        self.stored: set[tuple[int, int, int]] = set()  # (row, head, first column)
         self.on_its_way: dict[Any, Any] = {}
 
     def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
@@ -322,13 +324,17 @@ class Outputs:
                 range(head_group * packed, (head_group + 1) * packed),
             )
             self.store_box(machine, (first, head_group))
-            self.look(prov, list(rows), first, head_group)
-            self.stored.update((row, head) for row in rows for head in heads)
+            for column in self.columns:
+                self.look(prov, list(rows), first, head_group, column)
+                self.stored.update((row, head, column) for row in rows for head in heads)
         elif what == "out":
             mask = slice(None) if agent.mask is None else agent.mask
             rows, heads = (np.broadcast_to(where[x], (32,))[mask].tolist() for x in ("row", "head"))
-            self.look(prov, sorted(set(rows)), None, heads[0] // packed)
-            self.stored.update(zip(rows, heads, strict=True))
+            columns = {v[3] for term in prov if len(term) == 2 for v in term[1]}
+            if len(columns) != 1:
+                raise Fault(f"{agent.name} stores O of columns {columns}")
+            self.look(prov, sorted(set(rows)), None, heads[0] // packed, *columns)
+            self.stored.update((row, head, *columns) for row, head in zip(rows, heads, strict=True))
 
     def store_box(self, machine: Machine, key: Any) -> None:
         """The recompute pass may store what the first pass has stored, once that is over."""
@@ -337,13 +343,18 @@ class Outputs:
             raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
         self.on_its_way[key] = _at_end(agent)
 
-    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int) -> None:
+    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int, column: int) -> None:
+        """A part of O from a column on, of some rows."""
         blocks = []
         for term in prov:
             if len(term) != 2:
                 continue
-            P, ((_, v_head, v_row, _),) = term
-            ((((_, q_head, q_row, _),), ((_, k_head, k_row, _),)),) = P
+            P, ((_, v_head, v_row, v_column),) = term
+            if v_column != column:
+                continue
+            (((q_head, q_row), (k_head, k_row)),) = {(q[1:3], k[1:3]) for (q,), (k,) in P}
+            if {k[3] for _, (k,) in P} != self.parts_of_K:
+                raise Fault(f"S of keys {k_row} is of K's columns from {sorted(k[3] for _, (k,) in P)} on")
             if (v_head, v_row) != (k_head, k_row) or k_head != head_group // self.groups_per_kv:
                 raise Fault(f"P of keys {k_row}, KV head {k_head}, meets V of keys {v_row}, KV head {v_head}")
             if q_head != head_group or (first is not None and q_row != first) or not q_row <= rows[0]:
@@ -361,9 +372,9 @@ class Outputs:
                 raise Fault(f"row {row}, head group {head_group}, lacks the keys {lacking.tolist()}")
 
     def check(self) -> None:
-        lacking = {(row, head) for row in range(self.total) for head in range(self.heads)} - self.stored
-        if lacking:
-            raise Fault(f"nobody stores (row, head) of {sorted(lacking)}")
+        wanted = {(row, head, x) for row in range(self.total) for head in range(self.heads) for x in self.columns}
+        if lacking := wanted - self.stored:
+            raise Fault(f"nobody stores (row, head, first column) of {sorted(lacking)}")
 
 
 def forward(
@@ -393,7 +404,9 @@ def forward(
     taken = schedule(cost, heads // packed, kv_heads, 1, seg.total * head_dim * 4, True)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
-        cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
+        module = loaded.fwd_split if head_dim > 256 else loaded.fwd if parents is None else loaded.fwd_paths
+        name = "Split" * (head_dim > 256) + ("ForwardKernel" if parents is None else "PathForwardKernel")
+        cls = getattr(module, name)
         kernel = cls(
             Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has, head_dim_v=head_dim_v
         )
@@ -412,7 +425,7 @@ def forward(
         kernel(q, k, v, out, lse, *arrays, SCALE, config.cluster, None, *given)
         return found.check
 
-    return Case(name, config.cluster, 4 * (1 + config.warp_groups), start)
+    return Case(name, config.cluster, 4 * (1 + config.warp_groups * (1 + (head_dim > 256))), start)
 
 
 def cases() -> list[Case]:
