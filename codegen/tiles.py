@@ -131,7 +131,8 @@ class BackwardTile:
         tile_m: packed rows a query block.
         tile_n: keys a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
-        cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
+        cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too. Of
+            head dim 512 pairs of CTAs, which share the keys.
         heads_inside: a CTA walks all query heads of a block of rows before the next rows (up to head dim 128), else one
             head after another (beyond).
         deterministic: dQ is summed in the order of the keys.
@@ -155,6 +156,7 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     128: BackwardTile(tile_m=80, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
+    512: BackwardTile(tile_m=64, tile_n=64, cluster=1),
     (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
 
