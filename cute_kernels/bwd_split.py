@@ -29,9 +29,9 @@ from cute_kernels.bwd_results import Destination, rows_of, store_chunks
 from cute_kernels.bwd_stats import fill_keys
 from cute_kernels.bwd_wide import DqOrder, Operands, WideBackward
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, Stage
-from cute_kernels.ptx import send_to_cta
+from cute_kernels.ptx import any_nonzero, send_to_cta
 
-MARKS = 64 + 4  # floats: of each key, and whether anything was removed
+MARKS = 4 + 64  # floats: whether anything was removed; and of each key
 
 
 class PartPipeline(Pipeline):
@@ -253,25 +253,25 @@ class SplitBackward(WideBackward):
                 marks.full.expect(0, 4 * MARKS)
             if lane <= self.tile_n // 4:
                 found = cutlass.select_(unmasked_begin == ALL_MASKED, Float32(1.0), Float32(0.0))
-                key = cutlass.min(lane, self.tile_n // 4 - 1) * 4
-                values = [cutlass.select_(lane < self.tile_n // 4, Float32(s.V[key + j, 0]), found) for j in range(4)]
+                key = cutlass.max(lane - 1, 0) * 4
+                values = [cutlass.select_(lane > 0, Float32(s.V[key + j, 0]), found) for j in range(4)]
                 send_to_cta((received + lane * 4).align(16), marks.full[0], 1 - self.rank(), *values)
         marks.wait(0)
         flag = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(cute.make_tensor((received + self.tile_n).align(16), cute.make_layout(4)), flag)
-        if flag[0] != 0.0:
+        cute.autovec_copy(cute.make_tensor(received.align(16), cute.make_layout(4)), flag)
+        threads = 128 * self.warp_groups
+        found = cutlass.select_((flag[0] != 0.0) | (unmasked_begin == ALL_MASKED), Int32(1), Int32(0))
+        if any_nonzero(Int32(BAR_CONTAIN), found, threads):
             unmasked_begin = Int32(ALL_MASKED)
-        unmasked_begin = cute.arch.make_warp_uniform(unmasked_begin)
-        if unmasked_begin == ALL_MASKED:
             if tid < self.tile_n:
                 quad = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(cute.make_tensor((received + tid // 4 * 4).align(16), cute.make_layout(4)), quad)
+                cute.autovec_copy(cute.make_tensor((received + (4 + tid // 4 * 4)).align(16), cute.make_layout(4)), quad)
                 for j in cutlass.range_constexpr(4):
                     if (tid % 4 == j) & (quad[j] != quad[j]):
                         s.V[tid, 0] = self.dtype(quad[j])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=128 * self.warp_groups)
-        return unmasked_begin
+            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+        return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know
 
     # ---------------------------------------------------------------- dK and dV
     @cute.jit
