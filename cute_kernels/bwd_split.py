@@ -265,7 +265,9 @@ class SplitBackward(WideBackward):
             unmasked_begin = Int32(ALL_MASKED)
             if tid < self.tile_n:
                 quad = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(cute.make_tensor((received + (4 + tid // 4 * 4)).align(16), cute.make_layout(4)), quad)
+                cute.autovec_copy(
+                    cute.make_tensor((received + (4 + tid // 4 * 4)).align(16), cute.make_layout(4)), quad
+                )
                 for j in cutlass.range_constexpr(4):
                     if (tid % 4 == j) & (quad[j] != quad[j]):
                         s.V[tid, 0] = self.dtype(quad[j])

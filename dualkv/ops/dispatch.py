@@ -179,10 +179,10 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _is_composed(q: torch.Tensor, softcap: float | None, no_kernel: str) -> bool:
+def _is_composed(q: torch.Tensor, v: torch.Tensor, softcap: float | None, no_kernel: str) -> bool:
     """Whether the composition runs this CUDA call; otherwise the reference does. Warns once which, and why no kernel
     does."""
-    reason = composition.unsupported(q, softcap)
+    reason = composition.unsupported(q, softcap, max(q.shape[2], v.shape[2]))
     if reason:
         _warn_once(f"dualkv: no kernel for {no_kernel}; running the chunked PyTorch reference, which is slow")
     else:
@@ -229,7 +229,7 @@ def _fwd_cuda(
         with torch.cuda.device_of(q):
             dims = padding.for_kernel(q.shape[2], v.shape[2])
             return padding.forward(hopper.forward, dims, q, k, v, segments, softmax_scale, *features)
-    if _is_composed(q, softcap, no_kernel):
+    if _is_composed(q, v, softcap, no_kernel):
         dims = padding.equal(q.shape[2], v.shape[2])
         return padding.forward(composition.forward, dims, q, k, v, segments, softmax_scale, *features)
     return reference.forward(q, k, v, segments, softmax_scale, *features)
@@ -252,7 +252,7 @@ def _bwd_cuda(
         with torch.cuda.device_of(q):
             dims = padding.for_kernel(q.shape[2], v.shape[2])
             return padding.backward(hopper.backward, dims, *call, deterministic, gradients, *features, dlse)
-    if _is_composed(q, softcap, no_kernel):
+    if _is_composed(q, v, softcap, no_kernel):
         dims = padding.equal(q.shape[2], v.shape[2])
         grads = padding.backward(composition.backward, dims, *call, deterministic, *features, dlse)
     else:
