@@ -24,6 +24,7 @@ from dualkv.ops.window import Window
 PACKAGE = "nvidia-cudnn-frontend"
 VERSIONS = (1, 29), (1, 33)  # from the first one to below the second: the API is experimental
 CAPABILITIES = (9, 0), (10, 0), (10, 3)
+HEAD_DIM_MAX = 256
 DTYPES = torch.bfloat16, torch.float16
 BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gradient of lse
 
@@ -32,9 +33,11 @@ BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gr
 def unsupported(
     q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
 ) -> str | None:
-    """Why cuDNN cannot serve a call, or None. All layouts, windows, GQA ratios and head dims are served, and sinks."""
+    """Why cuDNN cannot serve a call, or None. All layouts, windows and GQA ratios are served, and sinks."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
+    if max(q.shape[2], v.shape[2]) > HEAD_DIM_MAX:
+        return f"head dims above {HEAD_DIM_MAX}"
     if softcap is not None:
         return "softcap"
     reason = device_unsupported(q.device)
