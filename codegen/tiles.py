@@ -46,7 +46,7 @@ FORWARD_TILES: Tiles = {
     128: ForwardTile(tile_n=64, warp_groups=3, stages=4),
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
-    (192, 128): ForwardTile(tile_n=112),
+    (192, 128): ForwardTile(tile_n=64, warp_groups=3, stages=3),
 }
 # Native head dims, in ascending order; TMA fills smaller ones with zeros.
 HEAD_DIMS = tuple(head_dim for head_dim in FORWARD_TILES if isinstance(head_dim, int))
