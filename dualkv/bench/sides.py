@@ -94,7 +94,7 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
     workload, position = inputs.workload, inputs.layout.position_ids
     if workload.sinks:
         raise ValueError(f"computes no sinks, {workload.name} has them")
-    cap, lowest = workload.softcap, position * 0
+    cap, lowest = workload.softcap or 1.0, position * 0
     if workload.reach:
         lowest = torch.from_numpy(workload.reach.lowest(position.cpu().numpy())).to(inputs.device)
 
@@ -118,7 +118,7 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
     leaves = q, k, v = [as_batch(x).requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]
 
     def attend() -> torch.Tensor:
-        score = capped if cap else None
+        score = capped if workload.softcap else None
         return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
 
     return _attended(direction, attend, leaves, lambda: as_batch(inputs.dout), packed, {"mask": make_mask})

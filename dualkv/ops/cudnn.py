@@ -10,6 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from typing import Any
 
@@ -80,7 +83,21 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @cache
 def _module() -> Any:
-    return importlib.import_module("cudnn.flex_attention")
+    with _kept_apart():
+        return importlib.import_module("cudnn.flex_attention")
+
+
+@contextmanager
+def _kept_apart() -> Iterator[None]:
+    """For what compiles: the DSL that cuDNN compiles with looks for its own options in sys.argv, and ends the program
+    over a `-d` of the program's; and cuDNN prints to standard output, which is the program's."""
+    given = sys.argv
+    sys.argv = given[:1]
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv = given
 
 
 # ---------------------------------------------------------------- plans
@@ -104,7 +121,8 @@ class Plan:
             spans = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu.to(device))
             spans |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
         given = (self.shaped(x) for x in (q, k, v))
-        self.mask = _module().create_mask_plan(ends, *given, **spans, build_backward=True)
+        with _kept_apart():
+            self.mask = _module().create_mask_plan(ends, *given, **spans, build_backward=True)
         self._calls: dict[Any, Any] = {}
         self._home = torch.cuda.current_stream(device)
 
@@ -121,8 +139,9 @@ class Plan:
         call = self._calls.get((of, form, *options.items()))
         if call is None:
             call = getattr(_module(), of)(*given, self.mask, last, **options)
-            call.check_support()
-            call.compile()
+            with _kept_apart():
+                call.check_support()
+                call.compile()
             self._calls[of, form, *options.items()] = call
         assert given[0] is not None
         device = given[0].device

@@ -91,15 +91,14 @@ class Mask:
 
         seen, whole = blocks(segments, window)
 
-        def listed(of: npt.NDArray[np.bool_]) -> list[torch.Tensor]:
+        def listed(of: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
             """[1, 1, n] how many blocks, [1, 1, n, n] which, then the others."""
-            which = np.argsort(~of, 1, kind="stable")
-            return [torch.from_numpy(x.astype(np.int32)).to(device)[None, None] for x in (of.sum(1), which)]
+            count, which = (x.astype(np.int32) for x in (of.sum(1), np.argsort(~of, 1, kind="stable")))
+            return tuple(torch.from_numpy(x).to(device)[None, None] for x in (count, which))  # type: ignore[return-value]
 
         total = segments.total
-        made = BlockMask.from_kv_blocks(
-            *listed(seen & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, seq_lengths=(total, total)
-        )
+        count, which = listed(seen & ~whole)
+        made = BlockMask.from_kv_blocks(count, which, *listed(whole), BLOCK, seq_lengths=(total, total))
         self.blocks = made.as_tuple()[2:-3]
         tables = [segments.visible_end]
         if window is not None:

@@ -10,7 +10,7 @@ ROWS = 32  # of one program
 
 
 @triton.jit
-def _merge(
+def _merge(  # type: ignore[no-untyped-def]
     out, part_out, lse, part_lse, rows, first, n, head_dim,
     out_row, out_head, part_row, part_head, lse_head, part_lse_head,
     INDEXED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -38,11 +38,11 @@ def merge(
 ) -> None:
     """As :func:`dualkv.ops.composition.merge`, on the current stream and device."""
     n, heads, head_dim = part_out.shape
-    indexed = isinstance(rows, torch.Tensor)
     if n == 0:
         return
+    index, first = (rows, 0) if isinstance(rows, torch.Tensor) else (lse, rows.start)
     _merge[triton.cdiv(n, ROWS), heads](
-        out, part_out, lse, part_lse, rows if indexed else lse, 0 if indexed else rows.start, n, head_dim,
+        out, part_out, lse, part_lse, index, first, n, head_dim,
         *out.stride()[:2], *part_out.stride()[:2], lse.stride(0), part_lse.stride(0),
-        INDEXED=indexed, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
+        INDEXED=index is rows, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
     )  # fmt: skip

@@ -201,7 +201,9 @@ def stand_in(made_plans):
             self.supported = True
 
         def compile(self):
+            print("Compiled a kernel")
             assert self.supported
+            assert len(sys.argv) == 1
             self.compiled = True
 
         def checked(self, *tensors):
@@ -273,13 +275,17 @@ CUDNN_LAYOUTS = {
 
 @pytest.mark.parametrize("features", [f for f in FEATURES if "softcap" not in f], ids=str)
 @pytest.mark.parametrize("name", CUDNN_LAYOUTS)
-def test_what_cudnn_is_given(plans, name, features):
-    """Intervals of the layout, arguments in the order of its classes, lse without sinks: results are the oracle's."""
+def test_what_cudnn_is_given(plans, monkeypatch, capsys, name, features):
+    """Intervals of the layout, arguments in the order of its classes, lse without sinks: results are the oracle's. The
+    program's arguments are kept from its compiler, and what it prints from standard output."""
+    monkeypatch.setattr(sys, "argv", ["program", "-d", "bwd"])
     source = CUDNN_LAYOUTS[name]
     layout = Layout.from_segments(source.offsets, source.parent)
     for deterministic in (False, True):
         against_the_oracle(cudnn, layout, features, head_dim_v=24, deterministic=deterministic)
     assert len(plans) == 1
+    assert sys.argv == ["program", "-d", "bwd"]
+    assert capsys.readouterr().out == ""
 
 
 def test_the_surface_of_the_installed_package():
