@@ -371,12 +371,14 @@ def trees(
     for name, one in drawn:
         if one is None:
             raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(traces.KINDS)}")
-    found = [saved.read(path, load_tokenizer(tokenizer), min_shared) for path in of or ()]
+    texts = tokenizer is not None
+    found = [saved.read(path, load_tokenizer(tokenizer), min_shared, texts) for path in of or ()]
     found += [saved.Found.of_trace(one) for _, one in drawn if one is not None]
     summaries = [saved.Summary.of(one, model) for one in found]
     console.print(saved.table(summaries))
     for one in summaries:
-        console.print(f"{one.name}: {one.verdict}", markup=False, highlight=False, soft_wrap=True)
+        for sentence in (one.verdict, *one.breaks):
+            console.print(f"{one.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
     _write_json({"rollouts": [one.as_dict() for one in summaries]}, json_to)
 
 
