@@ -114,7 +114,7 @@ def described(breaks: Sequence[Break], where: Callable[[int], str]) -> list[str]
         total = sum(one.agree for one in some)
         names = " and ".join(where(s) for s in first.sequences)
         sentences.append(
-            f"{len(some)} times a sequence parts from its neighbour and then agrees again, as where text was {what}{sure};"
+            f"{len(some)} times a sequence parts from its neighbour and agrees again later, as where text was {what}{sure};"
             f" {total:,} tokens behind are not shared; {names} part at token {first.at}, {first.differ[0]} and"
             f" {first.differ[1]} tokens differ, {first.agree:,} agree"
         )
