@@ -113,9 +113,10 @@ def described(breaks: Sequence[Break], where: Callable[[int], str]) -> list[str]
         sure = "" if not again or first.same_text else " (if their texts are equal: --tokenizer compares them)"
         total = sum(one.agree for one in some)
         names = " and ".join(where(s) for s in first.sequences)
+        x, y = first.differ
         sentences.append(
-            f"{len(some)} times a sequence parts from its neighbour and agrees again later, as where text was {what}{sure};"
-            f" {total:,} tokens behind are not shared; {names} part at token {first.at}, {first.differ[0]} and"
-            f" {first.differ[1]} tokens differ, {first.agree:,} agree"
+            f"{len(some)} times a sequence parts from its neighbour and agrees again later, as where text was"
+            f" {what}{sure}; {total:,} tokens behind are not shared; {names} part at token {first.at}: {x} and {y}"
+            f" tokens differ, {first.agree:,} agree"
         )
     return sentences
