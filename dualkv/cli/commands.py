@@ -376,10 +376,10 @@ def trees(
     found += [saved.Found.of_trace(one) for _, one in drawn if one is not None]
     summaries = [saved.Summary.of(one, model) for one in found]
     console.print(saved.table(summaries))
-    for one in summaries:
-        for sentence in (one.verdict, *one.breaks):
-            console.print(f"{one.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
-    _write_json({"rollouts": [one.as_dict() for one in summaries]}, json_to)
+    for summary in summaries:
+        for sentence in (summary.verdict, *summary.breaks):
+            console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
+    _write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 
 
 @app.command()
