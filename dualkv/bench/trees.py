@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from dualkv.bench.traces import FIGURES, KINDS, Trace
+from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
 from dualkv.data import breaks
 from dualkv.data.gain import Gain
 from dualkv.data.rollouts import Tokenizer, of_line, token_ids
@@ -38,6 +39,24 @@ class Found:
     def of_trace(cls, trace: Trace) -> Found:
         trained = sum(p.tokens for sequence in trace.sequences for p in sequence if p.trained)
         return cls(trace.name, prefixes_of(trace.layout()), trained)
+
+
+ALL = [f"trace-{kind}-0" for kind in KINDS]
+
+
+def drawn(names: Sequence[str]) -> list[Found]:
+    """Traces by name.
+
+    Raises:
+        ValueError: a name of none, and as :func:`dualkv.bench.traces.draw`.
+    """
+    found = []
+    for name in names:
+        trace = parse(name)
+        if trace is None:
+            raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(KINDS)}")
+        found.append(Found.of_trace(trace))
+    return found
 
 
 def prefixes_of(layout: Layout) -> SharedPrefixes:
