@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,7 +249,7 @@ def _treepo(texts: _Texts, rollouts: int, turns: float | None) -> Iterator[Any]:
     than rollouts."""
     levels, branches = int(turns or texts["levels"]), int(texts["branches"])
     prompt = texts.piece("prompt")
-    opening = min(rollouts, int(texts.random.integers(branches, texts["first branches, most"] + 1)))
+    opening = min(rollouts, int(texts.random.integers(branches, int(texts["first branches, most"]) + 1)))
     live: list[list[Piece]] = [[prompt] for _ in range(opening)]
     done: list[list[Piece]] = []
     for level in range(1, levels + 1):
@@ -296,9 +296,9 @@ KINDS: dict[str, tuple[str, str, Callable[[_Texts, int, float | None], Iterator[
     "search": ("searches, 35 % shared", "search", _search),
     "treepo": ("reasoning sampled as a tree", "treepo", _treepo),
     "branched": ("agents that branch after turns of 50 to 1,500 tokens", "branched", _branched),
-    "swe-kept": ("coding agents, reasoning kept", "swe", lambda *a: _swe(*a, _kept)),
+    "swe-kept": ("coding agents, reasoning kept", "swe", partial(_swe, export=_kept)),
     "tau2": ("dialogues with tools, reasoning dropped", "tau2", _tau2),
-    "swe-dropped": ("coding agents, reasoning dropped from later turns", "swe", lambda *a: _swe(*a, _dropped)),
+    "swe-dropped": ("coding agents, reasoning dropped from later turns", "swe", partial(_swe, export=_dropped)),
 }
 
 
@@ -348,4 +348,5 @@ def parse(text: str) -> Trace | None:
     if found is None:
         return None
     kind, seed, rollouts, turns, scale = found.groups()
-    return draw(kind, int(seed), rollouts and int(rollouts), turns and float(turns), float(scale or 1))
+    count, mean = None if rollouts is None else int(rollouts), None if turns is None else float(turns)
+    return draw(kind, int(seed), count, mean, 1.0 if scale is None else float(scale))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from dualkv.bench.traces import FIGURES, KINDS, Trace
+from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
+from dualkv.data import breaks
 from dualkv.data.gain import Gain
 from dualkv.data.rollouts import Tokenizer, of_line, token_ids
 from dualkv.layout import Layout
@@ -25,17 +27,36 @@ class Found:
         name: of the file or the trace.
         shared: prefixes of all sequences.
         trained: tokens that count, in all sequences; None: not known.
-        breaks: see :func:`dualkv.data.breaks.find`.
+        breaks: sentences about places where sequences part and agree again (:mod:`dualkv.data.breaks`).
     """
 
     name: str
     shared: SharedPrefixes
     trained: int | None = None
+    breaks: tuple[str, ...] = ()
 
     @classmethod
     def of_trace(cls, trace: Trace) -> Found:
         trained = sum(p.tokens for sequence in trace.sequences for p in sequence if p.trained)
         return cls(trace.name, prefixes_of(trace.layout()), trained)
+
+
+ALL = [f"trace-{kind}-0" for kind in KINDS]
+
+
+def drawn(names: Sequence[str]) -> list[Found]:
+    """Traces by name.
+
+    Raises:
+        ValueError: a name of none, and as :func:`dualkv.bench.traces.draw`.
+    """
+    found = []
+    for name in names:
+        trace = parse(name)
+        if trace is None:
+            raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(KINDS)}")
+        found.append(Found.of_trace(trace))
+    return found
 
 
 def prefixes_of(layout: Layout) -> SharedPrefixes:
@@ -48,7 +69,7 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 
 
 # ---------------------------------------------------------------- a file
-def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1) -> Found:
+def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
     """The rollouts of a JSON-lines file, one group a line, in one of three forms:
 
         {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
@@ -64,6 +85,7 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
         path: the file, UTF-8.
         tokenizer: for prompts and responses given as text.
         min_shared: as for :func:`dualkv.pack_sequences`.
+        compare_texts: decode tokens, to say whether those that differ stand for equal text.
 
     Raises:
         ValueError: the first error, as `file:line: message`.
@@ -71,6 +93,7 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
     """
     sequences: list[list[int]] = []
     trees: list[SharedPrefixes] = []
+    lines: list[str] = []  # of each sequence
     trained: int | None = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -85,13 +108,18 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
                 rows, count = _sequences(data, tokenizer)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
+            lines += [f"line {number}, sequence {i}" for i in range(len(rows))]
             sequences += rows
             trained = None if trained is None or count is None else trained + count
+    said: list[str] = []
     if sequences:
-        trees.insert(0, read_sequences(sequences, min_shared)[1].at_least(min_shared))
+        host, shared, _ = read_sequences(sequences, min_shared)
+        found = breaks.find(host, shared, tokenizer.decode if compare_texts else None)
+        said = breaks.described(found, lines.__getitem__)
+        trees.insert(0, shared.at_least(min_shared))
     if not trees:
         raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
-    return Found(os.path.basename(path), _joined(trees), trained)
+    return Found(os.path.basename(path), _joined(trees), trained, tuple(said))
 
 
 def _tree(data: dict[str, Any]) -> SharedPrefixes:
@@ -185,7 +213,8 @@ class Summary:
     share_ratio: tokens over packed_tokens.
     depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.
     flop_ratio: of an update of `model`, replicated over packed.
-    saved, pays: by :mod:`dualkv.data.gain`, whatever the model.
+    saved, pays, verdict: by :mod:`dualkv.data.gain`, whatever the model.
+    breaks: as of :class:`Found`.
     """
 
     name: str
@@ -203,6 +232,7 @@ class Summary:
     saved: float
     pays: bool
     verdict: str
+    breaks: tuple[str, ...]
 
     @classmethod
     def of(cls, found: Found, model: str) -> Summary:
@@ -221,7 +251,7 @@ class Summary:
         return cls(
             found.name, len(found.shared), gain.replicated_rows, gain.rows, gain.ratio, layout.depth, len(tree.length),
             int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
-            gain.saved, gain.pays, str(gain),
+            gain.saved, gain.pays, str(gain), found.breaks,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

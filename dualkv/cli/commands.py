@@ -357,7 +357,6 @@ def trees(
     debug: DebugOption = False,
 ) -> None:
     """What packing saves on rollouts, before anyone trains: tokens, share ratio, depth, FLOP, and whether it pays."""
-    from dualkv.bench import traces
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
@@ -365,19 +364,15 @@ def trees(
     if sources:
         console.print(saved.sources())
         return
-    drawn = [
-        (name, traces.parse(name)) for name in trace or ([] if of else [f"trace-{kind}-0" for kind in traces.KINDS])
-    ]
-    for name, one in drawn:
-        if one is None:
-            raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(traces.KINDS)}")
-    found = [saved.read(path, load_tokenizer(tokenizer), min_shared) for path in of or ()]
-    found += [saved.Found.of_trace(one) for _, one in drawn if one is not None]
+    texts = tokenizer is not None
+    found = [saved.read(path, load_tokenizer(tokenizer), min_shared, texts) for path in of or ()]
+    found += saved.drawn(trace or ([] if of else saved.ALL))
     summaries = [saved.Summary.of(one, model) for one in found]
     console.print(saved.table(summaries))
-    for one in summaries:
-        console.print(f"{one.name}: {one.verdict}", markup=False, highlight=False, soft_wrap=True)
-    _write_json({"rollouts": [one.as_dict() for one in summaries]}, json_to)
+    for summary in summaries:
+        for sentence in (summary.verdict, *summary.breaks):
+            console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
+    _write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 
 
 @app.command()

@@ -203,8 +203,11 @@ class _Plan:
             if end < length:
                 return trunk, [*below, (attached, segment, end)]
             others = sorted(self.children[segment], key=lambda child: -int(self.size[child]))
-            below += [(attached, child, 0) for child in (others[1:] if room else others)]
-            if not others or not room:
+            # Where two large subtrees begin, the trunk ends: what is held lies on one path then.
+            fork = room < self.budget and len(others) > 1 and self.size[others[1]] > self.budget
+            stop = not room or fork
+            below += [(attached, child, 0) for child in (others if stop else others[1:])]
+            if stop or not others:
                 return trunk, below
             segment, first = others[0], 0
 

@@ -193,3 +193,22 @@ def test_two_levels_as_a_tree():
         want, want_lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, 128**-0.5)
         assert (out.double() - want).abs().max() < 0.03
         assert (lse - want_lse).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_part_below_a_path(head_dim, deterministic):
+    """What a walk runs: rows of a path of three segments ask nothing, subtrees hang on two of them."""
+    layout = tree([300, 77, 130, 200, 90, 260, 41], [-1, 0, 1, 2, 3, 1, 0])
+    silent = 300 + 77 + 130
+    asked = layout.without_queries(silent)
+    q, k, v, dout = bwd.inputs(layout, 8, 2, head_dim)
+    dout[:silent] = 0
+    wanted = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, head_dim**-0.5, dout)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = dualkv.attention(q, k, v, asked, None, deterministic)
+    assert not out[:silent].any()
+    found = [out[silent:], *torch.autograd.grad(out, (q, k, v), dout)]
+    assert not found[1][:silent].any()
+    for got, want in zip(found, [wanted[0][silent:], *wanted[2:]], strict=True):
+        assert (got.double() - want).norm() <= 0.01 * want.norm()

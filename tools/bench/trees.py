@@ -61,9 +61,9 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, ends_q: list[int], ends_k: list[int], device: torch.device, keys: Any = None) -> Ragged:
-        ends = (torch.tensor(e, dtype=torch.int32, device=device) for e in (ends_q, ends_k))
+        q, k = (torch.tensor(e, dtype=torch.int32, device=device) for e in (ends_q, ends_k))
         longest = int(np.diff(ends_q).max()), int(np.diff(ends_k).max())
-        return cls(*ends, longest, None if keys is None else torch.from_numpy(keys).to(device))
+        return cls(q, k, longest, None if keys is None else torch.from_numpy(keys).to(device))
 
 
 def _attend(
@@ -86,8 +86,10 @@ def _attend(
     spans = (itertools.pairwise(ends.tolist()) for ends in ragged[:2])
     for (a, b), (c, d) in zip(*spans, strict=True):
         seen = torch.arange(d - c, device=q.device) <= torch.arange(d - c - (b - a), d - c, device=q.device)[:, None]
-        heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scaling, enable_gqa=True)
+        own, keys, values = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            own, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True
+        )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)[None], None
 
@@ -153,6 +155,7 @@ def passes(
         return (logp * weights[part.places]).sum()
 
     for one in some:
+        assert isinstance(one.batch, PackedSequences)
         walk(one.batch, budget, forward, loss)
     return found
 
