@@ -313,6 +313,9 @@ class _PackedMLASelfAttention(_Checked, MLASelfAttention):
     megatron-core's class makes its rotary frequencies itself, and for what it takes for a row of one sequence.
     """
 
+    core_attention: Any
+    rotary_pos_emb: Any
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -68,9 +68,11 @@ def start() -> None:
     """Makes this process a rank, once."""
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # Where torchrun did not start it, this process is the only rank.
-        store = None if "RANK" in os.environ else dist.TCPStore("127.0.0.1", 0, is_master=True)
-        dist.init_process_group(backend, **({"store": store, "rank": 0, "world_size": 1} if store else {}))
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:  # torchrun did not start this process: it is the only rank
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def make_model(run: Run, tp: int = 1, cp: int = 1) -> Any:
