@@ -233,8 +233,8 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             )
     if engine_config.router_replay.mode != "disabled":
         raise ValueError(
-            f"actor.megatron.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE} expects"
-            " 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
+            f"actor.megatron.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE}"
+            " expects 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
         )
     if model_config.mtp.enable:
         raise ValueError(
