@@ -128,8 +128,8 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             finish: veRL's function from values of tokens to the loss.
         """
         micro_batch, packed = next(batches)
-        device = get_device_id()
-        micro_batch = micro_batch.to(device)
+        micro_batch = micro_batch.to(get_device_id())
+        device = micro_batch["input_ids"].device
         tu.assign_non_tensor(micro_batch, num_micro_batch=count)
         gpt = unwrap_model(model)
         ranks, rank = (1, 0)
