@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 from torch import nn
@@ -76,7 +77,11 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def _build_megatron_module(self) -> list[nn.Module]:
         modules: list[nn.Module] = super()._build_megatron_module()
         for module in modules:
-            gpt = megatron.gpt_model(megatron.enable(module))
+            gpt = unwrap_model(megatron.enable(module))
+            if not isinstance(gpt, GPTModel):
+                raise ValueError(
+                    f"the model is a {type(gpt).__name__}, expected megatron-core's GPTModel, of text alone"
+                )
             if gpt.post_process:
                 gpt.decoder.register_forward_hook(self._leave_decoder)
         return modules
