@@ -27,6 +27,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.integrations import megatron
+from dualkv.integrations.megatron_configs import refuse
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.sequence_parallel import padded
@@ -65,10 +66,11 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
         config = self.tf_config if self.provider is None else self.provider
-        megatron.refuse(config)
+        refuse(config)
         for name, why in (
             ("fp8", "rows are not padded to its blocks"),
             ("fp4", "rows are not padded to its blocks"),
+            ("multi_latent_attention", "veRL replaces methods of these layers, which was not tried"),
             ("calculate_per_token_loss", "gradients would be divided by tokens of replicated sequences"),
         ):
             if getattr(config, name, None):
