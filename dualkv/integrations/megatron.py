@@ -477,7 +477,7 @@ def _specs(spec: Any) -> list[TransformerLayerSubmodules]:
     )
 
 
-def gpt_model(model: nn.Module) -> GPTModel:
+def _gpt(model: nn.Module) -> GPTModel:
     """The GPTModel that a model is or holds; raises ValueError for other models."""
     found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
@@ -487,7 +487,7 @@ def gpt_model(model: nn.Module) -> GPTModel:
 
 def _layers(model: nn.Module) -> list[TransformerLayer]:
     """The layers of a GPTModel's decoder, on this pipeline stage; raises ValueError for other models."""
-    found = list(gpt_model(model).decoder.layers)
+    found = list(_gpt(model).decoder.layers)
     for layer in found:
         if not isinstance(layer, TransformerLayer):
             raise ValueError(f"the decoder has a {type(layer).__name__}, expected TransformerLayer only")
@@ -543,7 +543,7 @@ def enable(target: Target) -> Target:
         _swap(target, PACKED)
         return target
     layers = _layers(target)
-    gpt = gpt_model(target)
+    gpt = _gpt(target)
     refuse(gpt.config)
     if gpt.position_embedding_type not in ROTARY:
         raise ValueError(

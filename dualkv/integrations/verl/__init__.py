@@ -29,7 +29,7 @@ except Exception as error:
     raise
 
 try:
-    import dualkv.integrations.verl.megatron  # noqa: F401
+    import dualkv.integrations.verl.megatron
 except ImportError:  # without megatron-core, or as veRL's own engine for it
     register_other("megatron")
 

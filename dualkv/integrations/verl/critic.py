@@ -12,12 +12,12 @@ from typing import Any
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-from dualkv.integrations.verl.engine import STRATEGIES, DualKVEngine
+from dualkv.integrations.verl.engine import FSDP, DualKVEngine
 
 PACKED = "dualkv"  # the option in `model.fused_kernel_options`, which veRL leaves free
 
 
-@EngineRegistry.register(model_type="value_model", backend=STRATEGIES, device="cuda", vendor="nvidia")
+@EngineRegistry.register(model_type="value_model", backend=FSDP, device="cuda", vendor="nvidia")
 class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
     """veRL's FSDP and FSDP2 engine for value models, with the rollouts of equal prompts packed, or all as trees.
 

@@ -245,7 +245,7 @@ class PackedRollouts:
     position_ids: torch.Tensor | None
     media: dict[str, torch.Tensor]
 
-    def to_sequences(self, values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    def to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
         """Values [U, ...] of `head_rows` at the rows of the nested `sequences` of the micro-batch; 0 elsewhere.
 
         Rollouts that share a row all get its value.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 from torch import nn
@@ -26,6 +27,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.integrations import megatron
+from dualkv.integrations.megatron_configs import refuse
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.sequence_parallel import padded
@@ -64,10 +66,11 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
         config = self.tf_config if self.provider is None else self.provider
-        megatron.refuse(config)
+        refuse(config)
         for name, why in (
             ("fp8", "rows are not padded to its blocks"),
             ("fp4", "rows are not padded to its blocks"),
+            ("multi_latent_attention", "veRL replaces methods of these layers, which was not tried"),
             ("calculate_per_token_loss", "gradients would be divided by tokens of replicated sequences"),
         ):
             if getattr(config, name, None):
@@ -76,7 +79,11 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def _build_megatron_module(self) -> list[nn.Module]:
         modules: list[nn.Module] = super()._build_megatron_module()
         for module in modules:
-            gpt = megatron.gpt_model(megatron.enable(module))
+            gpt = unwrap_model(megatron.enable(module))
+            if not isinstance(gpt, GPTModel):
+                raise ValueError(
+                    f"the model is a {type(gpt).__name__}, expected megatron-core's GPTModel, of text alone"
+                )
             if gpt.post_process:
                 gpt.decoder.register_forward_hook(self._leave_decoder)
         return modules
@@ -128,8 +135,8 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             finish: veRL's function from values of tokens to the loss.
         """
         micro_batch, packed = next(batches)
-        device = get_device_id()
-        micro_batch = micro_batch.to(device)
+        micro_batch = micro_batch.to(get_device_id())
+        device = micro_batch["input_ids"].device
         tu.assign_non_tensor(micro_batch, num_micro_batch=count)
         gpt = unwrap_model(model)
         ranks, rank = (1, 0)
@@ -233,8 +240,8 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             )
     if engine_config.router_replay.mode != "disabled":
         raise ValueError(
-            f"actor.megatron.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE} expects"
-            " 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
+            f"actor.megatron.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE}"
+            " expects 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
         )
     if model_config.mtp.enable:
         raise ValueError(

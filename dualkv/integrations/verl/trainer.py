@@ -16,7 +16,7 @@ from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.batches import MODEL_TYPE
 from dualkv.integrations.verl.critic import PACKED
-from dualkv.integrations.verl.engine import STRATEGIES, check_strategy
+from dualkv.integrations.verl.engine import FSDP, check_strategy
 
 
 class _WholeGroups:
@@ -29,7 +29,7 @@ class _WholeGroups:
             check_strategy(config.actor_rollout_ref.actor.strategy)  # before any worker starts
         critic: Any = config.get("critic") or {}
         options = (critic.get("model") or {}).get("fused_kernel_options") or {}
-        if options.get(PACKED, False) and critic.strategy not in STRATEGIES:
+        if options.get(PACKED, False) and critic.strategy not in FSDP:
             raise ValueError(
                 f"critic.model.fused_kernel_options.{PACKED} packs groups on strategy fsdp and fsdp2, not on"
                 f" {critic.strategy}: set critic.strategy=fsdp2, or leave the option out"

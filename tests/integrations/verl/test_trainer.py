@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,12 +195,12 @@ def test_trainer_is_verls_to_its_configuration(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---------------------------------------------------------------- what is refused before anything starts
-OTHERS = ("megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo")
+OTHERS = ("veomni", "torchtitan", "automodel", "fsdp_turbo")
 
 
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_other_strategies_say_what_to_use(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = f"model.model_type=dualkv packs groups on strategy fsdp and fsdp2, not on {strategy}: set actor_rollout_ref"
+    says = f"model.model_type=dualkv packs groups on strategy fsdp, fsdp2, megatron, not on {strategy}: set actor_"
     with pytest.raises(ValueError, match=says):
         EngineRegistry.new("dualkv", strategy, model_config=None, engine_config=SimpleNamespace(strategy=strategy))
     monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: pytest.fail("veRL's trainer was made"))
@@ -224,7 +225,13 @@ def test_every_strategy_of_verl_is_known() -> None:
             r"EngineRegistry\.register\([^)]*backend=([^)]*?)(?:, device|\))", source.read_text()
         ):
             found |= set(re.findall(r'"(\w+)"', backends))
-    assert found == {"fsdp", "fsdp2", *OTHERS}
+    assert found == {"fsdp", "fsdp2", "megatron", *OTHERS}
+
+
+@pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed")
+def test_megatron_says_what_to_install() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"strategy=megatron needs megatron-core: pip install 'dualkv\[mega"):
+        EngineRegistry.new("dualkv", "megatron", model_config=None, engine_config=SimpleNamespace(strategy="megatron"))
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,10 @@ def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
         train(other, data)  # megatron-core reads torch's AdamW into an optimizer that has made a step only
     with torch.no_grad():  # megatron-core copies into weights that are not in half precision
         other.load_checkpoint(saved)
+    if other.engine_config.strategy == "megatron":
+        # megatron-core gives all weights one tensor for the number of steps, which torch's AdamW raises for each.
+        for state in other.engine.optimizer.chained_optimizers[0].optimizer.state.values():
+            state["step"] = state["step"].clone()
     return found | {"metrics_after": train(other, data), "weights_after": weights(other)}
 
 

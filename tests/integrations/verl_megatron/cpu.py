@@ -25,7 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.nn.functional import scaled_dot_product_attention
 from verl.models.mcore import model_forward_fused
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy
-from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.config import EngineRouterReplayConfig, McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 
 from tests.integrations.megatron import cpu
 
@@ -120,6 +120,7 @@ def configurations(s: dict[str, Any], batching: dict[str, Any], actor: dict[str,
         pad_to_length="pad_to" in s,
         pad_to_length_bucket=s.get("pad_to", 1),
         override_transformer_config=deepcopy(TRANSFORMER) | s.get("transformer", {}),
+        router_replay=EngineRouterReplayConfig(mode=s.get("router_replay", "disabled")),
         **{name: s[short] for short, name in SIZES.items() if short in s},
         **batching,
         **s.get("engine", {}),

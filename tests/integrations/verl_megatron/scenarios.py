@@ -68,6 +68,7 @@ MORE: dict[str, dict[str, Any]] = {
     "dropout": PACKED | {"transformer": {"attention_dropout": 0.1}},
     "interleaved-stages": PACKED | {"engine": {"virtual_pipeline_model_parallel_size": 2}},
     "keep": PACKED | {"keep": "attention"},
+    "router-replay": PACKED | MOE | {"router_replay": "R2"},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
     "context-parallel": PACKED | {"cp": 2},

@@ -78,6 +78,7 @@ REFUSED = {
     "dropout": "attention_dropout is 0.1, expected 0:",
     "interleaved-stages": "actor.megatron.virtual_pipeline_model_parallel_size is 2, model.model_type=dualkv expects",
     "context-parallel": "actor.megatron.context_parallel_size is 2, model.model_type=dualkv expects 1:",
+    "router-replay": "actor.megatron.router_replay.mode is 'R2', model.model_type=dualkv expects 'disabled':",
     "keep": "fused_kernel_options.dualkv_keep is 'attention', strategy megatron has settings of its own:",
 }
 
