@@ -73,6 +73,7 @@ def test_metadata(distributions):
         "megatron",
         "verl",
         "hybrid",
+        "cudnn",
         "bench",
         "dev",
     }
