@@ -44,7 +44,10 @@ def device_unsupported(device: torch.device) -> str | None:
     """Why FlexAttention does not run on this device, or None. Imports nothing."""
     if device.type != "cuda":
         return f"{device.type} devices"
-    if torch.__version__ < (2, 13):  # its compiler fails on lengths that vary: seen with 2.11 on an H200
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (
+        2,
+        13,
+    ):  # its compiler fails on lengths that vary: seen with 2.11 on an H200
         return f"torch {torch.__version__} (expected 2.13 or newer)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8 and not torch.version.hip:

@@ -133,7 +133,7 @@ class PacksBatches:
         result = run(data, loss_function)
         get_torch_device().synchronize()
         seconds = time.perf_counter() - start
-        if self._done is None or not self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+        if self._done is None or not self.is_mp_src_rank_with_outputs():
             return result
         packed, replicated, micro_batches = self._done
         peak = get_device_flops() * seconds * self.model_ranks
