@@ -56,12 +56,14 @@ MODELS = {
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
     "images": (
         Qwen3VLForConditionalGeneration,
-        Qwen3VLConfig(text_config=SIZES | {"rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES),
+        Qwen3VLConfig(
+            text_config=SIZES | {"vocab_size": VOCAB, "rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES
+        ),
     ),
     "images_2_5": (
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLConfig(
-            text_config=SIZES | {"hidden_size": 64, "rope_parameters": ROPE},
+            text_config=SIZES | {"vocab_size": VOCAB, "hidden_size": 64, "rope_parameters": ROPE},
             vision_config=VISION | {"out_hidden_size": 64, "window_size": 8, "fullatt_block_indexes": [1]},
             **OF_IMAGES,
         ),
