@@ -185,7 +185,8 @@ class _Fit:
         self.call, self.marks = (rows, start, (count - 1) * rows * self.more), []
 
     def _mark(self, *_: Any) -> None:
-        self.marks.append(_allocated(self.device))
+        if self.call[0] and not self.more:
+            self.marks.append(_allocated(self.device))
 
     def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         if not self.call[0]:

@@ -59,14 +59,6 @@ BACKENDS = {
         1,
         "a composition of PyTorch's FlashAttention calls",
     ),
-    "flex": Backend(
-        "PyTorch's FlexAttention, compiled",
-        flex,
-        lambda q, v, softcap, dlse: flex.unsupported(q),
-        flex.head_dims,
-        1,
-        "PyTorch's FlexAttention, which compiles first",
-    ),
     "reference": Backend(
         "the chunked reference",
         reference,
@@ -74,6 +66,14 @@ BACKENDS = {
         lambda head_dim, head_dim_v: (head_dim, head_dim_v),
         0,
         "the chunked PyTorch reference, which is slow",
+    ),
+    # By hand only, behind what serves every call: no GPU has computed it rightly yet.
+    "flex": Backend(
+        "PyTorch's FlexAttention, compiled",
+        flex,
+        lambda q, v, softcap, dlse: flex.unsupported(q),
+        flex.head_dims,
+        1,
     ),
 }
 

@@ -44,6 +44,8 @@ def unsupported(
     if softcap is not None:
         return "softcap"
     reason = device_unsupported(q.device)
+    if reason is None and q.shape[2] != v.shape[2] and torch.cuda.get_device_capability(q.device) == (9, 0):
+        return "values of another head dim on compute capability 9.0"  # its backward has no such kernels there
     if reason is None and dlse is not None and head_dims(q.shape[2], v.shape[2]) == BLACKWELL_WIDE:
         major, _ = torch.cuda.get_device_capability(q.device)
         if major == 10:

@@ -17,7 +17,6 @@ On a machine without a GPU the same runs on PyTorch's functions, for example wit
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import statistics
 import sys
@@ -39,7 +38,7 @@ from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.layout import Layout
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
-from tools.bench.step import Sizes, make_model, make_rollouts, step
+from tools.bench.step import Sizes, make_model, make_rollouts, repeated, step, wait
 
 
 @dataclass(frozen=True)
@@ -88,33 +87,15 @@ def convolutions_of_the_library(model: Any) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- time and memory
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def timed(model: Any, run: Callable[[list[ModelBatch]], Any], batches: list[ModelBatch], repeats: int) -> Any:
     """Seconds of all micro-batches and the peak of memory in them, after one untimed pass over those that differ in
     size: Triton's kernels are compiled and tuned in it."""
     for batch in {batch.tokens: batch for batch in batches}.values():
         run([batch])
     model.zero_grad(set_to_none=True)
-    gc.collect()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
-        _wait()
-        start = time.perf_counter()
-        run(batches)
-        _wait()
-        seconds.append(time.perf_counter() - start)
-        model.zero_grad(set_to_none=True)
     rows = sum(batch.tokens for batch in batches)
-    found = {"rows": rows, "micro_batches": len(batches), "seconds": seconds, "median": statistics.median(seconds)}
-    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {})
+    found, _ = repeated(lambda: run(batches), repeats, model.zero_grad)
+    return {"rows": rows, "micro_batches": len(batches)} | found
 
 
 def decoder_step(model: Any, batches: list[ModelBatch]) -> None:
@@ -163,10 +144,10 @@ def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
         return conv(*args, **kwargs)
 
     def call() -> float:
-        _wait()
+        wait()
         start = time.perf_counter()
         layer(x, dualkv=layout).backward(gradient)
-        _wait()
+        wait()
         layer.zero_grad(set_to_none=True)
         x.grad = None
         return time.perf_counter() - start

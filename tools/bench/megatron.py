@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
 from tools.bench.record import JsonPath, Record
+from tools.bench.step import repeated, wait
 
 CASES = {
     "main": Group(32, 8192, 2048),
@@ -248,11 +248,6 @@ def one_of(model: Any, ranks: int) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- time and memory
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
     """Seconds of all micro-batches after two untimed runs of the first, and the peak of memory; the log-probs."""
     model.zero_grad(set_to_none=True)
@@ -263,21 +258,8 @@ def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[
     wait()
     found: dict[str, Any] = {"rows": rows, "micro_batches": len(steps), "first": time.perf_counter() - begun}
     model.zero_grad(set_to_none=True)
-    gc.collect()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
-        wait()
-        begun = time.perf_counter()
-        logp = torch.cat([step() for step in steps])
-        wait()
-        seconds.append(time.perf_counter() - begun)
-        model.zero_grad(set_to_none=True)
-    found |= {"seconds": seconds, "median": statistics.median(seconds)}
-    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}), logp
+    measured, logp = repeated(lambda: torch.cat([step() for step in steps]), repeats, model.zero_grad)
+    return found | measured, logp
 
 
 def tried(call: Callable[[], Any]) -> Any:

@@ -220,6 +220,35 @@ def measure(
         yield figures
 
 
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def repeated(
+    run: Callable[[], Any], repeats: int, between: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], Any]:
+    """Seconds of each run, their median, and on a GPU the peak of memory in them; what the last run returned.
+
+    `between` follows each run and is not timed. What is compiled or tuned at a first call has to be there.
+    """
+    gc.collect()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds, last = [], None
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        last = run()
+        wait()
+        seconds.append(time.perf_counter() - start)
+        between()
+    found: dict[str, Any] = {"seconds": seconds, "median": statistics.median(seconds)}
+    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}), last
+
+
 def run_row(
     row: Row, sizes: Sizes, model: Any, rollouts: Rollouts, weights: torch.Tensor, stock: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -238,7 +267,6 @@ def run_row(
         model.gradient_checkpointing_disable()
     else:
         recompute_layers(model, row.keep)
-    cuda = device.type == "cuda"
     # A learning rate of 0: all rows and repeats have the same weights.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
 
@@ -249,27 +277,13 @@ def run_row(
         model.zero_grad(set_to_none=True)
         return logp
 
-    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     start = time.perf_counter()
     run(batches[:1])
     wait()
     found: dict[str, Any] = {"first_micro_batch": time.perf_counter() - start, "micro_batches": len(batches)}
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(sizes.repeats if row.way == "packed" else 1):
-        wait()
-        start = time.perf_counter()
-        logp = run(batches)
-        wait()
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    done, nominal = (flops(model, sizes, packed) / 1e12 / median for packed in (row.way == "packed", False))
-    found |= {"seconds": seconds, "median": median, "tflops_done": done, "tflops_nominal": nominal}
-    if cuda:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return logp, found
+    timed, logp = repeated(lambda: run(batches), sizes.repeats if row.way == "packed" else 1)
+    done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (row.way == "packed", False))
+    return logp, found | timed | {"tflops_done": done, "tflops_nominal": nominal}
 
 
 def main(

@@ -39,7 +39,11 @@ CANDIDATES: dict[str, dict[HeadDims, list[str]]] = {
         128: ["tile_n=80,stages=2", "cluster=1"],
         192: ["tile_n=112", "tile_n=80"],
         256: ["tile_n=80"],
-        (192, 128): ["tile_n=128", "tile_n=80,warp_groups=3,stages=3", "tile_n=64,warp_groups=3,stages=3"],
+        (192, 128): [
+            "tile_n=112,warp_groups=2,stages=2",
+            "tile_n=128,warp_groups=2,stages=2",
+            "tile_n=80,warp_groups=3,stages=3",
+        ],
     },
     "bwd": {
         64: ["tile_m=112", "tile_m=96"],
