@@ -46,8 +46,7 @@ _WINDOWS = [
 ]
 _RANDOM = [f"random-1-{i}" for i in range(40)]
 _TRACES = [
-    "trace-branched-0", "trace-tau2-0", "trace-swe-dropped-0-n4-t16", "trace-treepo-2", "trace-search-0-n40",
-    MAIN,
+    "trace-branched-0", MAIN, "trace-swe-dropped-0-n4-t16", "trace-tau2-0", "trace-treepo-2", "trace-search-0-n40",
 ]  # fmt: skip
 _TREE_PEERS = _options("-s", ["dualkv", "cudnn-intervals", "fa4-prompt-copied", "fa4-replicated"])
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
