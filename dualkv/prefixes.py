@@ -128,7 +128,7 @@ class SharedPrefixes:
         most = len(self) if most is None else most
         cost, begins = self._cuts(budget, most)
         low, high = longest, budget  # bounds of the largest run's tokens
-        while low < high:
+        while low < high and len(begins) > 1:
             middle = (low + high) // 2
             other, other_begins = self._cuts(middle, most)
             if other == cost:

@@ -1,4 +1,4 @@
-"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, FlexAttention, PyTorch's own.
+"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, cuDNN, FlexAttention, PyTorch.
 
 All are built from the same packed tensors, and their results are compared in packed order. They run without gradients
 enabled; what needs autograd enables it itself.
@@ -7,6 +7,7 @@ enabled; what needs autograd enables it itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._functorch import config as functorch_config
 import dualkv
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
-from dualkv.ops import hopper
+from dualkv.ops import composition, hopper
 from dualkv.ops.intervals import group_lengths, interval_ends
 
 
@@ -59,7 +60,7 @@ def _attended(
     return _kept(lambda: gradients(out, again=True), packed, apart)
 
 
-def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
+def ours(inputs: Inputs, direction: str, deterministic: bool = False, backend: str | None = None) -> Side:
     """`dualkv.attention`, both directions under autograd; the backward alone as the op that autograd calls.
 
     So a backward's launches are all that a user's call makes, and its host time is comparable with the peers', which
@@ -67,13 +68,14 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
 
     Raises:
         RuntimeError: this device has no kernel of ours.
+        ValueError: the backend asked for does not serve the workload on this device.
     """
     layout = inputs.layout
-    reason = hopper.unsupported(inputs.q)
+    reason = hopper.unsupported(inputs.q) if backend is None else None
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
     leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]
-    features = inputs.features
+    features = {**inputs.features, **({"backend": backend} if backend else {})}
     if direction == "bwd":
         out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True, **features)
         call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
@@ -83,6 +85,30 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
         return dualkv.attention(q, k, v, layout, inputs.scale, deterministic, **features)
 
     return _attended(direction, attend, leaves, lambda: inputs.dout)
+
+
+def composed(inputs: Inputs, direction: str) -> Side:
+    """`dualkv.attention` as the composition of PyTorch's FlashAttention calls; of a forward, its merges too."""
+    side = ours(inputs, direction, backend="flash")
+    segments, (tokens, heads, head_dim) = inputs.layout._segments, inputs.q.shape
+    _, *others = composition.parts(segments, inputs.q.device, inputs.workload.reach)
+    if direction != "fwd" or inputs.workload.reach or not others:
+        return side
+
+    def results(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a call with so many query rows."""
+        shape = rows, heads, max(head_dim, inputs.v.shape[2])
+        return inputs.q.new_zeros(shape, dtype=dtype), inputs.q.new_zeros((heads, rows), dtype=torch.float32)
+
+    whole = results(tokens, inputs.q.dtype if len(others) == 1 else torch.float32)
+    of_calls = [results(int(part.cu_q[-1]), inputs.q.dtype) for part in others]
+
+    def merges() -> None:
+        for part, found in zip(others, of_calls, strict=True):
+            assert part.q_rows is not None
+            composition.merge(*whole, *found, part.q_rows)
+
+    return replace(side, parts={"merge": merges})
 
 
 def flex_attention(inputs: Inputs, direction: str) -> Side:
@@ -204,7 +230,9 @@ SIDES: dict[str, Callable[[Inputs, str], Side]] = {
     "fa4-3-calls-deterministic": partial(fa4.three_calls, deterministic=True),
     "fa4-prompt-copied": fa4.prompt_copied,
     "fa4-replicated": fa4.replicated,
+    "dualkv-cudnn": partial(ours, backend="cudnn"),
     "cudnn-intervals": cudnn_intervals,
+    "dualkv-flash": composed,
     "flex": flex_attention,
     "torch-flash-replicated": torch_flash_replicated,
 }

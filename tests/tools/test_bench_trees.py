@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import typer
 
 pytest.importorskip("transformers")
 
 from dualkv.bench import trees
 from dualkv.models import CONFIGS
 from tests.integrations.tiny import SIZES
+from tools import filed, tables
 from tools.bench import trees as bench
+from tools.bench.record import Record
 from tools.bench.step import Sizes, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,14 +29,17 @@ def sizes(monkeypatch):
 
 
 def test_ways_compute_the_same(sizes):
-    *_, figures = bench.measure(sizes, [NAME], ["replicated", "nothing", *bench.WAYS[1:]], 100, 1e9, CPU)
-    made = figures["traces"][NAME]
+    job = bench.Job.parse(f"{NAME}@100", 7, ["replicated", "nothing", *bench.WAYS[1:]])
+    *_, figures = bench.measure(sizes, [job], 1e9, CPU)
+    made = figures["traces"][f"{NAME}@100"]
     assert "'nothing'" in made["ways"].pop("nothing")["error"]
     for way in bench.WAYS:
         assert made["ways"][way]["logp_rms_from_first_way"] < 1e-5
+        assert min(made["ways"][way]["planning"]) > 0
     rows = {way: made["ways"][way]["rows"] for way in bench.WAYS}
     assert rows["replicated"] == made["tokens"]
     assert made["packed_tokens"] == rows["walked"] < rows["packed"] == rows["gathered"] < made["tokens"]
+    assert rows["planned"] == rows["packed"] < rows["merged"] < made["tokens"]
     assert made["ways"]["replicated"]["done_flops"] == pytest.approx(made["flops"][0])
     assert made["ways"]["packed"]["done_flops"] >= made["flops"][1]
     assert made["ways"]["packed"]["micro_batches"] > 1, "cut, which repeats tokens"
@@ -50,6 +56,77 @@ def test_flops_are_those_of_the_weights(sizes):
     assert trees.flops("smallest", 0, 5, 0) == 12 * 5 * config.num_attention_heads * config.head_dim
 
 
+def test_rollouts_that_share_too_little_stay_as_they_are(sizes):
+    job = bench.Job.parse("trace-swe-kept-0-n2-t48-x0.02=planned,packed", 4096, [])
+    *_, figures = bench.measure(sizes, [job], 1e9, CPU)
+    made = figures["traces"][f"{job.name}@4096"]
+    assert made["ways"]["planned"]["rows"] == made["tokens"] > made["ways"]["packed"]["rows"]
+    assert not made["pays"]
+    assert made["share_ratio"] > 1
+
+
+@pytest.mark.parametrize("text", ["nothing", "trace-tau2-0@", "trace-tau2-0@many", "trace-tau2-0=packed"])
+def test_jobs(text):
+    if text in ("nothing", "trace-tau2-0@many"):
+        with pytest.raises(typer.BadParameter, match=text.rpartition("@")[2]):
+            bench.Job.parse(text, 5, ["walked"])
+    else:
+        assert bench.Job.parse(text, 5, ["walked"]) == ("trace-tau2-0", 5, ["packed" if "=" in text else "walked"])
+
+
+def test_jobs_by_default():
+    jobs = [bench.Job.parse(text, 65536, list(bench.WAYS)) for text in bench.JOBS]
+    assert {way for job in jobs for way in job.ways} == set(bench.WAYS)
+    for job in jobs:  # every sequence fits into a micro-batch
+        assert max(bench.traces.parse(job.name).lens) <= job.budget
+
+
+def test_record_cut_short(sizes, tmp_path, monkeypatch):
+    """A run that ends after any of its ways leaves a record of which the tables can be made."""
+    jobs = [bench.Job.parse(text, 100, []) for text in (f"{NAME}=packed,replicated", f"{NAME}@10=packed")]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    record = Record(tmp_path / "trees-updates-h200.json", gpu=False)
+    rows = []
+    for figures in bench.measure(sizes, jobs, 1e9, CPU):
+        record.write({"model": "smallest", "layers": 1, **figures})
+        before = record.path.read_text()
+        record.path.write_text(filed.laid_out(record.path))
+        assert record.path.read_text() == before
+        rows.append(tables.filled("<!-- table trace-updates -->\n<!-- end -->").splitlines()[3:-1])
+    columns = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (rows[0][0], *rows[1], *rows[2])]
+    assert [len(table) for table in rows] == [1, 1, 2]
+    assert [of[0] for of in columns] == [NAME] * 4
+    assert [of[4] == "not measured" for of in columns] == [True, False, True, False], "one by one"
+    assert [of[-3].endswith("x") for of in columns] == [False, True, False, True], "speed-up"
+    assert [of[7] == "failed" for of in columns] == [False, False, True, False], "packed, in the smaller budget"
+
+
+def test_attention_record_cut_short(tmp_path, monkeypatch):
+    """Results that are missing, sides that the time limit left out, no record of FlexAttention."""
+
+    def result(name, direction, **sides):
+        return {"workload": {"name": name}, "direction": direction, "sides": sides}
+
+    def measured(ms):
+        return {"sustained_ms": ms, "sustained_tflops": 1400 / ms, "parts": {}}
+
+    left_out = {"error": "the time limit was up"}
+    results = [
+        result("trace-branched-0", "fwd", dualkv=measured(2.0), **{"cudnn-intervals": measured(2.5)}, flex=left_out),
+        result("trace-branched-0", "bwd", dualkv=left_out, **{"cudnn-intervals": left_out}),
+        result("n32-p8192-r2048", "fwd", dualkv=measured(2.1)),
+    ]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    path = tmp_path / "traces-h200.json"
+    lines = []
+    for count in range(len(results) + 1):
+        path.write_text(filed.text({"asked": 12, "results": results[:count]}))
+        lines.append(tables.filled("<!-- table trace-attention -->\n<!-- end -->").splitlines()[3:-1])
+    assert list(map(len, lines)) == [0, 1, 1, 2]
+    assert "not measured | 1.25x | not measured | not measured | failed" in lines[2][0], "no rate of two levels yet"
+    assert "2.00 ms (700) | 1.05 | 1.25x" in lines[3][0]
+
+
 def test_distance(sizes):
     found = bench.distance(sizes, NAME, list(bench.WAYS), 200, CPU)
     assert all(0 <= x < 1e-5 for x in found.values())
@@ -59,13 +136,13 @@ def test_distance(sizes):
 def test_gradients_of_ways_add_up_alike(sizes):
     """By weights that differ in every token: a token in the wrong place shows."""
     trace = bench.traces.parse(NAME)
-    rollouts = trace.token_sequences(SIZES["vocab_size"]), trace.loss_masks()
-    weights = torch.randn(sum(int(m.sum()) for m in rollouts[1]), generator=torch.Generator().manual_seed(3))
+    rollouts = bench.Rollouts.of_trace(trace, SIZES["vocab_size"])
+    weights = torch.randn(sum(int(m.sum()) for m in rollouts.masks), generator=torch.Generator().manual_seed(3))
     found = []
     for way in bench.WAYS:
         model = make_model(sizes, CPU)
         bench.prepared(model, way)
-        bench.passes(way, model, bench.batches(way, *rollouts, 150, CPU), weights, False, 16, 150)
+        bench.passes(way, model, bench.batches(way, rollouts, 150, CPU), weights, False, 16, 150)
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-4 * float(found[0].abs().max()))

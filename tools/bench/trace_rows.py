@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,16 @@ PEERS = {
     "fa4-replicated": "FlashAttention-4, replicated",
     "flex": "FlexAttention",
 }
-WAYS = {"replicated": "one by one", "packed": "packed", "gathered": "paths gathered", "walked": "walked"}
+WAYS = {
+    "replicated": "one by one",
+    "merged": "by rollout",
+    "gathered": "paths gathered",
+    "packed": "packed",
+    "planned": "by the rule",
+    "walked": "walked",
+}
+UPDATES = "trees-updates-h200", "trees-updates-h200-low", "trees-updates-h200-more"  # records: parts of one run
+TWO_LEVELS = "n32-p8192-r2048"
 Load = Callable[[str], dict[str, Any]]
 
 
@@ -70,14 +80,18 @@ def attention(load: Load) -> str:
     for result in results:
         sides = found.setdefault((result["workload"]["name"], result["direction"]), {})
         sides |= {name: side for name, side in result["sides"].items() if name not in sides}
+    rates = {key: sides["dualkv"].get("sustained_tflops") for key, sides in found.items()}
     rows = []
     for (name, direction), sides in found.items():
-        ours = sides["dualkv"]
+        ours, two_levels = sides["dualkv"], rates.get((TWO_LEVELS, direction))
         if "sustained_ms" not in ours:
             continue
         rows.append([f"{name}, {direction}", f"{ours['sustained_ms']:.2f} ms ({ours['sustained_tflops']:.0f})"])
+        rows[-1].append(f"{ours['sustained_tflops'] / two_levels:.2f}" if two_levels else "not measured")
         rows[-1] += [_times(sides.get(peer), ours["sustained_ms"]) for peer in PEERS]
-    return markdown_table(["trace, direction", "DualKV (TFLOP/s)", *PEERS.values()], rows)
+    return markdown_table(
+        ["trace, direction", "DualKV (TFLOP/s)", f"of its rate on `{TWO_LEVELS}`", *PEERS.values()], rows
+    )
 
 
 def _times(side: dict[str, Any] | None, ours: float) -> str:
@@ -90,24 +104,29 @@ def _times(side: dict[str, Any] | None, ours: float) -> str:
 
 
 def updates(load: Load) -> str:
-    """Seconds and memory of each way, speed-up of packing and its part of the FLOP ratio."""
+    """Seconds and memory of each way, speed-up of packing and its part of the FLOP ratio, planning's part of a step."""
     found: dict[str, Any] = {}
-    for name in ("trees-updates-h200", "trees-updates-h200-more"):
-        try:
+    for name in UPDATES:
+        with contextlib.suppress(FileNotFoundError):
             found |= load(name)["traces"]
-        except FileNotFoundError:
-            if not name.endswith("more"):
-                raise
+    if not found:
+        raise FileNotFoundError(UPDATES[0])
     rows = []
-    for name, made in sorted(found.items(), key=lambda item: item[1]["share_ratio"]):
+    for made in sorted(found.values(), key=lambda made: (made["share_ratio"], made["budget"])):
         ways = [_way(made["ways"].get(way)) for way in WAYS]
         speed = f"{made['speed_up']:.2f}x" if "speed_up" in made else "not measured"
         part = f"{made['of_flop_ratio']:.2f}" if "of_flop_ratio" in made else "not measured"
-        rows.append([name, f"{made['share_ratio']:.2f}", f"{made['flop_ratio']:.2f}", *ways, speed, part])
+        rows.append([made["trace"], f"{made['budget']:,}", f"{made['share_ratio']:.2f}", f"{made['flop_ratio']:.2f}"])
+        rows[-1] += [*ways, speed, part, _planning(made["ways"].get("packed"))]
     ways = [f"{what}: s, GiB" for what in WAYS.values()]
-    return markdown_table(
-        ["trace", "share ratio", "FLOP ratio", *ways, "speed-up of packed", "of the FLOP ratio"], rows
-    )
+    head = ["trace", "rows a micro-batch", "share ratio", "FLOP ratio", *ways, "speed-up of packed"]
+    return markdown_table([*head, "of the FLOP ratio", "planning, of packed's time"], rows)
+
+
+def _planning(made: dict[str, Any] | None) -> str:
+    if made is None or "median" not in made:
+        return "not measured"
+    return f"{statistics.median(made['planning']) / made['median']:.1%}"
 
 
 def _way(made: dict[str, Any] | None) -> str:

@@ -1,12 +1,16 @@
 """`python -m tools.bench.trees --json trees.json`: updates on traces of agents, their sequences one by one and packed.
 
-Traces are those of `dualkv trees`, drawn from published statistics. An update is forward, backward and a step of AdamW;
-planning and packing, host work, are timed apart. Ways:
+Traces are those of `dualkv trees`, drawn from published statistics. An update is forward, backward and a step of AdamW.
+Every update plans and packs its rollouts anew; this host work is timed apart. Kernels' plans are made in the update.
+Ways:
 
 - replicated: sequences end to end in one row, without padding, FlashAttention-4's call for ragged lengths.
-- packed: `plan_sequences`, `pack_sequences` and `dualkv.attention`.
+- merged: the tree of each rollout by itself, with the attention of `gathered`: turns of a rollout share, rollouts do
+  not.
 - gathered: the packed rows with the attention of TRL's tree packing: keys and values of each segment's path gathered,
   one call of FlashAttention-4 (TRL's own runs FlashAttention-3).
+- packed: `plan_sequences`, `pack_sequences` and `dualkv.attention`.
+- planned: packed if `dualkv.data.gain` says that it pays, else nothing is shared.
 - walked: `dualkv.walk` over the whole tree, in parts of the budget. Micro-batches repeat what they share, parts do not.
 
 The FLOP ratio counts layers, attention and head of the sequences as they are, and of each token once. Where the tree is
@@ -20,7 +24,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -38,15 +42,24 @@ from dualkv.demo.update import ModelBatch
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
+from dualkv.prefixes import read_sequences
 from tools.bench.record import JsonPath, Record
-from tools.bench.step import Sizes, make_model, step
+from tools.bench.step import Sizes, make_model, repeated, step, wait
 
-WAYS = "replicated", "packed", "gathered", "walked"
+WAYS = "replicated", "merged", "gathered", "packed", "planned", "walked"
+OURS = "packed", "planned", "walked"
 ALONE = 2**40  # tokens to share at least: nothing is
-TRACES = (
-    "trace-swe-dropped-0-n16-t8", "trace-tau2-0", "trace-search-0-n40", "trace-treepo-2", "trace-grpo-0",
-    "trace-swe-kept-0-n16-t8", "trace-swe-dropped-0-n1-t64", "trace-swe-dropped-0-n16-t16",
-)  # fmt: skip
+WARM_ROWS = 32768  # tokens of the sequences that each way runs first, to compile and load what it needs
+# NAME@ROWS=WAY,WAY of :class:`Job`, in order of worth.
+JOBS = (
+    "trace-swe-dropped-0-n16-t8@196608=packed,replicated,merged,gathered",
+    *(f"trace-{name}=packed,planned,replicated" for name in ("grpo-0", "swe-kept-0-n2-t32-x0.4", "swe-kept-0-n4-t8")),
+    "trace-swe-dropped-0-n16-t8@24576=packed,walked",
+    "trace-tau2-0=packed,replicated,walked",
+    *(f"trace-{name}=packed,replicated,gathered" for name in ("search-0-n40", "treepo-2")),
+    "trace-swe-dropped-0-n16-t16=packed,replicated",
+    "trace-swe-dropped-0-n1-t64=packed,replicated",
+)
 
 
 # ---------------------------------------------------------------- attention of the other ways
@@ -99,15 +112,33 @@ AttentionInterface.register(RAGGED, _attend)
 
 
 # ---------------------------------------------------------------- micro-batches
-def batches(way: str, tokens: list[Any], masks: list[Any], budget: int, device: torch.device) -> list[ModelBatch]:
+class Rollouts(NamedTuple):
+    """Of each sequence: tokens, mask of those that count, the rollout that it is a turn of."""
+
+    tokens: list[Any]
+    masks: list[Any]
+    rollout: list[int]
+
+    @classmethod
+    def of_trace(cls, trace: traces.Trace, vocabulary: int) -> Rollouts:
+        return cls(trace.token_sequences(vocabulary), trace.loss_masks(), list(trace.rollout))
+
+    def first(self, rows: int) -> Rollouts:
+        """The first sequences with at most so many tokens together, but two of them at least."""
+        count = max(2, int(np.searchsorted(np.cumsum([len(t) for t in self.tokens]), rows, "right")))
+        return Rollouts(*(listed[:count] for listed in self))
+
+
+def batches(way: str, rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
     """Those of an update: the host work of a trainer."""
     if way not in WAYS:
         raise ValueError(f"way is {way!r}, expected one of {', '.join(WAYS)}")
-    min_shared = ALONE if way == "replicated" else 1
+    tokens, masks, rollout = rollouts
+    alone = way == "replicated" or (way == "planned" and not Gain.of(read_sequences(tokens, 1)[1]).pays)
+    min_shared = ALONE if alone else 1
     starts = np.append(0, np.cumsum([m.sum() for m in masks]))
     found = []
-    plan = [list(range(len(tokens)))] if way == "walked" else plan_sequences(tokens, budget, min_shared=min_shared)
-    for chosen in plan:
+    for chosen in _chosen(way, tokens, rollout, budget, min_shared):
         batch = pack_sequences(
             [tokens[i] for i in chosen], [masks[i] for i in chosen], min_shared=min_shared, device=device
         )
@@ -116,13 +147,26 @@ def batches(way: str, tokens: list[Any], masks: list[Any], budget: int, device: 
     return found
 
 
+def _chosen(way: str, tokens: list[Any], rollout: list[int], budget: int, min_shared: int) -> list[list[int]]:
+    """The sequences of each micro-batch."""
+    if way == "walked":
+        return [list(range(len(tokens)))]
+    if way != "merged":
+        return plan_sequences(tokens, budget, min_shared=min_shared)
+    found = []
+    for number in dict.fromkeys(rollout):
+        own = [i for i, of in enumerate(rollout) if of == number]
+        found += [[own[i] for i in some] for some in plan_sequences([tokens[i] for i in own], budget)]
+    return found
+
+
 def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
     ids = {"input_ids": batch.input_ids}
-    if way in ("packed", "walked"):
+    if way in OURS:
         return ids | {"dualkv": batch.layout}
     offsets = batch.layout.offsets.tolist()
     ends, keys = offsets, None
-    if way == "gathered":
+    if way != "replicated":
         paths: list[np.ndarray[Any, Any]] = []
         for up, (a, b) in zip(batch.layout.parent.tolist(), itertools.pairwise(offsets), strict=True):
             paths.append(np.concatenate([paths[up] if up >= 0 else np.zeros(0, np.int64), np.arange(a, b)]))
@@ -132,7 +176,7 @@ def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
 
 def prepared(model: Any, way: str) -> None:
     disable(model)
-    if way in ("packed", "walked"):
+    if way in OURS:
         enable(model)
     else:
         model.config._attn_implementation = {"": RAGGED}
@@ -168,10 +212,32 @@ def done_flops(model: str, some: list[ModelBatch]) -> float:
 
 
 # ---------------------------------------------------------------- measuring
-def measure(
-    sizes: Sizes, names: list[str], ways: list[str], budget: int, limit: float, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """The figures after each way of each trace; one that fails says why and spoils no other."""
+class Job(NamedTuple):
+    """What is measured of a trace."""
+
+    name: str
+    budget: int
+    ways: list[str]
+
+    @classmethod
+    def parse(cls, text: str, budget: int, ways: list[str]) -> Job:
+        """Of NAME, NAME@ROWS, NAME=WAY,WAY or NAME@ROWS=WAY,WAY.
+
+        Raises:
+            typer.BadParameter: other texts.
+        """
+        rest, _, own = text.partition("=")
+        name, _, rows = rest.partition("@")
+        if traces.parse(name) is None:
+            raise typer.BadParameter(f"{name!r} is no trace")
+        if rows and not rows.isdigit():
+            raise typer.BadParameter(f"{rows!r} of {text!r} is no number of rows")
+        return cls(name, int(rows or budget), own.split(",") if own else ways)
+
+
+def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The figures after each way of each trace; one that fails says why and spoils no other. After `limit` seconds
+    nothing is begun."""
     begun, cuda = time.monotonic(), device.type == "cuda"
     cut = f"{sizes.model}, {sizes.layers} layers"
     CONFIGS[cut] = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
@@ -181,77 +247,81 @@ def measure(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
     figures: dict[str, Any] = {"traces": {}}
 
-    def update(way: str, some: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
+    def update(way: str, some: list[ModelBatch], weights: torch.Tensor, budget: int) -> torch.Tensor:
         logp = passes(way, model, some, weights, cuda, sizes.chunk_size, budget)
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
         return logp
 
-    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
-    for name in names:
+    def one(
+        way: str, rollouts: Rollouts, budget: int, weights: torch.Tensor
+    ) -> tuple[list[float], list[ModelBatch], dict[str, Any], torch.Tensor]:
+        """(seconds of planning, micro-batches, timing, log-probs) of a way."""
+        prepared(model, way)
+        update(way, batches(way, rollouts.first(WARM_ROWS), budget, device), weights, budget)
+        planning: list[float] = []
+        some: list[ModelBatch] = []
+
+        def plan() -> None:
+            some.clear()
+            wait()
+            start = time.perf_counter()
+            some.extend(batches(way, rollouts, budget, device))
+            wait()
+            planning.append(time.perf_counter() - start)
+
+        plan()
+        timed, logp = repeated(
+            lambda: update(way, some, weights, budget), sizes.repeats if way in OURS else 1, between=plan
+        )
+        return planning, some, timed, logp
+
+    for name, budget, ways in jobs:
         if time.monotonic() - begun > limit:
             break
         trace = traces.parse(name)
-        if trace is None:
-            raise typer.BadParameter(f"{name!r} is no trace")
-        found, rollouts = Found.of_trace(trace), (trace.token_sequences(vocabulary), trace.loss_masks())
+        assert trace is not None
+        found, rollouts = Found.of_trace(trace), Rollouts.of_trace(trace, vocabulary)
         gain, layout = Gain.of(found.shared), trace.layout()
-        asked = (found.trained or 0,) * 2
+        asked = found.trained or 0
         total = [
-            flops(cut, rows, pairs, head)
-            for rows, pairs, head in (
-                (gain.replicated_rows, gain.replicated_pairs, asked[0]), (gain.rows, gain.pairs, asked[1]),
-            )
-        ]  # fmt: skip
+            flops(cut, rows, pairs, asked)
+            for rows, pairs in ((gain.replicated_rows, gain.replicated_pairs), (gain.rows, gain.pairs))
+        ]
         of_trace: dict[str, Any] = {
-            "sequences": len(found.shared), "tokens": gain.replicated_rows, "packed_tokens": gain.rows,
-            "share_ratio": gain.ratio, "depth": layout.depth, "segments": layout.num_segments, "trained": asked[0],
+            "trace": name, "budget": budget, "sequences": len(found.shared), "tokens": gain.replicated_rows,
+            "packed_tokens": gain.rows, "share_ratio": gain.ratio, "depth": layout.depth,
+            "segments": layout.num_segments, "trained": asked, "pays": gain.pays, "saved": gain.saved,
             "flops": total, "flop_ratio": total[0] / total[1], "ways": {},
         }  # fmt: skip
-        figures["traces"][name] = of_trace
-        weights = torch.randn(asked[0], generator=torch.Generator().manual_seed(1)).to(device) / max(asked[0], 1)
+        figures["traces"][f"{name}@{budget}"] = of_trace
+        weights = torch.randn(asked, generator=torch.Generator().manual_seed(1)).to(device) / max(asked, 1)
         first = None
         for way in ways:
+            if time.monotonic() - begun > limit:
+                break
             gc.collect()
             try:
-                prepared(model, way)
-                start = time.perf_counter()
-                some = batches(way, *rollouts, budget, device)
-                wait()
-                planning = time.perf_counter() - start
-                update(way, some[:1], weights)
-                if cuda:
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                seconds = []
-                for _ in range(sizes.repeats if way != "replicated" else 1):
-                    wait()
-                    start = time.perf_counter()
-                    logp = update(way, some, weights)
-                    wait()
-                    seconds.append(time.perf_counter() - start)
+                planning, some, timed, logp = one(way, rollouts, budget, weights)
             except Exception as error:
                 model.zero_grad(set_to_none=True)
                 of_trace["ways"][way] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
                 yield figures
                 continue
             first = logp if first is None else first
-            median, done = statistics.median(seconds), done_flops(cut, some)
-            apart = float((logp - first).double().square().mean().sqrt())
+            done = done_flops(cut, some)
             of_trace["ways"][way] = {
-                "planning": planning, "micro_batches": len(some), "rows": sum(b.tokens for b in some),
-                "seconds": seconds, "median": median, "done_flops": done, "done_tflops": done / median / 1e12,
-                "logp_rms_from_first_way": apart,
+                "planning": planning, "micro_batches": len(some), "rows": sum(b.tokens for b in some), **timed,
+                "done_flops": done, "done_tflops": done / timed["median"] / 1e12,
+                "logp_rms_from_first_way": float((logp - first).double().square().mean().sqrt()),
             }  # fmt: skip
-            if cuda:
-                of_trace["ways"][way]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            some = []
-            yield figures
-        medians = {way: made["median"] for way, made in of_trace["ways"].items() if "median" in made}
-        if {"replicated", "packed"} <= medians.keys():
-            of_trace["speed_up"] = medians["replicated"] / medians["packed"]
-            of_trace["of_flop_ratio"] = of_trace["speed_up"] / of_trace["flop_ratio"]
+            medians = {way: made["median"] for way, made in of_trace["ways"].items() if "median" in made}
+            if {"replicated", "packed"} <= medians.keys():
+                of_trace["speed_up"] = medians["replicated"] / medians["packed"]
+                of_trace["of_flop_ratio"] = of_trace["speed_up"] / of_trace["flop_ratio"]
+            if {"replicated", "planned"} <= medians.keys():
+                of_trace["planned_over_replicated"] = medians["planned"] / medians["replicated"]
             yield figures
 
 
@@ -262,11 +332,11 @@ def distance(sizes: Sizes, name: str, ways: list[str], budget: int, device: torc
     trained = sum(int(m.sum()) for m in trace.loss_masks())
     weights = torch.randn(trained, generator=torch.Generator().manual_seed(1)).to(device) / trained
     model = make_model(sizes, device)
-    rollouts = trace.token_sequences(CONFIGS[sizes.model]["vocab_size"]), trace.loss_masks()
+    rollouts = Rollouts.of_trace(trace, CONFIGS[sizes.model]["vocab_size"])
 
     def gradients(way: str, which: Any) -> dict[str, torch.Tensor]:
         prepared(which, way)
-        some = batches(way, *rollouts, budget, device)
+        some = batches(way, rollouts, budget, device)
         passes(way, which, some, weights, False, sizes.chunk_size, budget)
         made = {n: p.grad.float() for n, p in which.named_parameters() if p.grad is not None}
         which.zero_grad(set_to_none=True)
@@ -282,7 +352,9 @@ def distance(sizes: Sizes, name: str, ways: list[str], budget: int, device: torc
 def line(name: str, made: dict[str, Any]) -> str:
     """A trace's figures, short."""
     ways = "; ".join(
-        f"{way} {found['median']:.2f} s" + (f" {found['peak_gib']:.0f} GiB" if "peak_gib" in found else "")
+        f"{way} {found['median']:.2f} s"
+        + (f" {found['peak_gib']:.0f} GiB" if "peak_gib" in found else "")
+        + f", planning {statistics.median(found['planning']) / found['median']:.1%}"
         if "median" in found
         else f"{way} {found['error'][:120]}"
         for way, found in made["ways"].items()
@@ -296,35 +368,33 @@ def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
     budget: Annotated[int, typer.Option(help="Rows of a micro-batch, in every way.")] = 65536,
-    repeats: Annotated[int, typer.Option(help="Of packed ways; replicated it is one, after one micro-batch.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Of our ways; others run once, after some sequences.")] = 2,
     chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = ",".join(WAYS),
-    time_limit: Annotated[float, typer.Option(help="Seconds after which no trace is begun.")] = 1e9,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which no way of a trace is begun.")] = 1e9,
     gradients: Annotated[str | None, typer.Option("--distance", help="Compare gradients on this trace.")] = None,
-    trace: Annotated[list[str] | None, typer.Option("--trace", "-t", help="Traces, in this order.")] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option("--trace", "-t", help="Traces in order: NAME, NAME@ROWS of a micro-batch, NAME@ROWS=WAY,WAY."),
+    ] = None,
 ) -> None:
     """Measure updates; figures are written after each way of each trace."""
     sizes = Sizes(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype, optimizer=True)
+    jobs = [Job.parse(text, budget, ways.split(",")) for text in trace or JOBS]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    record, about = Record(json_to, cuda), {"model": model, "layers": layers, "budget": budget, "dtype": dtype}
+    record, about = Record(json_to, cuda), {"model": model, "layers": layers, "dtype": dtype}
     if gradients is not None:
         found = distance(sizes, gradients, ways.split(","), budget, device)
         about["distance"] = {"trace": gradients, **found}
-        record.write(about)
+        record.write(about | {"traces": {}})
         print(f"gradients' distance from fp32, {gradients}:", {w: f"{x:.2e}" for w, x in found.items()}, flush=True)
         gc.collect()
-    said = set()
-    for figures in measure(sizes, list(trace or TRACES), ways.split(","), budget, time_limit, device):
+    for figures in measure(sizes, jobs, time_limit, device):
         record.write(about | figures)
-        for name, made in figures["traces"].items():
-            if "speed_up" in made and name not in said:
-                said.add(name)
-                print(line(name, made), flush=True)
-    for name, made in figures["traces"].items():
-        if name not in said:
-            print(line(name, made), flush=True)
+        *_, (name, made) = figures["traces"].items()
+        print(line(name, made), flush=True)
 
 
 if __name__ == "__main__":
