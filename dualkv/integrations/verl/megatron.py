@@ -127,6 +127,8 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             self._count_rows(data, rollouts, parts)
         self._routes = [0, 0]
         self._replay = None
+        if records:
+            self.mini_layer_topk_idx_list = []
         if replayed:
             self._replay = RouterReplayAction.RECORD if records else RouterReplayAction.REPLAY_FORWARD
             RouterReplay.set_global_router_replay_action(self._replay)
@@ -142,7 +144,6 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         )
         if records:
             of_stage = merge_nested_router_maps(self.mini_layer_topk_idx_list)
-            self.mini_layer_topk_idx_list = []
             recorded = restore_dynamic_batch(pp_gather(of_stage, self.tf_config), parts)
         if replayed:
             RouterReplay.clear_global_indices()

@@ -82,7 +82,10 @@ def packed(data: Any, mode: str, packed_rows: IntArray, total: int) -> PackedRou
     source = np.full(total, -1)
     source[known] = recorded[first]
     others = np.flatnonzero(source[packed_rows] != recorded)
-    a, b = (routes[torch.from_numpy(x[others])].sort(-1).values for x in (recorded, source[packed_rows]))
+    a, b = (routes[torch.from_numpy(x[others])] for x in (recorded, source[packed_rows]))
+    unequal = (a != b).flatten(1).any(1)  # few as a rule, of which some are the same experts in another order
+    others = others[unequal.numpy()]
+    a, b = (x[unequal].sort(-1).values for x in (a, b))
     differs = (a != b).flatten(1).any(1).numpy()
     experts = routes.new_zeros(total, *routes.shape[1:], dtype=torch.int64)
     experts[torch.from_numpy(known)] = routes[torch.from_numpy(recorded[first])].long()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dualkv.integrations.verl.routes import objection, packed
+from tests.integrations.verl.rollouts import nested
 from tests.integrations.verl.test_equivalence import SCORES, distance, of_all_ranks, steps
 from tests.integrations.verl_megatron.scenarios import FOUR, ONE, TWO
 
@@ -76,6 +79,22 @@ def test_routes_that_differ_are_counted(results: Results) -> None:
     assert results("r3")[0]["metrics"]["dualkv/routes_differing"] == 0
     assert 0.1 < results("r3-differing")[0]["metrics"]["dualkv/routes_differing"] < 0.9
     assert "dualkv/routes_differing" not in results("moe")[0]["metrics"]
+
+
+def test_routes_of_shared_rows() -> None:
+    """Two rollouts share two rows: at the first one the order of experts differs, at the second one an expert."""
+    routes = torch.arange(16, dtype=torch.int16).reshape(8, 1, 2)
+    routes[4], routes[5] = routes[0].flip(-1), torch.tensor([2, 9])
+    data = {"input_ids": nested([torch.zeros(4), torch.zeros(4)]), "routed_experts": nested([*routes.split(4)])}
+    found = packed(data, "R2", np.array([0, 1, 2, 3, 0, 1, 4, 5]), 7)
+    assert found.experts[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [12, 13], [14, 15], [0, 0]]
+    assert found.known.tolist() == [True] * 6 + [False]
+    assert (found.shared, found.differing) == (2, 1)
+    assert objection(data, "R2", [(1, 2)]) == ""
+    assert objection(data, "R2", [(3, 2)]).startswith("routed_experts has (layers, experts) (1, 2), expected (3, 2) as")
+    data["routed_experts"] = nested([routes[:3], routes[4:]])
+    assert objection(data, "R3", [(1, 2)]) == ""
+    assert objection(data, "R2", [(1, 2)]) == "routed_experts of rollout 0 has 3 rows, expected 4, its tokens"
 
 
 def test_loss_on_prompts_is_verls(results: Results) -> None:
