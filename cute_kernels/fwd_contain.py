@@ -25,6 +25,7 @@ class Query(NamedTuple):
     token: Int32
     head: Int32
     lse: Float32
+    first_chunk: Int32 | int  # of 8 columns of V: the warp group makes O from there on
 
 
 class ForwardContainment(ForwardFrame):
@@ -33,7 +34,7 @@ class ForwardContainment(ForwardFrame):
     @cute.jit
     def contain(
         self,
-        acc_O: cute.Tensor,  # (64, Dv) of one warp group, normalized
+        acc_O: cute.Tensor,  # (64, v_columns) of one warp group, normalized
         lse: cute.Tensor,  # (2)
         token: cute.Tensor,  # (2) packed row of each of the thread's query rows
         g: Global,
@@ -52,7 +53,8 @@ class ForwardContainment(ForwardFrame):
                 for e in row_elements(acc_O, r):
                     acc_O[e] = cutlass.select_(broken[r] != 0, Float32(0.0), acc_O[e])
             for r in cutlass.range_constexpr(2):  # one after the other: there are not the registers for both
-                tile, query = self.tile(g, fields), Query(token[r], self.head(part, r), lse[r])
+                tile, first_chunk = self.tile(g, fields), self.column_part(part.thread) * (self.v_columns // 8)
+                query = Query(token[r], self.head(part, r), lse[r], first_chunk)
                 for i in cutlass.range(0, tile.blocks, 1, unroll=1):
                     first, mask = tile.key_row(i), tile.mask(i)
                     for key in cutlass.range(first, first + self.tile_n, 1, unroll=1):
@@ -82,7 +84,7 @@ class ForwardContainment(ForwardFrame):
         if visible:
             p = cute.math.exp2((score * self.scale(g) - query.lse) * math.log2(math.e), fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O) // 4):
-                value = self.columns(g.v, key, kv_head, c)
+                value = self.columns(g.v, key, kv_head, query.first_chunk + c)
                 for j in cutlass.range_constexpr(2):
                     acc_O[4 * c + 2 * r + j] = acc_O[4 * c + 2 * r + j] + p * value[j]
 

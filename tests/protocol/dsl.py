@@ -467,6 +467,12 @@ def inline_asm(_: Any, operands: list[Any], text: str, constraints: str, **__: A
         cell = target.base.of(cta).cell(target.stage)
         machine.send(source.base.cell(source.stage), None, cta, cell, size, key_of(bar))
         return None
+    if "st.async" in text:
+        target, bar, rank, *values = operands
+        cta, prov = who.cta.cluster.ctas[rank], frozenset().union(*(x.prov for x in values if isinstance(x, Scalar)))
+        cells = [(cta, target.base.of(cta).cell(target.stage or 0))]
+        machine.load(cells, ("at", first_lane(target.offset)), prov, 16 * who.lanes(), key_of(bar))
+        return None
     if text.startswith(("cp.reduce.async.bulk.global", "cp.async.bulk.global.shared::cta.bulk_group")):
         target, source, size = operands
         cell, first, end = source.base.cell(0), source.offset, source.offset + size // 4
