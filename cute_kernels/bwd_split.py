@@ -247,6 +247,7 @@ class SplitBackward(WideBackward):
     def share_marks(self, s: Shared, p: SplitPipelines, unmasked_begin: Int32) -> Int32:
         """Both CTAs learn which keys `contain_keys` has marked in V of either, and whether it has removed anything."""
         tid, lane, marks = cute.arch.thread_idx()[0] - 128, cute.arch.lane_idx(), p.marks
+        peer = 1 - self.rank()  # here: in the branch below lanes would wait for those that are not in it
         received = s.dQ.iterator + 2 * self.tile_n * self.tile_m
         if tid < 32:
             with cute.arch.elect_one():
@@ -255,7 +256,7 @@ class SplitBackward(WideBackward):
                 found = cutlass.select_(unmasked_begin == ALL_MASKED, Float32(1.0), Float32(0.0))
                 key = cutlass.max(lane - 1, 0) * 4
                 values = [cutlass.select_(lane > 0, Float32(s.V[key + j, 0]), found) for j in range(4)]
-                send_to_cta((received + lane * 4).align(16), marks.full[0], 1 - self.rank(), *values)
+                send_to_cta((received + lane * 4).align(16), marks.full[0], peer, *values)
         marks.wait(0)
         flag = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(cute.make_tensor(received.align(16), cute.make_layout(4)), flag)

@@ -221,9 +221,10 @@ class WideBackward(BackwardFrame):
                     before = g.blocks[m_block, BlockFields.BEFORE]
                     m_block = g.blocks[m_block, BlockFields.M_BLOCK]
                 p.dq_order.added.wait(it)
+                lock = self.lock_of(g, m_block, h, self.rank())
                 with cute.arch.elect_one():
                     p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
-                    store_release(self.lock_of(g, m_block, h, self.rank()), before + 1)
+                    store_release(lock, before + 1)
                 it += 1
 
     @cute.jit
@@ -239,6 +240,7 @@ class WideBackward(BackwardFrame):
         if const_expr(not self.want_dq):
             return
         steps, num_bytes = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
+        peer = 1 - self.rank()
         for it in cutlass.range(0, steps, 1, unroll=1):
             p.dS.wait(it)
             if const_expr(self.peer_buffers == 2):
@@ -247,7 +249,7 @@ class WideBackward(BackwardFrame):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
                 source, target = (s.dS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
-                copy_to_peer(target, source, bar, num_bytes, 1 - self.rank())
+                copy_to_peer(target, source, bar, num_bytes, peer)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
