@@ -510,7 +510,8 @@ def stand_ins() -> dict[str, types.ModuleType]:
     kinds = types.SimpleNamespace
     warp = _module("warp", StMatrix8x8x16bOp=nothing)
     warpgroup = _module(
-        "warpgroup", fence=whole_warp("a product"), commit_group=whole_warp("a product", lambda: Now.machine.commit_products()),
+        "warpgroup", fence=whole_warp("a product"),
+        commit_group=whole_warp("a product", lambda: Now.machine.commit_products()),
         wait_group=whole_warp("a product", lambda n: Now.machine.await_products(n)), Field=kinds(ACCUMULATE=0),
         OperandMajorMode=kinds(K="K", MN="MN"), OperandSource=kinds(RMEM="RMEM", SMEM="SMEM"),
         make_smem_layout_atom=lambda width, _: Layout((8, width)),
