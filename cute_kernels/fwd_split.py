@@ -22,9 +22,10 @@ from cutlass.utils import SmemAllocator
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import gemm, round_to
 from cute_kernels.fwd import BAR_WG, ForwardKernel, State
-from cute_kernels.fwd_frame import RECOMPUTE_WORDS, Atoms, Global, Pipelines, QueryPipeline, Shared, Thread
+from cute_kernels.fwd_frame import RECOMPUTE_WORDS, Atoms, Global, Part, Pipelines, QueryPipeline, Shared, Thread
 from cute_kernels.fwd_paths import PathForwardKernel
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage
+from cute_kernels.ptx import thread_here
 from cute_kernels.softmax import online_softmax, rescale
 from cute_kernels.work import Mask, first_and_step
 
@@ -34,13 +35,21 @@ HALVES = 2
 class PieceRing(Pipeline):
     """K and V of blocks in pieces; see the top of this file."""
 
+    def use_of_K(self, it: Int32) -> Int32:
+        """The first of K's two uses, of block `it`."""
+        return 4 * it
+
+    def use_of_V(self, it: Int32) -> Int32:
+        """The same of V, of block -1 or more."""
+        return 4 * it + 6
+
     def K(self, it: Int32, half: int) -> Stage:
         """Half of K of block `it`."""
-        return self.stage(4 * it + half)
+        return self.stage(self.use_of_K(it) + half)
 
     def V(self, it: Int32, half: Int32 | int) -> Stage:
         """Half of V of block `it`, -1 or more."""
-        return self.stage(4 * it + 6 + half)
+        return self.stage(self.use_of_V(it) + half)
 
     def next(self, it: Int32) -> Int32:
         """The block after."""
@@ -77,7 +86,8 @@ class SplitForwardKernel(ForwardKernel):
 
     # ---------------------------------------------------------------- who has which rows and columns
     def thread(self, warp_id: Int32) -> Thread:
-        return Thread(warp_id, Int32(0), warp_id % 4 * 16 + cute.arch.lane_idx() // 4)
+        tid = thread_here() % 128  # of the warp group; read for each tile, as no register is free between them
+        return Thread(warp_id, Int32(0), tid // 32 * 16 + tid % 32 // 4)
 
     def group(self, thread: Thread) -> Int32:
         return thread.warp_id // 4
@@ -115,9 +125,7 @@ class SplitForwardKernel(ForwardKernel):
                         count += 1
                 self.mark_full(ring, ring.K(it, 0), ring.K(it, 1))
                 if row >= 0:
-                    self.load_pieces(
-                        atoms.V, g.V[None, None, kv_head], s.V, ring, row, ring.V(it - 1, 0), ring.V(it - 1, 1)
-                    )
+                    self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, ring, row, ring.use_of_V(it - 1))
                 it += 1
             num_items = self.end_pass(s)
 
@@ -152,19 +160,20 @@ class SplitForwardKernel(ForwardKernel):
         tile, own_head = self.tile(g, fields), head_group // g.groups_per_kv
         K, V = g.K[None, None, own_head], g.V[None, None, own_head]
         first = tile.key_row(Int32(0))
-        self.load_pieces(atoms.K, K, s.K, ring, first, ring.K(it, 0), ring.K(it, 1))
+        self.load_pieces(atoms.K, K, s.K, ring, first, ring.use_of_K(it))
         if row >= 0:
-            self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, ring, row, ring.V(it - 1, 0), ring.V(it - 1, 1))
+            self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, ring, row, ring.use_of_V(it - 1))
         row = first
         self.load_queries(atoms, g, s, tile, head_group, field, 0, count)
         for i in cutlass.range(1, tile.blocks, 1, unroll=1):
             following = tile.key_row(i)
-            self.load_pieces(atoms.K, K, s.K, ring, following, ring.K(it + 1, 0), ring.K(it + 1, 1))
-            self.load_pieces(atoms.V, V, s.V, ring, row, ring.V(it, 0), ring.V(it, 1))
+            self.load_pieces(atoms.K, K, s.K, ring, following, ring.use_of_K(it + 1))
+            self.load_pieces(atoms.V, V, s.V, ring, row, ring.use_of_V(it))
             row = following
             it += 1
         return it + 1, row, own_head
 
+    @cute.jit
     def load_pieces(
         self,
         atom: cute.CopyAtom,
@@ -172,11 +181,12 @@ class SplitForwardKernel(ForwardKernel):
         shared: cute.Tensor,  # (N, columns, stages)
         ring: PieceRing,
         row: Int32,
-        *stages: Stage,
+        use: Int32,
     ) -> None:
-        """Rows [row, row + N) of K or V of one head: its halves, each to its stage."""
+        """Rows [row, row + N) of K or V of one head: its halves, as uses `use` and `use` + 1 of the ring."""
         columns = cute.size(shared, mode=[1])
-        for half, stage in enumerate(stages):
+        for half in cutlass.range(HALVES, unroll=1):  # unrolled, coordinates of all copies would take too many registers
+            stage = ring.stage(use + half)
             ring.producer_acquire(stage)
             ring.producer_expect(stage, self.tile_n * columns * 2)
             block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, columns), (0, half))
@@ -185,19 +195,33 @@ class SplitForwardKernel(ForwardKernel):
     # ---------------------------------------------------------------- the MMA warps
     @cute.jit
     def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
-        thread, ring = self.thread(warp_id), s.pipes.K
+        ring = s.pipes.K
         it = Int32(0)  # block of the pass whose probabilities are in tOrP
-        count, num_items = Int32(0), self.num_items(g)
+        count, num_items = Int32(0), cute.arch.make_warp_uniform(self.num_items(g))
         for recompute in cutlass.range(2, unroll=1):
             self.drop(ring, ring.V(it - 1, 0), ring.V(it - 1, 1))
             for n in cutlass.range(0, num_items, 1, unroll=1):
                 if self.is_due(s.recompute, n, recompute):
-                    it = self.compute_item(atoms, g, s, thread, n, recompute, it, count)
+                    it = self.compute_item(atoms, g, s, self.thread(warp_id), n, recompute, it, count)
                     count += 1
             self.drop(ring, ring.K(it, 0), ring.K(it, 1))
             it += 1
             cute.arch.cp_async_bulk_wait_group(0)  # O is out: the recompute pass may store it, and the CTA may end
-            num_items = self.end_pass(s)
+            num_items = cute.arch.make_warp_uniform(self.end_pass(s))
+
+    def contain(
+        self, acc_O: cute.Tensor, lse: cute.Tensor, token: cute.Tensor, g: Global, fields: cute.Tensor, part: Part
+    ) -> None:
+        super().contain(acc_O, lse, token, g, fields, self.part_here(part))
+
+    def store(
+        self, acc_O: cute.Tensor, lse: cute.Tensor, atom: cute.CopyAtom, g: Global, sO: cute.Tensor, part: Part
+    ) -> None:
+        super().store(acc_O, lse, atom, g, sO, self.part_here(part))
+
+    def part_here(self, part: Part) -> Part:
+        """`part`, without a register for the thread until here."""
+        return part._replace(thread=self.thread(part.thread.warp_id))
 
     def drop(self, ring: PieceRing, *stages: Stage) -> None:
         """Pieces that the warp does not need."""
