@@ -185,7 +185,7 @@ class SplitForwardKernel(ForwardKernel):
     ) -> None:
         """Rows [row, row + N) of K or V of one head: its halves, as uses `use` and `use` + 1 of the ring."""
         columns = cute.size(shared, mode=[1])
-        for half in cutlass.range(HALVES, unroll=1):  # unrolled, coordinates of all copies would take too many registers
+        for half in cutlass.range(HALVES, unroll=1):  # unrolled, the copies would take too many registers
             stage = ring.stage(use + half)
             ring.producer_acquire(stage)
             ring.producer_expect(stage, self.tile_n * columns * 2)
