@@ -74,9 +74,9 @@ class ForwardContainment(ForwardFrame):
         kv_head: Int32,
     ) -> None:
         """Row r of O += p * V of one key, if the row sees it. The four threads of a row share the score."""
-        score = Float32(0.0)
+        score, lane = Float32(0.0), self.lane_of_key()
         for c in cutlass.range(0, self.head_dim // 8, 1, unroll=1):
-            q, k = self.columns(g.q, query.token, query.head, c), self.columns(g.k, key, kv_head, c)
+            q, k = self.columns(g.q, query.token, query.head, c, lane), self.columns(g.k, key, kv_head, c, lane)
             score += q[0] * k[0] + q[1] * k[1]
         score = cute.arch.warp_reduction_sum(score, threads_in_group=4)
         if const_expr(self.has.softcap):
@@ -84,14 +84,18 @@ class ForwardContainment(ForwardFrame):
         if visible:
             p = cute.math.exp2((score * self.scale(g) - query.lse) * math.log2(math.e), fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O) // 4):
-                value = self.columns(g.v, key, kv_head, query.first_chunk + c)
+                value = self.columns(g.v, key, kv_head, query.first_chunk + c, lane)
                 for j in cutlass.range_constexpr(2):
                     acc_O[4 * c + 2 * r + j] = acc_O[4 * c + 2 * r + j] + p * value[j]
 
+    def lane_of_key(self) -> Int32:
+        """The thread's lane, asked for at every key."""
+        return cute.arch.lane_idx()
+
     @cute.jit
-    def columns(self, x: cute.Tensor, row: Int32, head: Int32, chunk: Int32) -> cute.Tensor:
+    def columns(self, x: cute.Tensor, row: Int32, head: Int32, chunk: Int32, lane: Int32) -> cute.Tensor:
         """(2) fp32: of a row of x (T, heads, D), the columns that this thread has of a chunk of 8; 0 past D."""
-        pair = 4 * chunk + cute.arch.lane_idx() % 4
+        pair = 4 * chunk + lane % 4
         loaded, values = cute.make_rmem_tensor(2, x.element_type), cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(cute.local_tile(x[row, head, None], (2,), (cutlass.min(pair, x.shape[2] // 2 - 1),)), loaded)
         for j in cutlass.range_constexpr(2):

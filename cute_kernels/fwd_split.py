@@ -214,6 +214,9 @@ class SplitForwardKernel(ForwardKernel):
     ) -> None:
         super().contain(acc_O, lse, token, g, fields, self.part_here(part))
 
+    def lane_of_key(self) -> Int32:
+        return thread_here() % 32  # or else the columns of all chunks would stay in registers from key to key
+
     def store(
         self, acc_O: cute.Tensor, lse: cute.Tensor, atom: cute.CopyAtom, g: Global, sO: cute.Tensor, part: Part
     ) -> None:
