@@ -424,7 +424,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
 
     Raises:
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
+            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not

@@ -196,7 +196,7 @@ def draw(rng, device):
     }
     if gpu:
         native = rng.random() < 0.7
-        common["head_dim"] = rng.choice((*HEAD_DIMS, 128)) if native else 8 * rng.randint(1, 32)
+        common["head_dim"] = rng.choice((*HEAD_DIMS, 128)) if native else 8 * rng.randint(1, HEAD_DIMS[-1] // 8)
         ratio = rng.choice(gpu_ratios(common["dtype"], common["head_dim"]))
         common["kv_heads"] = rng.randint(1, 3 if ratio < 8 else 1)
     else:

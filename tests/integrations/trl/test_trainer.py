@@ -384,8 +384,8 @@ def test_prompt_learning_is_refused(folder: Path) -> None:
 
 
 def test_a_model_that_cannot_be_packed_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(Qwen3Attention\) has head dim 512"):
-        make_trainer(GRPOTrainer, folder, of_model={"head_dim": 512})
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(Qwen3Attention\) has head dim 520"):
+        make_trainer(GRPOTrainer, folder, of_model={"head_dim": 520})
 
 
 @pytest.mark.parametrize("given", ["path", "model"])
@@ -394,9 +394,9 @@ def test_a_model_is_refused_before_trl_makes_anything(
 ) -> None:
     """TRL's constructor loads weights and starts vLLM."""
     monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL's constructor ran"))
-    wide = make_model("mistral", head_dim=512)
+    wide = make_model("mistral", head_dim=520)
     wide.save_pretrained(folder / "wide")
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(MistralAttention\) has head dim 512"):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(MistralAttention\) has head dim 520"):
         GRPOTrainer(model=str(folder / "wide") if given == "path" else wide, reward_funcs=[])
     assert wide.config._attn_implementation == "sdpa"
 
