@@ -305,7 +305,8 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     """Random rollouts of one data-parallel rank, without padding; of a trace the same on every rank."""
     generator = torch.Generator().manual_seed(rank)
     if s.trace is not None:
-        prompts, responses, masks = of_trace(s.trace, vocab)
+        found = traces.split(s.trace, vocab)
+        prompts, responses, masks = ([torch.from_numpy(x) for x in listed] for listed in zip(*found, strict=True))
     else:
         n = s.groups * s.responses
         rows = torch.randint(vocab, (s.groups, s.prompt_len), generator=generator).repeat_interleave(s.responses, 0)
@@ -314,7 +315,7 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
         masks = [torch.ones_like(response) for response in responses]
     advantages = torch.randn(len(prompts), generator=generator)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    found: dict[str, list[torch.Tensor]] = {
+    tensors: dict[str, list[torch.Tensor]] = {
         "input_ids": [torch.cat(pair) for pair in zip(prompts, responses, strict=True)],
         "position_ids": [torch.arange(length) for length in lengths],
         "prompts": prompts,
@@ -325,27 +326,10 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
         "old_log_probs": [torch.full((len(r),), -12.0) for r in responses],
         "ref_log_prob": [torch.full((len(r),), -12.0) for r in responses],
     }
-    nested = {name: torch.nested.as_nested_tensor(x, layout=torch.jagged) for name, x in found.items()}
+    nested = {name: torch.nested.as_nested_tensor(x, layout=torch.jagged) for name, x in tensors.items()}
     data = TensorDict(nested, batch_size=[len(prompts)])
     tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=False, global_token_num=NonTensorData(lengths))
     return data
-
-
-def of_trace(name: str, vocab: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """(prompt, response, mask of the response) of each sequence: a prompt ends where the policy first writes.
-
-    Raises:
-        ValueError: no trace has that name.
-    """
-    trace = traces.parse(name)
-    if trace is None:
-        raise ValueError(f"trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(traces.KINDS)}")
-    found: tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] = ([], [], [])
-    for tokens, mask in zip(trace.token_sequences(vocab), trace.loss_masks(), strict=True):
-        at = int(mask.argmax())
-        for of_all, own in zip(found, (tokens[:at], tokens[at:], mask[at:].astype(int)), strict=True):
-            of_all.append(torch.from_numpy(own))
-    return found
 
 
 def gradients_on(s: Settings, worker: Any) -> dict[str, torch.Tensor]:
