@@ -1,6 +1,7 @@
 """One micro-batch of TRL's GRPO, forward and backward, three ways:
 
     python -m tools.bench.trl --model qwen3-0.6b -n 16 -p 4096 -r 512 --attention flash_attention_4 --json trl.json
+    python -m tools.bench.trl --model qwen3-8b --layers 8 --trace trace-search-0-n40 --json traces.json
 
 - padded: `trl.GRPOTrainer`, every response behind its own copy of the prompt;
 - tree: the prefix tree of `trl.experimental.async_grpo`, whose trainer samples with vLLM; here its rows, its attention
@@ -11,13 +12,14 @@
 Prompts, responses and weights are random; responses have between half and all of the given length. `--trace` takes the
 sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with tool outputs in
 TRL's mask of them. Trainers on packed rows share prompts; what lies behind them is shared by the tree alone. Gradients
-are compared with those of the padded way in fp32 where `--distance` asks for it. Each way starts from
+on the trace of `--distance` are compared with those of the padded way in fp32. Each way starts from
 the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the step, while the
 other two make theirs in each step.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -27,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import datasets
 import torch
@@ -39,6 +41,8 @@ from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
 from dualkv.bench import traces
+from dualkv.bench.trees import Found
+from dualkv.data.gain import Gain
 from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
@@ -297,8 +301,8 @@ def main(
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
     layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
-    trace: Annotated[str | None, typer.Option(help="Its sequences, in place of groups.")] = None,
-    distance: Annotated[bool, typer.Option(help="Compare gradients with the padded way in fp32.")] = False,
+    trace: Annotated[list[str] | None, typer.Option(help="Their sequences, in place of groups.")] = None,
+    distance: Annotated[str | None, typer.Option(help="Compare gradients with fp32 on this trace, first.")] = None,
 ) -> None:
     """Measure forward and backward of one micro-batch; print and write the figures."""
     if model not in CONFIGS:
@@ -308,12 +312,32 @@ def main(
     ways = list(WAYS) if ways is None else ways
     if not set(ways) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
-    given = {name: value for name, value in locals().items() if name != "json_to"}
-    settings = Settings(**given)
+    names = list(dict.fromkeys([*([distance] if distance else []), *(trace or [])]))
+    if unknown := [name for name in names if traces.parse(name) is None]:
+        raise typer.BadParameter(f"{unknown[0]!r} is no trace")
+    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
+    settings = Settings(**given | {"trace": None, "distance": False})
     cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     record = Record(json_to, cuda)
-    for figures in measure(settings, torch.device("cuda" if cuda else "cpu")):
-        record.write({"trl": trl.__version__, "settings": asdict(settings), "ways": figures})
+    about = {"trl": trl.__version__, "settings": asdict(settings)}
+    if not names:
+        for figures in measure(settings, device):
+            record.write({**about, "ways": figures})
+        return
+    found: dict[str, Any] = {}
+    for name in names:
+        shared = Found.of_trace(cast(traces.Trace, traces.parse(name))).shared
+        found[name] = {"share_ratio": Gain.of(shared).ratio, "ways": {}}
+        try:
+            for figures in measure(replace(settings, trace=name, distance=name == distance), device):
+                found[name]["ways"] = figures
+                record.write({**about, "traces": found})
+        except Exception as error:  # out of memory, say: the others are still worth recording
+            found[name]["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            print(name, found[name]["error"], flush=True)
+            record.write({**about, "traces": found})
+        gc.collect()
 
 
 if __name__ == "__main__":
