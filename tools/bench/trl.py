@@ -248,7 +248,9 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     rollouts, found, reference = make_rollouts(s), {}, None
     exact: list[torch.Tensor] = []
     if s.distance:
-        for _, model, step, _ in steps_of(replace(s, ways=["padded"], dtype="float32"), rollouts, device):
+        for _, model, step, _ in steps_of(
+            replace(s, ways=["padded"], dtype="float32", attention="sdpa"), rollouts, device
+        ):
             step()[0].backward()
             exact = [p.grad for p in model.parameters() if p.grad is not None]
     for way, model, step, seconds in steps_of(s, rollouts, device):
