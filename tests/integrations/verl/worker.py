@@ -284,7 +284,8 @@ def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
-    return {"rows": list(bench_verl.measure_all([bench_verl.settings_of(row) for row in s["rows"]]))}
+    rows = [bench_verl.settings_of(row) for row in s["rows"]]
+    return {"rows": list(bench_verl.measure_all(rows, s.get("distance")))}
 
 
 def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
