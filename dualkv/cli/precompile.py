@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     head_dim: int
     features: tuple[str, ...] = ()
     head_dim_v: int | None = None
-    others: tuple["Heads", ...] = ()
+    others: tuple[Heads, ...] = ()
 
 
 # From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
