@@ -9,10 +9,9 @@ response tokens reach the head, in all of them.
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
+from tools.bench.repeats import repeated, wait
 
 
 @dataclass(frozen=True)
@@ -218,35 +218,6 @@ def measure(
             figures["rows"][name] = {**asdict(row), **found, "logp_rms_from_first_row": float(apart)}
         model = None
         yield figures
-
-
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def repeated(
-    run: Callable[[], Any], repeats: int, between: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Any], Any]:
-    """Seconds of each run, their median, and on a GPU the peak of memory in them; what the last run returned.
-
-    `between` follows each run and is not timed. What is compiled or tuned at a first call has to be there.
-    """
-    gc.collect()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds, last = [], None
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        last = run()
-        wait()
-        seconds.append(time.perf_counter() - start)
-        between()
-    found: dict[str, Any] = {"seconds": seconds, "median": statistics.median(seconds)}
-    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}), last
 
 
 def run_row(

@@ -13,8 +13,8 @@ from tests.integrations.verl_megatron.scenarios import FOUR, ONE, TWO
 
 Results = Callable[[str], list[dict[str, Any]]]
 ALL = ONE | TWO | FOUR
-EXACT = [name for name, s in ALL.items() if "run" not in s and name != "stock"]
-MATTERS = ("model", "temperature", "settings", "turns", "groups")
+EXACT = [name for name, s in ALL.items() if not name.startswith("stock") or name == "stock-tp2"]
+MATTERS = ("model", "temperature", "settings", "turns", "groups", "router_replay")
 
 
 def reference(name: str) -> str:
@@ -65,6 +65,19 @@ def test_micro_batches_are_equal_on_all_ranks(results: Results) -> None:
         assert next(f["metrics"]["dualkv/micro_batches"] for f in results(name) if f["metrics"]) == 2
 
 
+def test_routes_matter(results: Results) -> None:
+    """Those that are drawn are not the model's own, and those recorded before two updates not those after one."""
+    own, *others = (results(name)[0] for name in ("stock-moe", "stock-r2", "stock-r3"))
+    assert all(distance(steps(other), steps(own)) > 0.05 for other in others)
+
+
+def test_routes_that_differ_are_counted(results: Results) -> None:
+    """Of rows that rollouts share; the first rollout's are replayed, as `test_update` checks."""
+    assert results("r3")[0]["metrics"]["dualkv/routes_differing"] == 0
+    assert 0.1 < results("r3-differing")[0]["metrics"]["dualkv/routes_differing"] < 0.9
+    assert "dualkv/routes_differing" not in results("moe")[0]["metrics"]
+
+
 def test_loss_on_prompts_is_verls(results: Results) -> None:
     found, stock = results("prompt-in-loss")[0], results("stock-prompt-in-loss")[0]
     assert found["said"] == ["dualkv: a batch runs with its prompts replicated, because prompt tokens are in the loss"]
@@ -77,8 +90,9 @@ REFUSED = {
     "fused-ragged-temperature": "the rollouts have 16 temperatures, veRL's fused heads on strategy megatron take one:",
     "dropout": "attention_dropout is 0.1, expected 0:",
     "interleaved-stages": "actor.megatron.virtual_pipeline_model_parallel_size is 2, model.model_type=dualkv expects",
-    "context-parallel": "actor.megatron.context_parallel_size is 2, model.model_type=dualkv expects 1:",
-    "router-replay": "actor.megatron.router_replay.mode is 'R2', model.model_type=dualkv expects 'disabled':",
+    "dynamic-context-parallel": "actor.megatron.dynamic_context_parallel is True, model.model_type=dualkv expects",
+    "replay-without-experts": "actor.megatron.router_replay.mode is 'R2', expected 'disabled': no layer has experts",
+    "replay-without-routes": "router_replay.mode is 'R3' and the batch has no routed_experts, expected those of every",
     "keep": "fused_kernel_options.dualkv_keep is 'attention', strategy megatron has settings of its own:",
 }
 
