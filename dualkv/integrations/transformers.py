@@ -149,8 +149,6 @@ def _enter_decoder(
     name = type(module).__name__
     if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
-    if isinstance(layout, Branch) and recurrent.mixers(module):
-        raise ValueError(f"{name} has recurrent layers, whose states dualkv.walk does not keep: cut the tree instead")
     if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
         media.refuse_unplaced(module, kwargs)
@@ -281,7 +279,7 @@ def _take_layout(
     return args, {**kwargs, "dualkv": layout}
 
 
-HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing)
+HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing, recurrent.enter)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -439,6 +437,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             selfcheck.check(decoder, enable)
     for decoder in inner:
         recurrent.install(decoder)
+        for _, mixer in recurrent.mixers(decoder):
+            mixer.register_forward_pre_hook(recurrent.enter, with_kwargs=True)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for name, module, _ in layers.decoder_layers(model):

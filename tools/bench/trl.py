@@ -93,8 +93,8 @@ def make_rollouts(s: Settings) -> Rollouts:
     vocabulary, n = CONFIGS[s.model]["vocab_size"], s.groups * s.responses
     if s.trace is not None:
         found = traces.split(s.trace, vocabulary)
-        prompts, responses, masks = ([torch.from_numpy(x) for x in listed] for listed in zip(*found, strict=True))
-        return Rollouts(prompts, responses, masks, torch.randn(len(prompts), generator=generator))
+        of_prompts, of_responses, of_masks = ([torch.from_numpy(one[i]) for one in found] for i in range(3))
+        return Rollouts(of_prompts, of_responses, of_masks, torch.randn(len(found), generator=generator))
     prompts = torch.randint(vocabulary, (s.groups, s.prompt_len), generator=generator)
     lens = torch.randint(s.response_len // 2, s.response_len + 1, (n,), generator=generator)
     lens[0] = s.response_len
