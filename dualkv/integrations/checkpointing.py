@@ -90,6 +90,17 @@ def memory_for_logits(model: nn.Module) -> float | None:
     return fits[0].for_logits() if fits else None
 
 
+def keep_attention(model: nn.Module) -> None:
+    """Lets layers keep attention again after a trainer's own call of `gradient_checkpointing_enable`, if that asked for
+    checkpointing that is not reentrant; a limit of memory does so by itself."""
+    for decoder in layers.decoders(model):
+        for layer in [] if _fits(decoder) else layers_to_leave_out(decoder):
+            how = layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
+            if isinstance(how, partial) and how.keywords.get("use_reentrant") is False:
+                contexts = partial(create_selective_checkpoint_contexts, KEEP["attention"])
+                layer._gradient_checkpointing_func = partial(how, context_fn=contexts)
+
+
 def forget(decoder: nn.Module) -> None:
     """Takes away a limit of memory that an earlier call set."""
     for key, hook in list(decoder._forward_pre_hooks.items()):
