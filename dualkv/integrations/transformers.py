@@ -29,6 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from dualkv.branches import Branch
 from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
+from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of

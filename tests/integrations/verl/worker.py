@@ -111,6 +111,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
+        | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
