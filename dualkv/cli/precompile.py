@@ -19,14 +19,15 @@ from dualkv.models import CONFIGS
 
 
 class Heads(NamedTuple):
-    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), and the
-    head dim of values (None: the same)."""
+    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), the
+    head dim of values (None: the same), and that of layers with other heads."""
 
     heads: int
     kv_heads: int
     head_dim: int
     features: tuple[str, ...] = ()
     head_dim_v: int | None = None
+    others: tuple[Heads, ...] = ()
 
 
 # From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
@@ -146,7 +147,11 @@ def heads_of_config(config: Any, where: str) -> Heads:
             raise ValueError(f"{where} has {name}={value!r}, expected an integer of 1 or more")
     if heads % kv_heads:
         raise ValueError(f"{where} has {heads} query heads for {kv_heads} KV heads, expected a multiple")
-    return Heads(heads, kv_heads, head_dim, _features(config), None if head_dim_v == head_dim else head_dim_v)
+    others: tuple[Heads, ...] = ()
+    if (of_all := config.get("global_head_dim")) is not None:  # Gemma 4's layers of full attention
+        others = (Heads(heads, config.get("num_global_key_value_heads") or kv_heads, of_all),)
+    of_v = None if head_dim_v == head_dim else head_dim_v
+    return Heads(heads, kv_heads, head_dim, _features(config), of_v, others)
 
 
 def _features(config: dict[str, Any]) -> tuple[str, ...]:
@@ -227,7 +232,8 @@ def requested(
         gqa = [1]
     if bool(head_dims) != bool(gqa):
         raise ValueError(f"head_dims is {head_dims} and gqa is {gqa}, expected both or neither")
-    shapes = [shape(heads, ranks) for heads in map(heads_of, models) for ranks in tensor_parallel]
+    every = (heads for found in map(heads_of, models) for heads in (found, *found.others))
+    shapes = [shape(heads, ranks) for heads in every for ranks in tensor_parallel]
     shapes = [of for given in shapes for of in dict.fromkeys((_without_window(given), given))]
     pairs = [(of, None) if isinstance(of, int) else of for of in head_dims]
     shapes += [Shape(head_dim, ratio, features, of_values) for head_dim, of_values in pairs for ratio in gqa]

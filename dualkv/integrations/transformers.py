@@ -29,6 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from dualkv.branches import Branch
 from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
+from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
@@ -149,8 +150,6 @@ def _enter_decoder(
     name = type(module).__name__
     if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
-    if isinstance(layout, Branch) and recurrent.mixers(module):
-        raise ValueError(f"{name} has recurrent layers, whose states dualkv.walk does not keep: cut the tree instead")
     if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
         media.refuse_unplaced(module, kwargs)
@@ -281,7 +280,7 @@ def _take_layout(
     return args, {**kwargs, "dualkv": layout}
 
 
-HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing)
+HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing, recurrent.enter)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -424,7 +423,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
 
     Raises:
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
+            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
@@ -439,6 +438,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             selfcheck.check(decoder, enable)
     for decoder in inner:
         recurrent.install(decoder)
+        for _, mixer in recurrent.mixers(decoder):
+            mixer.register_forward_pre_hook(recurrent.enter, with_kwargs=True)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for name, module, _ in layers.decoder_layers(model):

@@ -107,10 +107,17 @@ def test_layer_types_of_older_files(tmp_path):
         heads_of(str(path))
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text"])
-def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"asks for .*, which dualkv does not compute"):
-        with_defaults(tmp_path, kind)
+def test_layers_of_two_head_dims(tmp_path):
+    """Gemma 4: with a window, and of full attention."""
+    full = Heads(8, 1, 512)
+    assert with_defaults(tmp_path, "gemma4_text") == Heads(8, 1, 256, ("window",), None, (full,))
+    found = requested([str(tmp_path)])
+    assert {forward_spec("bf16", 512, 8), *backward_specs("bf16", 512).present} <= set(found)
+    assert forward_spec("bf16", 256, 8, True, "window") in found
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 520}))
+    with pytest.raises(ValueError, match=r"asks for layers of head dim 520, which dualkv does not compute"):
+        heads_of(str(path))
 
 
 @pytest.mark.parametrize(

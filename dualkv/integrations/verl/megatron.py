@@ -370,7 +370,13 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
         raise ValueError(
             f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried"
         )
-    keep = (model_config.fused_kernel_options or {}).get("dualkv_keep", "nothing")
+    options = model_config.fused_kernel_options or {}
+    if options.get("dualkv_fast", False):
+        raise ValueError(
+            "fused_kernel_options.dualkv_fast is True, strategy megatron has fused kernels of its own: set"
+            " actor.megatron.override_transformer_config"
+        )
+    keep = options.get("dualkv_keep", "nothing")
     if keep != "nothing":
         raise ValueError(
             f"fused_kernel_options.dualkv_keep is {keep!r}, strategy megatron has settings of its own: set"

@@ -12,12 +12,12 @@ from verl.utils.flops_counter import FlopsCounter
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from tests.integrations.verl.rollouts import GROUPS, MODELS
-from tests.integrations.verl.scenarios import FOUR, ONE, SCENARIOS, STOCK, TWO
+from tests.integrations.verl.scenarios import FAST, FOUR, ONE, SCENARIOS, STOCK, TWO
 
 Results = Callable[[str], list[dict[str, Any]]]
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
 METRICS = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss", "critic/vf_loss")
-EXACT = [name for s in (ONE, TWO, FOUR) for name, settings in s.items() if settings["packed"] and name != "bf16"]
+EXACT = [name for s in (ONE, TWO, FOUR, FAST) for name, settings in s.items() if settings["packed"] and name != "bf16"]
 
 
 def reference(name: str) -> str:

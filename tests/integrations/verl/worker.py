@@ -111,6 +111,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
+        | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
@@ -324,7 +325,8 @@ def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
-    return {"rows": list(bench_verl.measure_all([bench_verl.settings_of(row) for row in s["rows"]]))}
+    rows = [bench_verl.settings_of(row) for row in s["rows"]]
+    return {"rows": list(bench_verl.measure_all(rows, s.get("distance")))}
 
 
 def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
