@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -400,6 +400,19 @@ def peers(name: str, row: Callable[[dict[str, Any]], str]) -> str:
     return markdown_table(["ms (TFLOP/s), J a call", *map(row, run["results"])], rows) + _recorded(run)
 
 
+def cudnn() -> str:
+    """Ours beside cuDNN's interval masks."""
+    run, rows = _load("cudnn-h200"), []
+    for result in run["results"]:
+        ours, theirs = (result["sides"].get(name, {}) for name in (OURS, WINDOW_PEERS[1]))
+        if "sustained_ms" in ours and "sustained_ms" in theirs:
+            ratio = f"{theirs['sustained_ms'] / ours['sustained_ms']:.2f}"
+            name = f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}"
+            rows.append([name, _speed(ours), _speed(theirs), ratio])
+    head = ["workload", "DualKV, ms (TFLOP/s)", "cuDNN, ms (TFLOP/s)", "times as fast"]
+    return markdown_table(head, rows) + _recorded(run)
+
+
 def _peer(side: dict[str, Any]) -> str:
     if "sustained_ms" not in side:
         return ""
@@ -518,6 +531,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
+    "cudnn": cudnn,
+    "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
