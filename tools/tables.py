@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -553,6 +553,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "cudnn": lambda: two_sides("cudnn-h200", "dualkv", "cudnn-intervals"),
     "cudnn-backend": lambda: two_sides("cudnn-backend-h200", "dualkv-cudnn", "cudnn-intervals"),
+    "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
