@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -60,6 +60,7 @@ STOCK = {
     "flex": "FlexAttention",
     "cudnn": "cuDNN's attention",
 }  # names of tools.bench.stock_attention
+VALUES_PEERS = {"cudnn-intervals": "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
 WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
 MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
@@ -332,6 +333,20 @@ def windows(direction: str) -> str:
     return markdown_table([*head, "speed over the better", "executed over useful"], rows) + _recorded(run)
 
 
+def beside(name: str, peers: dict[str, str]) -> str:
+    """Ours and peers, whose columns `peers` names, a row for each result; last the speed over the better peer."""
+    run, rows = _load(name), []
+    for result in run["results"]:
+        sides = [result["sides"].get(side, {}) for side in (OURS, *peers)]
+        ours, *theirs = [side.get("sustained_ms") for side in sides]
+        best = min(filter(None, theirs), default=None)
+        cells = [_speed(side) if "sustained_ms" in side else "not measured" for side in sides]
+        cells.append(f"{best / ours:.2f}" if ours and best else "")
+        rows.append([f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}", *cells])
+    last = "speed over it" if len(peers) == 1 else "speed over the better"
+    return markdown_table(["workload", "DualKV, ms (TFLOP/s)", *peers.values(), last], rows) + _recorded(run)
+
+
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
     run, step, rows = _load("hybrid-h200"), _load("hybrid-step-h200"), []
@@ -523,6 +538,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-parallel": tensor_parallel,
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
+    "values": lambda: beside("values-h200", VALUES_PEERS),
+    "d512": lambda: beside("d512-h200", {"flex": "FlexAttention"}),
     "feature-costs": lambda: features.costs(_load("features-h200")),
     "feature-errors": lambda: features.exactness(_load("features-h200")),
     "trees": trees,
@@ -536,6 +553,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
     "cudnn": lambda: two_sides("cudnn-h200", "dualkv", "cudnn-intervals"),
     "cudnn-backend": lambda: two_sides("cudnn-backend-h200", "dualkv-cudnn", "cudnn-intervals"),
+    "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),

@@ -111,8 +111,35 @@ def composed(inputs: Inputs, direction: str) -> Side:
     return replace(side, parts={"merge": merges})
 
 
+# Blocks beyond head dim 256, larger ones first: FlexAttention's own ask for more shared memory than a Hopper GPU has.
+FLEX_WIDE = [
+    {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": stages, "fwd_num_warps": 8, "bwd_num_warps": 8}
+    | {"bwd_num_stages": 1, **dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), rows)}
+    for stages, rows in ((2, 32), (1, 16))
+]
+TOO_LARGE = "No valid triton configs"  # what its compiler says of blocks that do not fit
+
+
 def flex_attention(inputs: Inputs, direction: str) -> Side:
-    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks."""
+    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks.
+
+    Beyond head dim 256 with the first blocks of FLEX_WIDE that fit.
+    """
+    if max(inputs.workload.head_dims) <= 256:
+        return _flex(inputs, direction, None)
+    *others, last = FLEX_WIDE
+    for options in others:
+        try:
+            side = _flex(inputs, direction, options)
+            side.call()
+            return side
+        except RuntimeError as error:
+            if TOO_LARGE not in str(error):
+                raise
+    return _flex(inputs, direction, last)
+
+
+def _flex(inputs: Inputs, direction: str, options: dict[str, int] | None) -> Side:
     from torch.nn.attention import flex_attention as flex
 
     torch._dynamo.reset()  # every workload is another shape
@@ -145,7 +172,8 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
 
     def attend() -> torch.Tensor:
         score = capped if workload.softcap else None
-        return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
+        more = {"score_mod": score, "block_mask": block_mask, "scale": inputs.scale, "kernel_options": options}
+        return compiled(q, k, v, enable_gqa=True, **more)
 
     return _attended(direction, attend, leaves, lambda: as_batch(inputs.dout), packed, {"mask": make_mask})
 

@@ -223,6 +223,11 @@ NAMED = {
             for heads, kv_heads in ((16, 16), (64, 4))  # MLA with tensor parallelism; MiMo-V2, full layers
         ),
         _one_group("n8-p4096-r1024-d192v128-h128", 4096, [1024] * 8, heads=128, kv_heads=128, **_D192_V128),
+        *(  # Gemma 4's layers of full attention
+            replace(lengths, name=f"{lengths.name}-d512-h{heads}", heads=heads, kv_heads=kv_heads, head_dim=512)
+            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _many_groups("g64-n8"))
+            for heads, kv_heads in ((16, 2), (8, 1))
+        ),
         # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
         *(replace(_MAIN, name=f"{_MAIN.name}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
     ]

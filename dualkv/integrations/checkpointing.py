@@ -214,6 +214,7 @@ class _Fit:
         self.logits = False  # whether the head asks for what is left
         self.call = 0, 0, 0.0  # rows, bytes at the start, bytes kept beyond recomputed layers, the last one not counted
         self.marks: list[int] = []  # bytes before each layer
+        self.ended = False  # whether this call has left the last layer
         self.levels = [RECOMPUTED] * len(self.layers)
         self.products = 0  # in the forward of a layer
         self.last_is_read = True  # whether a backward reads the last product's result
@@ -257,14 +258,14 @@ class _Fit:
         given = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
         rows, start = given.shape[0] * given.shape[1], _allocated(self.device)
         self.set_levels(self._fitting(rows, start))
-        self.call, self.marks = (rows, start, 0.0), []
+        self.call, self.marks, self.ended = (rows, start, 0.0), [], False
 
     def _fitting(self, rows: int, start: int) -> list[int]:
         """What each layer keeps in a call of so many rows."""
         others, products, left_out, last = len(self.layers) - 1, 0, 0, LEFT_OUT
-        if not self.more[LEFT_OUT]:
+        if not (self.more[LEFT_OUT] and self.rows):
             return [RECOMPUTED] * others + [last]
-        ratio = rows / self.rows if self.rows else 1.0
+        ratio = rows / self.rows
         room = (self.limit - start - self.need * max(ratio, (1 + ratio) / 2)) / rows
         if self.may_keep_products:
             each = self.more[PRODUCTS] or self.more[LEFT_OUT]  # to be measured: not more than everything
@@ -279,14 +280,16 @@ class _Fit:
         most = max(products, left_out)
         return [RECOMPUTED] * (others - most) + [PRODUCTS] * (most - left_out) + [LEFT_OUT] * left_out + [last]
 
+    # Layers that are computed again call these hooks again, in some versions of transformers.
     def _mark(self, *_: Any) -> None:
-        if self.call[0]:
+        if self.call[0] and not self.ended:
             self.marks.append(_allocated(self.device))
 
     def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         rows, start, _ = self.call
-        if not rows:
+        if not rows or self.ended:
             return  # no call with gradients
+        self.ended = True
         hidden = output[0] if isinstance(output, tuple) else output
         ends = [*self.marks[1:], _allocated(self.device)]
         took = [(end - begin) / rows for begin, end in zip(self.marks, ends, strict=True)]

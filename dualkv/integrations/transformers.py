@@ -414,9 +414,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             takes about a second, once for each configuration in a process. The model itself is not run.
         fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
             where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
-            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers are left out of it
-            as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)` afterwards sets another
-            limit). `disable` leaves gradient checkpointing on.
+            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
+            products too, or everything, as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)`
+            afterwards sets another limit). `disable` leaves gradient checkpointing on.
 
     Returns:
         The same model.

@@ -76,6 +76,30 @@ def test_as_much_as_the_limit_allows_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert not checkpointing._fits(model.get_decoder())
 
 
+def test_a_forward_without_a_backward_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_deep(3)
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "attention", memory=10**4 / GIB)
+    memory.watch(model)
+    for _ in range(2):
+        memory.rows, memory.now = 10, memory.start
+        model(input_ids=torch.zeros(1, 10, dtype=torch.long), use_cache=False)
+        assert memory.fit.levels == [0, 0, 2]
+    assert [memory.step(model, 10) for _ in range(2)] == [[0, 0, 2], [1, 1, 2]]
+
+
+def test_hooks_of_layers_that_run_again_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with transformers that checkpoint a layer's call and not its forward."""
+    model = make_deep(3)
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "attention", memory=10**4 / GIB)
+    memory.watch(model)
+    for layer in model.get_decoder().layers:
+        layer.register_full_backward_hook(lambda layer, *_: (memory.fit._mark(), memory.fit._end(layer, (), None))[0])
+    assert [memory.step(model, 10, logits=True) for _ in range(4)][-1] == [1, 1, 1]
+    assert len(memory.fit.marks) == 3
+
+
 def test_the_head_gets_what_layers_leave_once_their_need_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_deep(4)
     assert checkpointing.memory_for_logits(model) is None

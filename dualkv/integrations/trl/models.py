@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dualkv.integrations import models
+from dualkv.integrations.experts import load_balancing_loss
 from dualkv.integrations.transformers import enable
 from dualkv.layout import Layout
 
@@ -77,16 +76,4 @@ def call_with_aux_loss(model: Callable[..., Any], plain: nn.Module, inputs: Batc
         outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
     finally:
         hook.remove()
-    config = cast(Any, plain).config.get_text_config()
-    times = _times(inputs["dualkv"]).to(inputs["input_ids"].device)[None]
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss = load_balancing_loss_func(found[0], experts, config.num_experts_per_tok, times)
-    return outputs, cast(torch.Tensor, loss)
-
-
-def _times(layout: Layout) -> torch.Tensor:
-    """[T] the number of rollouts that each packed row belongs to: for a prompt's row the number of its responses."""
-    offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
-    times = np.bincount(parent[parent >= 0], minlength=len(parent))
-    times[parent >= 0] = 1
-    return torch.from_numpy(np.repeat(times, np.diff(offsets)))
+    return outputs, load_balancing_loss(plain, found[0], inputs["dualkv"])

@@ -135,6 +135,12 @@ def test_no_turn_is_replicated(results: Results) -> None:
     assert short["dualkv/tokens_packed"] == short["dualkv/tokens_replicated"]
 
 
+@pytest.mark.parametrize("name", FAST)
+def test_fast_pieces_are_compiled(name: str, results: Results) -> None:
+    """Four norms and the MLP of each layer, and the last norm."""
+    assert results(name)[0]["compiled"] == 2 * 5 + 1
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_fell_back(name: str, results: Results) -> None:
     for found in results(name):

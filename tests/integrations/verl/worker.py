@@ -189,7 +189,9 @@ def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
     with patch.object(reference, "forward", wraps=reference.forward) as attention:
         found["metrics"] = train(worker, data)
-    return found | {"weights": weights(worker), "attention_calls": attention.call_count}
+    modules = worker.engine.module.modules() if s.get("fast") else ()
+    compiled = sum(module._compiled_call_impl is not None for module in modules)
+    return found | {"weights": weights(worker), "attention_calls": attention.call_count, "compiled": compiled}
 
 
 def replayed(s: dict[str, Any], models: Path) -> dict[str, Any]:
