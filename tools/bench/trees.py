@@ -44,7 +44,8 @@ from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
 from tools.bench import ragged
 from tools.bench.record import JsonPath, Record
-from tools.bench.step import Sizes, make_model, repeated, step, wait
+from tools.bench.repeats import repeated, wait
+from tools.bench.step import Sizes, make_model, step
 
 WAYS = "replicated", "merged", "gathered", "packed", "planned", "walked"
 OURS = "packed", "planned", "walked"

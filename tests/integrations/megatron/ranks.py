@@ -1,4 +1,4 @@
-"""Four ranks of one host: `python -m tests.integrations.megatron.ranks FOLDER` saves there what each of them found."""
+"""Four ranks of one host: `python -m tests.integrations.megatron.ranks FOLDER SCENARIO ...` saves what each found."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(number: int, folder: Path, port: int) -> None:
+def main(number: int, folder: Path, port: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     with cpu.rank(dist.TCPStore("127.0.0.1", port), number, COUNT):  # a FileStore takes minutes of system time
-        found: dict[str, Any] = {name: tuple(packed_against_replicated(**given)) for name, given in SCENARIOS.items()}
+        found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
         found["refused"] = refused()
     torch.save(found, folder / f"{number}.pt")
 
@@ -79,4 +79,5 @@ def refused() -> list[str]:
 
 if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    start_processes(main, (Path(sys.argv[1]), store.port), COUNT, start_method="fork")  # megatron-core is imported once
+    given = Path(sys.argv[1]), store.port, sys.argv[2:]
+    start_processes(main, given, COUNT, start_method="fork")  # megatron-core is imported once

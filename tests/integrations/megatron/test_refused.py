@@ -73,8 +73,8 @@ def test_configs(settings: dict[str, Any], says: str) -> None:
     [
         ({"cache_mla_latents": True}, "cache_mla_latents is True, expected False: "),
         ({"apply_rope_fusion": True}, "apply_rope_fusion is True, expected False: "),
-        ({"qk_pos_emb_head_dim": 6}, "qk_head_dim [+] qk_pos_emb_head_dim is 22, expected a multiple of 8 up to 256"),
-        ({"v_head_dim": 264}, "v_head_dim is 264, expected a multiple of 8 up to 256"),
+        ({"qk_pos_emb_head_dim": 6}, "qk_head_dim [+] qk_pos_emb_head_dim is 22, expected a multiple of 8 up to 512"),
+        ({"v_head_dim": 520}, "v_head_dim is 520, expected a multiple of 8 up to 512"),
     ],
 )
 def test_configs_of_latent_attention(settings: dict[str, Any], says: str) -> None:

@@ -120,10 +120,12 @@ def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
 
 # ---------------------------------------------------------------- several ranks
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by scenario."""
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by scenario: of those that the selected tests ask for."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.ranks", str(folder)]
+    asked = (getattr(item, "callspec", None) for item in request.session.items if item.name.startswith("test_ranks["))
+    names = [spec.params["name"] for spec in asked if spec is not None]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.ranks", str(folder), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(COUNT)]
