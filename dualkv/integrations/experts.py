@@ -206,4 +206,4 @@ class _Chosen(TorchFunctionMode):
         routes = self.routes.to(found.indices.device)
         experts = torch.where(routes < 0, found.indices, routes)
         scores = args[0] if args else (kwargs or {})["input"]
-        return torch.return_types.topk((scores.gather(-1, experts), experts))  # type: ignore[attr-defined]
+        return torch.return_types.topk((scores.gather(-1, experts), experts))
