@@ -86,7 +86,8 @@ def load_balancing_loss(
         raise ValueError(f"router_logits has {wrong[0]} rows, the batch has {total}")
     times = np.ones(total, np.int64) if count == "rows" else rollouts_of_rows(batch)
     mask = torch.from_numpy(times).to(router_logits[0].device)[None]
-    return cast(torch.Tensor, load_balancing_loss_func(tuple(router_logits), experts, config.num_experts_per_tok, mask))
+    of_layers: Any = tuple(router_logits)
+    return cast(torch.Tensor, load_balancing_loss_func(of_layers, experts, config.num_experts_per_tok, mask))
 
 
 # ---------------------------------------------------------------- routes
