@@ -118,6 +118,8 @@ def _kernel(spec: KernelSpec) -> Any:
         more["head_dim_v"] = spec.head_dim_v
     if spec.operation in FORWARDS:
         kernel = {"fwd": "ForwardKernel", "fwd_paths": "PathForwardKernel"}[spec.operation]
+        if spec.head_dim > 256:
+            module, kernel = importlib.import_module("cute_kernels.fwd_split"), f"Split{kernel}"
         return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **more)
     make = {
         "bwd_preprocess": "preprocess_kernel",

@@ -24,7 +24,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Shape(NamedTuple):
-    """Shape of attention layers: a head dim (a multiple of 8 up to 256), a GQA ratio, and features of calls (NAMES).
+    """Shape of attention layers: a head dim (a multiple of 8 up to 512), a GQA ratio, and features of calls (NAMES).
 
     `head_dim_v` is the head dim of values, None if it is that of queries and keys. The backward's kernels do not depend
     on the GQA ratio. A call with a window of either kind that hides a key asks for the feature "window", other calls of

@@ -170,7 +170,7 @@ def forward_spec(
     dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = "", short: bool = False,
     head_dim_v: int | None = None,
 ) -> KernelSpec[ForwardTile]:  # fmt: skip
-    """The forward kernel that runs a head dim (a multiple of 8 up to 256) and a GQA ratio, by the table of tiles.
+    """The forward kernel that runs a head dim (a multiple of 8 up to 512) and a GQA ratio, by the table of tiles.
 
     Args:
         trees: the kernel for layouts deeper than two levels, which also serves windows.
@@ -204,7 +204,7 @@ def backward_specs(
     features: tuple[str, ...] = (),
     head_dim_v: int | None = None,
 ) -> BackwardSpecs:
-    """The backward kernels that run a head dim (a multiple of 8 up to 256), whatever the GQA ratio.
+    """The backward kernels that run a head dim (a multiple of 8 up to 512), whatever the GQA ratio.
 
     Args:
         deterministic: concerns the sums of dQ; without dQ it changes nothing.

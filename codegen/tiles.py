@@ -18,8 +18,8 @@ class ForwardTile:
 
     Attributes:
         tile_n: keys a block.
-        warp_groups: MMA warp groups a CTA, 64 query rows each.
-        stages: K blocks (and V blocks) in flight.
+        warp_groups: MMA warp groups a CTA, 64 query rows each; of head dim 512 pairs of them, which share the rows.
+        stages: K blocks (and V blocks) in flight; of head dim 512 halves of either.
         cluster: CTAs that walk the same keys and share them by multicast.
     """
 
@@ -46,6 +46,7 @@ FORWARD_TILES: Tiles = {
     128: ForwardTile(tile_n=64, warp_groups=3, stages=4),
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
+    512: ForwardTile(tile_n=64, warp_groups=1, stages=5),
     (192, 128): ForwardTile(tile_n=64, warp_groups=3, stages=3),
 }
 # Native head dims, in ascending order; TMA fills smaller ones with zeros.
@@ -130,7 +131,8 @@ class BackwardTile:
         tile_m: packed rows a query block.
         tile_n: keys a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
-        cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too.
+        cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too. Of
+            head dim 512 pairs of CTAs, which share the keys.
         heads_inside: a CTA walks all query heads of a block of rows before the next rows (up to head dim 128), else one
             head after another (beyond).
         deterministic: dQ is summed in the order of the keys.
@@ -154,6 +156,7 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     128: BackwardTile(tile_m=80, heads_inside=True),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
+    512: BackwardTile(tile_m=64, tile_n=64, cluster=1),
     (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
 

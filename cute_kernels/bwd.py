@@ -16,6 +16,7 @@ from cute_kernels.abi import BlockFields
 from cute_kernels.bwd_arguments import Global
 from cute_kernels.bwd_frame import BackwardFrame
 from cute_kernels.bwd_narrow import NarrowBackward
+from cute_kernels.bwd_split import SplitBackward
 from cute_kernels.bwd_stats import by_block
 from cute_kernels.bwd_wide import WideBackward
 
@@ -72,12 +73,16 @@ class FeaturedWide(Featured, WideBackward):
     __doc__ = Featured.__doc__
 
 
+class FeaturedSplit(Featured, SplitBackward):
+    __doc__ = Featured.__doc__
+
+
 def backward_kernel(
     dtype: type[cutlass.Numeric], head_dim: int, *, gradients: str = "qkv", features: tuple[str, ...] = (), **tile: int
 ) -> BackwardFrame:
     """The main kernel of a native head dim; arguments and errors as of :class:`BackwardFrame`."""
-    narrow = head_dim <= 128
+    kinds = (NarrowBackward, FeaturedNarrow), (WideBackward, FeaturedWide), (SplitBackward, FeaturedSplit)
+    plain, featured = kinds[(head_dim > 128) + (head_dim > 256)]
     if features:
-        featured = FeaturedNarrow if narrow else FeaturedWide
         return featured(dtype, head_dim, gradients=gradients, features=features, **tile)
-    return (NarrowBackward if narrow else WideBackward)(dtype, head_dim, gradients=gradients, **tile)
+    return plain(dtype, head_dim, gradients=gradients, **tile)

@@ -110,7 +110,7 @@ class NarrowDq(BackwardFrame):
         """`add_dq` of one step. m_block: with a window the row of the table, else the query block."""
         first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
         source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
-        row = m_block
+        row, rank = m_block, self.rank()
         if const_expr(self.windowed):
             m_block = g.blocks[row, BlockFields.M_BLOCK]
         target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
@@ -122,7 +122,7 @@ class NarrowDq(BackwardFrame):
             else:
                 before = item.predecessors(m_block) * self.cluster
                 if const_expr(self.cluster == 2):
-                    before = cutlass.select_(self.rank() == 0, before, item.order * 2 + 1)
+                    before = cutlass.select_(rank == 0, before, item.order * 2 + 1)
             while load_acquire(lock) != before:
                 pass
             cute.arch.sync_warp()
@@ -137,7 +137,7 @@ class NarrowDq(BackwardFrame):
                 if const_expr(self.windowed):
                     store_release(lock, before + 1)
                 else:
-                    store_release(lock, item.order * self.cluster + self.rank() + 1)
+                    store_release(lock, item.order * self.cluster + rank + 1)
         else:
             while load_acquire(self.lock_of(g, m_block, h, 0)) != CLEARED:
                 pass

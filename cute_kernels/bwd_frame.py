@@ -161,6 +161,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         self.windowed, self.softcap = "window" in features, "softcap" in features
         self.want_dp = self.want_dq or self.want_dk
         self.check_tile()
+        self.divide()
         barriers = MbarrierAllocator()
         self.pipelines(barriers)
         self.num_bars = barriers.num_bars
@@ -170,6 +171,19 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     def check_tile(self) -> None:
         """Raise ValueError for a tile that the products cannot take."""
         raise NotImplementedError
+
+    def divide(self) -> None:
+        """Divide columns among CTAs, if they are; from then on `head_dim` and `head_dim_v` are a CTA's."""
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ in global memory."""
+        return self.head_dim
+
+    @property
+    def row_ctas(self) -> int:
+        """CTAs that share Q and dO by multicast."""
+        return self.cluster
 
     @property
     def k_columns(self) -> int:
@@ -221,7 +235,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
 
     def row_pipelines(self, barriers: MbarrierAllocator) -> tuple[Pipeline, Pipeline]:
         """Q (with the rows' statistics) and dO, from the producer to all MMA warps of the cluster."""
-        warps, cluster = 4 * self.warp_groups, self.cluster
+        warps, cluster = 4 * self.warp_groups, self.row_ctas
         Q = Pipeline.make(barriers, self.stages, producers=1, consumers=warps, cluster=cluster)
         dO = Pipeline.make(barriers, self.do_stages, producers=1, consumers=warps, cluster=cluster)
         return Q, dO
@@ -330,9 +344,9 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         """The kernel. g: with dk and dv as they were given."""
         M, N = self.tile_m, self.tile_n
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_rows = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        load_rows = load if self.row_ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         Q, dO = [
-            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(x), layout, (M, columns), self.cluster))
+            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(x), layout, (M, columns), self.row_ctas))
             for x, layout, columns in (
                 (q, cute.select(self.layout_Q(), mode=[0, 1]), self.head_dim),
                 (dout, cute.select(self.layout_dO(), mode=[0, 1]), self.head_dim_v),
@@ -403,7 +417,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
             counter = self.lock_of(g, Int32(0), g.stats.shape[0], Int32(0))  # behind all locks
             self.take_index(warp_idx, counter, s.item + ITEM_WORDS)
         else:
-            item = Item.load(g.work, cute.arch.block_idx()[0] // self.cluster, self.rank(), self.tile_n)
+            item = Item.load(g.work, cute.arch.block_idx()[0] // self.cluster, self.key_rank(), self.tile_n)
         if warp_idx == 0:
             init_mbarriers(mbarriers)
             cute.arch.mbarrier_init_fence()
@@ -415,12 +429,12 @@ class BackwardFrame(Producer, BackwardContainment, Results):
                 for load in (loads.K, loads.V, loads.Q, loads.dO):
                     cpasync.prefetch_descriptor(load.atom)
         if warp_idx == 2:
-            fill_keys(s.stat_keys)
+            self.fill_keys(s)
             cute.arch.fence_view_async_shared()
         if const_expr(self.deterministic):
             self.sync_cluster()  # the index is there
             index = cute.arch.make_warp_uniform(load_of_cta(s.item + ITEM_WORDS, 0))
-            item = Item.load(g.work, index, self.rank(), self.tile_n)
+            item = Item.load(g.work, index, self.key_rank(), self.tile_n)
         if warp_idx == 3:
             steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_block(item), item.block_begin)]
             self.save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
@@ -476,6 +490,10 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         if warp_idx == 3 and self.rank() == 0:
             with cute.arch.elect_one():
                 store_volatile(index, cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu"))
+
+    def fill_keys(self, s: Shared) -> None:
+        """The keys' columns that statistics are multiplied with, by one warp."""
+        fill_keys(s.stat_keys)
 
     # ---------------------------------------------------------------- MMA warp groups: what the head dims share
     def warp_group(self, warp_id: Int32) -> tuple[Int32, Int32, Int32]:
@@ -533,7 +551,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
 
     def dq_block(self, dq_acc: cute.Pointer, num_blocks: Int32, m_block: Int32, h: Int32) -> cute.Pointer:
         """Where dQ of a query block of a head is added up; `num_blocks`: of a head."""
-        return dq_acc + (Int64(h) * num_blocks + m_block) * (self.tile_m * self.head_dim)
+        return dq_acc + (Int64(h) * num_blocks + m_block) * (self.tile_m * self.dq_columns)
 
     def lock_of(self, g: Global, m_block: Int32, h: Int32, which: Int32 | int) -> cute.Pointer:
         """One of the locks of a query block of a head."""

@@ -67,7 +67,9 @@ class BackwardPreprocess:
         self.sinks, self.dlse = "sinks" in features, "dlse" in features
         self.clear = "q" in gradients and not clears_ahead(head_dim)
         self.want_dpsum = gradients != "v" or self.sinks
-        self.lanes = 1 << ((head_dim_v or head_dim) // VECTOR - 1).bit_length()  # threads a row, at most a warp
+        threads = 1 << ((head_dim_v or head_dim) // VECTOR - 1).bit_length()
+        self.lanes = min(threads, 32)  # threads a row
+        self.vectors = threads // self.lanes  # a thread
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -128,14 +130,15 @@ class BackwardPreprocess:
         for p in cutlass.range_constexpr(-(-M // rows_a_pass)):
             m = tid // lanes + p * rows_a_pass
             t, total = mb * M + m, Float32(0.0)
-            if m < M and t < num_rows and lane * VECTOR < dim:
-                o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
-                o.fill(0.0)
-                if cutlass.const_expr(self.want_dpsum):
-                    cute.autovec_copy(cute.local_tile(out[t, h, None], (VECTOR,), (lane,)), o)
-                cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (lane,)), do)
-                for e in cutlass.range_constexpr(VECTOR):
-                    total += Float32(o[e]) * Float32(do[e])
+            for vector in [lane, *(lane + j * lanes for j in range(1, self.vectors))]:
+                if m < M and t < num_rows and vector * VECTOR < dim:
+                    o, do = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in range(2)]
+                    o.fill(0.0)
+                    if cutlass.const_expr(self.want_dpsum):
+                        cute.autovec_copy(cute.local_tile(out[t, h, None], (VECTOR,), (vector,)), o)
+                    cute.autovec_copy(cute.local_tile(dout[t, h, None], (VECTOR,), (vector,)), do)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        total += Float32(o[e]) * Float32(do[e])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if lane == 0 and m < M:
                 if cutlass.const_expr(self.dlse):

@@ -77,13 +77,16 @@ def _in_three(x: Float32) -> list[BFloat16]:
 
 
 # ---------------------------------------------------------------- the main kernel
-def fill_keys(keys: cute.Pointer) -> None:
-    """Write the keys' columns, by one warp: of S and of dP, eight equal rows each."""
+def fill_keys(keys: cute.Pointer, used: Boolean | None = None) -> None:
+    """Write the keys' columns, by one warp: of S and of dP, eight equal rows each. used: whether statistics are added;
+    None: they are."""
     lane = cute.arch.lane_idx()
     for which, row in enumerate(KEYS):
         pair = Int32(0)
         for j, ones in enumerate(row):
             pair = cutlass.select_(lane % 4 == j, Int32(ones), pair)
+        if used is not None:
+            pair = cutlass.select_(used, pair, Int32(0))
         store_volatile(keys + 64 * which + 2 * lane, pair)
 
 

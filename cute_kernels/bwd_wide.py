@@ -221,9 +221,10 @@ class WideBackward(BackwardFrame):
                     before = g.blocks[m_block, BlockFields.BEFORE]
                     m_block = g.blocks[m_block, BlockFields.M_BLOCK]
                 p.dq_order.added.wait(it)
+                lock = self.lock_of(g, m_block, h, self.rank())
                 with cute.arch.elect_one():
                     p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
-                    store_release(self.lock_of(g, m_block, h, self.rank()), before + 1)
+                    store_release(lock, before + 1)
                 it += 1
 
     @cute.jit
@@ -239,6 +240,7 @@ class WideBackward(BackwardFrame):
         if const_expr(not self.want_dq):
             return
         steps, num_bytes = (item.block_end - item.block_begin) * heads_per_kv, 2 * self.tile_m * self.tile_n
+        peer = 1 - self.rank()
         for it in cutlass.range(0, steps, 1, unroll=1):
             p.dS.wait(it)
             if const_expr(self.peer_buffers == 2):
@@ -247,7 +249,7 @@ class WideBackward(BackwardFrame):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
                 source, target = (s.dS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
-                copy_to_peer(target, source, bar, num_bytes, 1 - self.rank())
+                copy_to_peer(target, source, bar, num_bytes, peer)
 
     # ---------------------------------------------------------------- MMA warp groups
     @cute.jit
@@ -397,6 +399,7 @@ class WideBackward(BackwardFrame):
         lse = [] if self.softcap else [x.stats.lse(stage.index)]
         gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
         warpgroup.wait_group(0)
+        self.complete(acc_S, s, p, it, 0)
         if self.softcap:
             to_tanh(acc_S, x.cap)
         self.mask(acc_S, m_block * self.tile_m, mask)
@@ -460,6 +463,7 @@ class WideBackward(BackwardFrame):
         warpgroup.wait_group(1 if with_dq else 0)
         p.dO.consumer_release(do_stage)
         if self.want_dp:
+            self.complete(acc_dP, s, p, it, 1)
             p.P.wait(it)
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
             of_block = stage.index, do_stage.index, m_block * self.tile_m
@@ -485,6 +489,9 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
+    def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
+        """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`."""
+
     def write_dS(self, x: Operands, tdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
         """dS^T of step `it` (of an accumulator's shape) to shared memory, for products and the exchange."""
         copy, tid = self.copy_of_dS(), cute.arch.thread_idx()[0] % 128
@@ -512,4 +519,4 @@ class WideBackward(BackwardFrame):
     def add_chunks(self, acc_dQ: cute.Tensor, target: cute.Pointer) -> None:
         """Chunks of 8 query rows, of which each is four floats a thread."""
         for c in range(cute.size(acc_dQ) // 4):
-            add_to_global(target + c * (8 * self.head_dim), *[acc_dQ[4 * c + j] for j in range(4)])
+            add_to_global(target + c * (8 * self.dq_columns), *[acc_dQ[4 * c + j] for j in range(4)])

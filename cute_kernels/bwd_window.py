@@ -26,6 +26,10 @@ class Windows(Clustered):
     tile_m: int
     windowed: bool
 
+    def key_rank(self) -> Int32:
+        """Which of a work item's key blocks this CTA has."""
+        return self.rank()
+
     # ---------------------------------------------------------------- rows of the table
     def table_row(self, g: Global, index: Int32) -> TableRow:
         """A row of the table."""
@@ -41,7 +45,7 @@ class Windows(Clustered):
             for f, x in ((M_BLOCK, row.m_block), (FLAGS, following), (SHIFT, row.shift), (OWN_STEP, own)):
                 s.blocks[f, stage.index] = x
         cute.arch.sync_warp()
-        return own + cutlass.select_(self.is_own(row.flags, self.rank()), Int32(1), Int32(0))
+        return own + cutlass.select_(self.is_own(row.flags, self.key_rank()), Int32(1), Int32(0))
 
     def uniform(self, flags: Int32) -> Int32:
         """`flags`, of which all lanes have the same, as a reduction of the warp.
@@ -56,7 +60,7 @@ class Windows(Clustered):
         if flags is None:
             flags = self.uniform(s.blocks[FLAGS, stage.index])
         m_block, shift = s.blocks[M_BLOCK, stage.index], s.blocks[SHIFT, stage.index]
-        masked = (flags >> (fields.MASKED + self.rank())) & 1
+        masked = (flags >> (fields.MASKED + self.key_rank())) & 1
         return m_block, mask._replace(
             unmasked_end=cutlass.select_(masked != 0, Int32(0), Int32(NO_LIMIT)),
             shift=shift,

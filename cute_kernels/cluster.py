@@ -22,7 +22,8 @@ class Clustered:
     cluster: int
 
     def rank(self) -> Int32:
-        """This CTA's number in its cluster."""
+        """This CTA's number in its cluster. By all lanes of a warp together: one that is in a branch without the others
+        would wait for them there."""
         return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     def sync_cluster(self) -> None:

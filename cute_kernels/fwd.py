@@ -27,7 +27,7 @@ from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Shared, Threa
 from cute_kernels.fwd_load import ForwardLoads
 from cute_kernels.fwd_walk import Walk
 from cute_kernels.mask import PathBounds
-from cute_kernels.pipeline import WrappingPipeline
+from cute_kernels.pipeline import Stage, WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,
     REFERENCE_LIMIT,
@@ -95,7 +95,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def mma_pv(self) -> cute.TiledMma:
         """O (64, Dv) += P (64, N) V"""
         P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.head_dim_v)
+        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.v_columns)
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
         )
@@ -106,20 +106,28 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
-        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(s.Q))[None, None, None, place]
+        tSrQ = self.operand_Q(mma_qk, s.Q, place)
         tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(s.K))
         tOrP = cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype)
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.head_dim_v)), Float32)
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.v_columns)), Float32)
         for registers, initial in ((acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
             registers.fill(initial)
         scale_log2, cap_factor = self.scale(g) * math.log2(math.e), self.cap_factor(g)
         return State(tSrQ, tSrK, tOrP, tOrV, acc_O, rows, s.V, s.pipes, g.bounds, scale_log2, cap_factor, wg)
 
+    def operand_Q(self, mma_qk: cute.TiledMma, sQ: cute.Tensor, place: Int32) -> cute.Tensor:
+        """`State.tSrQ`"""
+        return mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(sQ))[None, None, None, place]
+
     # ---------------------------------------------------------------- a warp group's tiles
+    def thread(self, warp_id: Int32) -> Thread:
+        """The calling thread, of MMA warp `warp_id`."""
+        return Thread(warp_id, warp_id // 4, warp_id % 4 * 16 + cute.arch.lane_idx() // 4)
+
     @cute.jit
     def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
-        thread = Thread(warp_id, warp_id // 4, warp_id % 4 * 16 + cute.arch.lane_idx() // 4)
+        thread = self.thread(warp_id)
         it = Int32(0)  # use of K and V: the block whose probabilities are in tOrP
         count, num_items = Int32(0), self.num_items(g)
         for recompute in cutlass.range(2, unroll=1):
@@ -145,7 +153,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         """The cluster's n-th item, whose first block is use `it` of K and V and whose Q is use `count`; returns the use
         after the last block."""
         place = s.pipes.Q.place(count, thread.wg)
-        state = self.state(g, s, place, thread.wg)
+        state = self.state(g, s, place, self.group(thread))
         if const_expr(self.q_places == self.warp_groups):
             self.release_previous_Q(s, count, thread)
         s.pipes.Q.consumer_wait(s.pipes.Q.stage(count, thread.wg))
@@ -187,7 +195,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:
         """The warp that stored O of the tile before releases its stage of Q, once the copy engine has read it."""
         Q = s.pipes.Q
-        if thread.warp_id % 4 == 0:
+        if self.stores_O(thread):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
                 Q.release_previous(count, thread.wg)
@@ -341,11 +349,11 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         """
         first, V = mask.first_hidden(), state.pipes.V
         if first < self.tile_n:
-            stage = V.stage(it)
+            stage = self.stage_of_V(V, it, state.wg)
             V.consumer_wait(stage)
             width = cute.size(self.smem_atom(), mode=[1]) // 2  # of a swizzle, in 32-bit words; it keeps to its row
             units, rows = width // 4, self.tile_n  # a thread clears 16 bytes at a time
-            chunks = self.head_dim_v // 2 // width
+            chunks = self.v_columns // 2 // width
             layout = cute.make_layout((4, units, rows, chunks), stride=(1, 4, width, rows * width))
             tile = cute.make_tensor(cute.recast_ptr(state.sV[None, None, stage.index].iterator, dtype=Int32), layout)
             zero = cute.make_rmem_tensor(4, Int32)
@@ -357,6 +365,10 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
                         cute.autovec_copy(zero, tile[None, tid % units, row, chunk])
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=BAR_WG + state.wg, number_of_threads=128)
+
+    def stage_of_V(self, V: WrappingPipeline, it: Int32, wg: Int32) -> Stage:
+        """The stage with the columns of V of block `it` that a warp group takes."""
+        return V.stage(it)
 
     # ---------------------------------------------------------------- the end of a tile
     def fits(self, state: State, part: Part) -> Boolean:
@@ -381,21 +393,21 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         part: Part,
     ) -> None:
         """lse, and O by the copy engine, or by the threads where the tile ends within the warp group's box."""
-        wg, lane = part.thread.wg, cute.arch.lane_idx()
+        wg, lane, columns = self.group(part.thread), cute.arch.lane_idx(), self.column_part(part.thread)
         tOrO = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         round_to(acc_O, tOrO)
-        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)  # no warp reads Q any more
-        token = self.first_token(part.tile, wg)
+        self.sync_rows(wg)  # no warp reads Q any more
+        token = self.first_token(part.tile, part.thread.wg)
         whole = token + self.tokens_wg <= part.tile.row_end
         if whole:
             copy_O = cute.make_tiled_copy_C(
                 cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.mma_pv()
             )
             thr_O = copy_O.get_slice(cute.arch.thread_idx()[0] % 128)
-            cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(sO))
+            cute.copy(copy_O, thr_O.retile(tOrO), thr_O.partition_D(self.own_columns(sO, columns)))
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
-            if part.thread.warp_id % 4 == 0:
+            self.sync_rows(wg)
+            if self.stores_O(part.thread):
                 box = self.box(g.O, self.head_dim_v, part.head_group, token)
                 tOs, tOg = self.partition(tma_O, sO, self.head_dim_v, box)
                 cute.copy(tma_O, tOs, tOg)
@@ -404,11 +416,28 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         for r in cutlass.range_constexpr(2):
             head, row = self.head(part, r), self.token(part, r)
             if self.in_use(part, r):
-                if lane % 4 == 0:
+                if self.writes_lse(part.thread, lane):
                     g.lse[head, row] = row_lse[r]
                 if not whole:
                     # From the thread's first pair on: addresses of all its pairs would stay in registers throughout.
-                    pairs = cute.domain_offset((lane % 4,), g.pairs[row, head, None])
+                    first = columns * (self.v_columns // 2) + lane % 4
+                    pairs = cute.domain_offset((first,), g.pairs[row, head, None])
                     for e in row_elements(acc_O, r)[::2]:
-                        if column(e) // 2 < g.pairs.shape[2] - lane % 4:
+                        if column(e) // 2 < g.pairs.shape[2] - first:
                             pairs[column(e) // 2] = values[e // 2]
+
+    def sync_rows(self, wg: Int32) -> None:
+        """Wait for all warps with the same rows."""
+        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+
+    def own_columns(self, sO: cute.Tensor, columns: Int32 | int) -> cute.Tensor:
+        """The part of O's columns that a warp group makes, of a (64, Dv) tile."""
+        return sO
+
+    def stores_O(self, thread: Thread) -> Boolean:
+        """Whether the thread's warp has the copy engine store O."""
+        return thread.warp_id % 4 == 0
+
+    def writes_lse(self, thread: Thread, lane: Int32) -> Boolean:
+        """Whether the thread writes the log-sum-exp of its rows."""
+        return lane % 4 == 0

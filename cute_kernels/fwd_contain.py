@@ -25,6 +25,7 @@ class Query(NamedTuple):
     token: Int32
     head: Int32
     lse: Float32
+    first_chunk: Int32 | int  # of 8 columns of V: the warp group makes O from there on
 
 
 class ForwardContainment(ForwardFrame):
@@ -33,7 +34,7 @@ class ForwardContainment(ForwardFrame):
     @cute.jit
     def contain(
         self,
-        acc_O: cute.Tensor,  # (64, Dv) of one warp group, normalized
+        acc_O: cute.Tensor,  # (64, v_columns) of one warp group, normalized
         lse: cute.Tensor,  # (2)
         token: cute.Tensor,  # (2) packed row of each of the thread's query rows
         g: Global,
@@ -52,7 +53,8 @@ class ForwardContainment(ForwardFrame):
                 for e in row_elements(acc_O, r):
                     acc_O[e] = cutlass.select_(broken[r] != 0, Float32(0.0), acc_O[e])
             for r in cutlass.range_constexpr(2):  # one after the other: there are not the registers for both
-                tile, query = self.tile(g, fields), Query(token[r], self.head(part, r), lse[r])
+                tile, first_chunk = self.tile(g, fields), self.column_part(part.thread) * (self.v_columns // 8)
+                query = Query(token[r], self.head(part, r), lse[r], first_chunk)
                 for i in cutlass.range(0, tile.blocks, 1, unroll=1):
                     first, mask = tile.key_row(i), tile.mask(i)
                     for key in cutlass.range(first, first + self.tile_n, 1, unroll=1):
@@ -72,9 +74,9 @@ class ForwardContainment(ForwardFrame):
         kv_head: Int32,
     ) -> None:
         """Row r of O += p * V of one key, if the row sees it. The four threads of a row share the score."""
-        score = Float32(0.0)
+        score, lane = Float32(0.0), self.lane_of_key()
         for c in cutlass.range(0, self.head_dim // 8, 1, unroll=1):
-            q, k = self.columns(g.q, query.token, query.head, c), self.columns(g.k, key, kv_head, c)
+            q, k = self.columns(g.q, query.token, query.head, c, lane), self.columns(g.k, key, kv_head, c, lane)
             score += q[0] * k[0] + q[1] * k[1]
         score = cute.arch.warp_reduction_sum(score, threads_in_group=4)
         if const_expr(self.has.softcap):
@@ -82,14 +84,18 @@ class ForwardContainment(ForwardFrame):
         if visible:
             p = cute.math.exp2((score * self.scale(g) - query.lse) * math.log2(math.e), fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O) // 4):
-                value = self.columns(g.v, key, kv_head, c)
+                value = self.columns(g.v, key, kv_head, query.first_chunk + c, lane)
                 for j in cutlass.range_constexpr(2):
                     acc_O[4 * c + 2 * r + j] = acc_O[4 * c + 2 * r + j] + p * value[j]
 
+    def lane_of_key(self) -> Int32:
+        """The thread's lane, asked for at every key."""
+        return cute.arch.lane_idx()
+
     @cute.jit
-    def columns(self, x: cute.Tensor, row: Int32, head: Int32, chunk: Int32) -> cute.Tensor:
+    def columns(self, x: cute.Tensor, row: Int32, head: Int32, chunk: Int32, lane: Int32) -> cute.Tensor:
         """(2) fp32: of a row of x (T, heads, D), the columns that this thread has of a chunk of 8; 0 past D."""
-        pair = 4 * chunk + cute.arch.lane_idx() % 4
+        pair = 4 * chunk + lane % 4
         loaded, values = cute.make_rmem_tensor(2, x.element_type), cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(cute.local_tile(x[row, head, None], (2,), (cutlass.min(pair, x.shape[2] // 2 - 1),)), loaded)
         for j in cutlass.range_constexpr(2):

@@ -224,6 +224,9 @@ class ForwardFrame(Clustered):
     tile_fields = ForwardFields.NUM_FIELDS
     walks = True  # a warp group walks the blocks that its rows see, not all of the tile's
     finds_walks = True  # the producer works out which; else they are in the tables
+    max_head_dim = 256
+    allowed_warp_groups = (2, 3)
+    column_groups = 1  # MMA warp groups that share 64 rows, each with an equal part of O's columns
 
     def __init__(
         self,
@@ -240,8 +243,8 @@ class ForwardFrame(Clustered):
     ) -> None:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype is {dtype}, expected BFloat16 or Float16")
-        if head_dim % 32 or not 32 <= head_dim <= 256:
-            raise ValueError(f"head_dim is {head_dim}, expected a multiple of 32 from 32 to 256")
+        if head_dim % 32 or not 32 <= head_dim <= self.max_head_dim:
+            raise ValueError(f"head_dim is {head_dim}, expected a multiple of 32 from 32 to {self.max_head_dim}")
         self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if self.head_dim_v % 32 or not 32 <= self.head_dim_v <= head_dim:  # O takes Q's place
             raise ValueError(f"head_dim_v is {head_dim_v}, expected a multiple of 32 from 32 to head_dim {head_dim}")
@@ -249,14 +252,15 @@ class ForwardFrame(Clustered):
             raise ValueError(f"packed_heads is {packed_heads}, expected 1 to 16")
         if tile_n % 16 or not 16 <= tile_n <= 256:
             raise ValueError(f"tile_n is {tile_n}, expected a multiple of 16 up to 256")
-        if warp_groups not in (2, 3) or cluster not in (1, 2):
-            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected 2 or 3, and 1 or 2")
+        if warp_groups not in self.allowed_warp_groups or cluster not in (1, 2):
+            groups = " or ".join(map(str, self.allowed_warp_groups))
+            raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected {groups}, and 1 or 2")
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
         self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
-        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[warp_groups]  # registers a thread
+        self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[self.mma_groups]  # registers a thread
         # O takes its Q's place. Places beyond one a warp group let the next tile's Q come before this tile's O is out.
         numbers = range(2 * warp_groups, warp_groups, -1)
         self.q_places = next((n for n in numbers if self.smem_bytes(n) <= SMEM_BYTES), warp_groups)
@@ -268,6 +272,21 @@ class ForwardFrame(Clustered):
     def num_fields(self) -> int:
         """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
         return self.tile_fields
+
+    @property
+    def mma_groups(self) -> int:
+        """MMA warp groups of a CTA."""
+        return self.warp_groups * self.column_groups
+
+    @property
+    def k_columns(self) -> int:
+        """Columns of a tile of K in shared memory."""
+        return self.head_dim // self.column_groups
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of O that a warp group makes, and of a tile of V in shared memory."""
+        return self.head_dim_v // self.column_groups
 
     @property
     def item_fields(self) -> int:
@@ -320,11 +339,11 @@ class ForwardFrame(Clustered):
             for columns in (self.head_dim, self.head_dim_v)
         ]
         k_smem, v_smem = [
-            cute.select(self.kv_layout(columns), mode=[0, 1]) for columns in (self.head_dim, self.head_dim_v)
+            cute.select(self.kv_layout(columns), mode=[0, 1]) for columns in (self.k_columns, self.v_columns)
         ]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        K_box, V_box = (self.tile_n, self.head_dim), (self.tile_n, self.head_dim_v)
+        K_box, V_box = (self.tile_n, self.k_columns), (self.tile_n, self.v_columns)
         tma_Q, gQ = cpasync.make_tiled_tma_atom(load, self.packed(x.q), q_smem, (rows, self.head_dim))
         tma_O, gO = cpasync.make_tiled_tma_atom(store, self.packed(x.out), o_smem, (rows, self.head_dim_v))
         tma_K, gK = cpasync.make_tiled_tma_atom(load_kv, self.by_head(x.k), k_smem, K_box, self.cluster)
@@ -341,7 +360,7 @@ class ForwardFrame(Clustered):
             Global(gQ, gK, gV, gO, x.q, x.k, x.v, pairs, *tables, softmax_scale, groups_per_kv),
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
-            block=[128 * (1 + self.warp_groups), 1, 1],
+            block=[128 * (1 + self.mma_groups), 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -397,8 +416,7 @@ class ForwardFrame(Clustered):
     def allocate(self) -> tuple[Shared, MbarrierAllocator]:
         """Shared memory, and the mbarriers of its pipelines."""
         allocator = SmemAllocator()
-        layouts = self.q_layout(), self.kv_layout(self.head_dim), self.kv_layout(self.head_dim_v)
-        sQ, sK, sV = [allocator.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts]
+        sQ, sK, sV = self.allocate_tiles(allocator)
         counted = MbarrierAllocator()
         self.pipelines(counted, self.q_places)
         barriers = MbarrierAllocator(allocator.allocate_array(cutlass.Int64, counted.num_bars))
@@ -406,6 +424,11 @@ class ForwardFrame(Clustered):
         item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, self.q_places)), 8)
         recompute = allocator.allocate_tensor(Int32, cute.make_layout(1 + RECOMPUTE_WORDS), 8)
         return Shared(sQ, sK, sV, pipes, item, recompute), barriers
+
+    def allocate_tiles(self, allocator: SmemAllocator) -> list[cute.Tensor]:
+        """Q, K and V of `Shared`."""
+        layouts = self.q_layout(), self.kv_layout(self.head_dim), self.kv_layout(self.head_dim_v)
+        return [allocator.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts]
 
     # ---------------------------------------------------------------- pipelines
     def pipelines(self, barriers: MbarrierAllocator, q_places: int) -> Pipelines:
@@ -525,6 +548,14 @@ class ForwardFrame(Clustered):
         """The ((packed_heads, tokens_wg), D or Dv) box of q or out that starts at `token`."""
         tile = ((self.packed_heads, self.tokens_wg), columns)
         return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, head_group]), tile, ((0, 0), 0))
+
+    def group(self, thread: Thread) -> Int32:
+        """The thread's warp group among all MMA warp groups of the CTA."""
+        return thread.wg
+
+    def column_part(self, thread: Thread) -> Int32 | int:
+        """Which part of O's columns the thread's warp group makes."""
+        return 0
 
     def partition(
         self, atom: cute.CopyAtom, shared: cute.Tensor, columns: int, box: cute.Tensor

@@ -99,23 +99,24 @@ class ForwardLoads(ForwardFrame):
         """A warp group's Q, and the item with the blocks that it walks."""
         lane, item = cute.arch.lane_idx(), s.item
         stage, place = s.pipes.Q.producer_acquire(count, wg)
-        box = self.box(g.Q, self.head_dim, head_group, self.first_token(tile, wg))
+        first, last = self.first_token(tile, wg), self.last_token(tile, wg)
+        box = self.box(g.Q, self.head_dim, head_group, first)
         tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], self.head_dim, box)
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
         if lane <= self.num_fields:
             item[lane, place] = field
         if const_expr(self.finds_walks):
             with cute.arch.elect_one():
-                for j, value in enumerate(self.walk(g, tile, wg)):
+                for j, value in enumerate(self.walk(g, tile, first, last)):
                     item[self.num_fields + 1 + j, place] = value
         cute.arch.sync_warp()
         s.pipes.Q.producer_expect(stage, self.rows_wg * self.head_dim * 2)
 
     @cute.jit
-    def walk(self, g: Global, tile: AnyTile, wg: Int32) -> Walk:
-        """The blocks of a tile that a warp group walks; a warp group without rows walks those of the last row."""
-        last = self.last_token(tile, wg)
-        first = cutlass.min(self.first_token(tile, wg), last)
+    def walk(self, g: Global, tile: AnyTile, first: Int32, last: Int32) -> Walk:
+        """The blocks of a tile that a warp group walks, whose rows these are; one without rows walks those of the last
+        row."""
+        first = cutlass.min(first, last)
         first_begin, last_begin = tile.own_begin, tile.own_begin
         if tile.straddles:
             first_begin, last_begin = g.bounds[first], g.bounds[last]

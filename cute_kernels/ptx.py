@@ -161,6 +161,27 @@ def copy_to_peer(
 
 
 @dsl_user_op
+def send_to_cta(
+    dst: cute.Pointer,
+    bar: cute.Pointer,
+    cta: Int32,
+    a: Float32,
+    b: Float32,
+    c: Float32,
+    d: Float32,
+    *,
+    loc: Location = None,
+    ip: Point = None,
+) -> None:
+    """Four fp32 into the shared memory of a CTA of the cluster, where `dst` lies and `bar` counts their 16 bytes."""
+    text = (
+        "{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, $0, $2;\nmapa.shared::cluster.u32 at, $1, $2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {$3, $4, $5, $6}, [at];\n}"
+    )
+    _asm(text, "r,r,r,f,f,f,f", [dst, bar, Int32(cta), *map(Float32, (a, b, c, d))], loc, ip)
+
+
+@dsl_user_op
 def bulk_add(dst: cute.Pointer, src: cute.Pointer, size: int, *, loc: Location = None, ip: Point = None) -> None:
     """`size` bytes of fp32 in shared memory added to global memory by the copy engine, in this thread's bulk group."""
     text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"

@@ -2,27 +2,41 @@
 
 Only rows that predict a response token meet the head, each once: in the gather style a prompt's last row predicts the
 first token of every response of its group, and its logits serve all of them. Rows go through the head in chunks, and
-the backward makes the logits of each chunk again.
+the backward makes the logits of each chunk again, or keeps those of as many chunks as a limit of memory allows.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import IntArray
+from dualkv.arrays import IntArray, positions
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
 
-# Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
-Chunk = tuple[int, int, int, int]
+
+class Chunk(NamedTuple):
+    """Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
+
+    Rows of the chunk that predict several tokens, and the places of these tokens in the chunk, lie at a0..a1 and b0..b1
+    of two lists over all chunks.
+    """
+
+    u0: int
+    u1: int
+    t0: int
+    t1: int
+    a0: int
+    a1: int
+    b0: int
+    b1: int
 
 
 def response_logprobs(
@@ -34,6 +48,7 @@ def response_logprobs(
     softcap: float | None = None,
     chunk_size: int = 1024,
     compiled: bool = False,
+    memory: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
@@ -54,8 +69,11 @@ def response_logprobs(
             `logits_scaling`) takes the temperature divided by its factor.
         softcap: above 0, of models that cap their logits (Gemma 2's `final_logit_softcapping`); none by default.
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
-        compiled: what is between the head's products runs through `torch.compile`, which reads the logits twice and not
-            about thirty times; the first call waits for the compiler.
+        compiled: what is between the head's products runs through `torch.compile`, which reads the logits three times
+            and not about thirty times; the first call waits for the compiler.
+        memory: GiB that the tensors of this process may take on the GPU in the head's backward. Logits of as many
+            chunks as fit, 2 * V bytes a row in bf16, are kept for it and not made again. None by default. Results do
+            not depend on it.
 
     Returns:
         logp: [M] fp32 (fp64 for fp64 inputs), in the order of `batch.targets`; `batch.unpack` makes rows of it.
@@ -63,11 +81,11 @@ def response_logprobs(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not match, a temperature or cap that is not above 0 and finite,
-            response tokens outside the vocabulary. Tokens on a GPU are checked there, without waiting for it: the
-            failure is a device-side assertion.
+            a `memory` that is not positive or not of a GPU, response tokens outside the vocabulary. Tokens on a GPU are
+            checked there, without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
-    states = _checked(hidden, lm_head_weight, batch, temperature, softcap, chunk_size)
+    states = _checked(hidden, lm_head_weight, batch, temperature, softcap, chunk_size, memory)
     device = states.device.type
     # The casts autocast would make, where autograd sees them; fp64 stays, as autocast leaves it.
     if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
@@ -77,15 +95,15 @@ def response_logprobs(
         raise ValueError(f"hidden is {states.dtype}, lm_head_weight {lm_head_weight.dtype}, expected one dtype")
 
     # Tokens in the order of the rows that predict them; the rows, each once; the place among them of each token's row.
-    chunks = _chunks(batch._tokens_of_row, chunk_size)
+    chunks, several = _chunks(batch._tokens_of_row, chunk_size)
     predicting, token = batch.predict_rows.sort(stable=True)
     row = torch.zeros_like(predicting)
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
     rows = predicting.new_empty(len(batch._tokens_of_row)).scatter_(0, row, predicting)
     targets = batch.targets.index_select(0, token)
-    return _HeadLogProbs.apply(
-        states, lm_head_weight, rows, token, row, targets, chunks, float(temperature), softcap, compiled
-    )
+    differentiable = torch.is_grad_enabled() and (states.requires_grad or lm_head_weight.requires_grad)
+    settings = float(temperature), softcap, compiled, memory if differentiable else None
+    return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, several, *settings)
 
 
 def _checked(
@@ -95,6 +113,7 @@ def _checked(
     temperature: float,
     softcap: float | None,
     chunk_size: int,
+    memory: float | None,
 ) -> torch.Tensor:
     """hidden as [T, C], once everything is as it should be."""
     for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
@@ -117,6 +136,8 @@ def _checked(
             raise ValueError(f"{name} is {number}, expected a finite number above 0")
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, expected 1 row or more")
+    if memory is not None:
+        _refuse_memory(memory, hidden.device)
     targets = batch.targets
     inside = (targets >= 0) & (targets < vocabulary)
     if targets.device.type == "cpu":
@@ -128,12 +149,25 @@ def _checked(
     return hidden.reshape(total, width)
 
 
-def _chunks(tokens_of_row: IntArray, chunk_size: int) -> list[Chunk]:
-    """Chunks of the predicting rows with the tokens they predict; from host numbers only."""
+def _refuse_memory(memory: float, device: torch.device) -> None:
+    if not memory > 0:
+        raise ValueError(f"memory is {memory}, expected a positive number of GiB")
+    if device.type != "cuda":
+        raise ValueError(f"memory is {memory} GiB for tensors on {device}, expected tensors on a GPU")
+
+
+def _chunks(tokens_of_row: IntArray, chunk_size: int) -> tuple[list[Chunk], tuple[IntArray, IntArray]]:
+    """Chunks of the predicting rows with the tokens they predict, and the two lists of :class:`Chunk`; from host
+    numbers only."""
     row_ends = np.append(np.arange(0, len(tokens_of_row), chunk_size), len(tokens_of_row))
-    token_ends = np.append(0, np.cumsum(tokens_of_row))[row_ends]
-    ends = np.stack([row_ends[:-1], row_ends[1:], token_ends[:-1], token_ends[1:]], 1)
-    return [(u0, u1, t0, t1) for u0, u1, t0, t1 in ends.tolist()]
+    tokens = np.append(0, np.cumsum(tokens_of_row))
+    several = np.flatnonzero(tokens_of_row > 1)
+    count = tokens_of_row[several]
+    row_of_token = np.repeat(several, count)
+    place = tokens[row_of_token] + positions(count) - tokens[row_of_token // chunk_size * chunk_size]
+    ends = [row_ends, tokens[row_ends], *(np.searchsorted(x, row_ends) for x in (several, row_of_token))]
+    pairs = np.stack([x for each in ends for x in (each[:-1], each[1:])], 1)
+    return [Chunk(*pair) for pair in pairs.tolist()], (several % chunk_size, place)
 
 
 def _wide(logits: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
@@ -177,6 +211,42 @@ def _logits_gradient(
     return z.add_(entropy[:, None]).mul_(-g_entropy[:, None]).sub_(g_logp[:, None]).mul_(p)
 
 
+def _compiled_gradient(
+    logits: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor | None,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """d loss / d logits [u, V] in their dtype, for rows that predict one token each, target [u]: one pass over the
+    logits where it is compiled."""
+    d = _logits_gradient(logits, temperature, softcap, lse, entropy, g_logp, g_entropy)
+    column = torch.arange(logits.shape[1], device=logits.device)
+    d = d + torch.where(column == target[:, None], g_logp[:, None], 0.0)
+    if softcap is not None:
+        d = d * _slope_of_cap(logits, softcap)
+    return (d if temperature == 1.0 else d / temperature).to(logits.dtype)
+
+
+def _gradient(
+    given: Sequence[Any], row: torch.Tensor, targets: torch.Tensor, g_token: torch.Tensor | None
+) -> torch.Tensor:
+    """d loss / d logits [u, V] in their dtype.
+
+    given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: of each token its row, column and
+    gradient.
+    """
+    d, (logits, temperature, softcap, *_) = _logits_gradient(*given), given
+    if g_token is not None:
+        _add_at(d.view(-1), row * d.shape[1] + targets, g_token)
+    if softcap is not None:
+        d.mul_(_slope_of_cap(logits, softcap))
+    return (d if temperature == 1.0 else d.div_(temperature)).to(logits.dtype)
+
+
 def _slope_of_cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     """d (softcap * tanh(s / softcap)) / ds at the logits s."""
     capped = _wide(logits, softcap, None).tanh_()
@@ -198,10 +268,53 @@ def _add_at(into: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> to
     return into
 
 
+@functools.cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype add to an fp32 matrix in place here: one pass over it less, and one rounding."""
+    if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    x = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        total = _add_product(torch.ones(16, 16, device=device), x, x, True)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
+
+
+def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """into += a @ b."""
+    if a.dtype == into.dtype:
+        return into.addmm_(a, b)
+    if in_place:
+        return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)
+    return into.add_(a @ b)
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes of tensors on the GPU now."""
+    return torch.cuda.memory_allocated(device)
+
+
+def _chunks_to_keep(
+    memory: float, hidden: torch.Tensor, weight: torch.Tensor, chunks: list[Chunk], compiled: bool
+) -> int:
+    """How many chunks' logits stay within so many GiB in the backward, beside what it makes itself."""
+    if not chunks:
+        return 0
+    rows, (vocabulary, width) = chunks[0].u1, weight.shape
+    size, wide = hidden.element_size(), max(hidden.element_size(), 4)
+    # Logits of a chunk and their gradient, without a compiler three more of them in fp32; a product before it is added.
+    of_chunk = rows * vocabulary * (2 * size if compiled else 2 * size + 3 * wide)
+    products = vocabulary * width * (wide + size) + hidden.numel() * size
+    room = memory * 2**30 - _allocated(hidden.device) - of_chunk - products
+    return max(0, int(room / (rows * vocabulary * size)))
+
+
 class _HeadLogProbs(torch.autograd.Function):
     """U predicting rows, M tokens in the order of their rows.
 
     rows [U]: of hidden. token [M]: place of each token in the results. row [M]: place of its row among the U.
+    several: rows that predict several tokens and the places of these, of all chunks (:class:`Chunk`).
     """
 
     @staticmethod
@@ -214,18 +327,24 @@ class _HeadLogProbs(torch.autograd.Function):
         row: torch.Tensor,
         targets: torch.Tensor,  # [M]
         chunks: list[Chunk],
+        several: tuple[IntArray, IntArray],
         temperature: float,
         softcap: float | None,
         compiled: bool,
+        memory: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _chosen(_statistics, compiled)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # Tensors of their own: FSDP warns of views that a module returns.
         logp, token_entropy = (hidden.new_empty(len(token), dtype=dtype) for _ in range(2))
         lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
+        keep = 0 if memory is None else _chunks_to_keep(memory, hidden, weight, chunks, compiled)
+        ctx.kept = {}  # by the first row of a chunk
         with torch.autocast(hidden.device.type, enabled=False):
-            for u0, u1, t0, t1 in chunks:
+            for u0, u1, t0, t1, *_ in chunks:
                 logits = hidden.index_select(0, rows[u0:u1]) @ weight.T
+                if len(ctx.kept) < keep:
+                    ctx.kept[u0] = logits
                 top, log_total, entropy[u0:u1] = statistics(logits, temperature, softcap)
                 lse[u0:u1] = top + log_total
                 local = row[t0:t1] - u0
@@ -235,7 +354,8 @@ class _HeadLogProbs(torch.autograd.Function):
                 del logits  # before the next chunk makes its own
         ctx.save_for_backward(hidden, weight, rows, token, row, targets, lse, entropy)
         ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.temperature, ctx.softcap, ctx.compiled = chunks, temperature, softcap, compiled
+        ctx.chunks, ctx.several = chunks, several
+        ctx.temperature, ctx.softcap, ctx.compiled = temperature, softcap, compiled
         return logp, token_entropy
 
     @staticmethod
@@ -249,39 +369,43 @@ class _HeadLogProbs(torch.autograd.Function):
             _add_at(row_logp, row, g_logp.index_select(0, token))
         if g_entropy is not None:
             row_entropy = _add_at(torch.zeros_like(lse), row, g_entropy.index_select(0, token))
-        gradient = _chosen(_logits_gradient, ctx.compiled)
+        gradient = _chosen(_compiled_gradient, True) if ctx.compiled else None
+        # Not waited for: the host is ahead of the GPU.
+        several = [torch.from_numpy(x).to(hidden.device, non_blocking=True) for x in ctx.several if ctx.compiled]
 
         d_hidden = torch.zeros_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
+        in_place = _adds_products(hidden.device, hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for u0, u1, t0, t1 in ctx.chunks:
-                at = slice(u0, u1)
-                states = hidden.index_select(0, rows[at])
-                logits = states @ weight.T
-                d = gradient(
-                    logits,
-                    ctx.temperature,
-                    ctx.softcap,
-                    lse[at],
-                    entropy[at],
-                    row_logp[at],
-                    None if row_entropy is None else row_entropy[at],
-                )
-                if g_logp is not None:
-                    flat = (row[t0:t1] - u0) * d.shape[1] + targets[t0:t1]
-                    _add_at(d.view(-1), flat, g_logp.index_select(0, token[t0:t1]))
-                if ctx.softcap is not None:
-                    d.mul_(_slope_of_cap(logits, ctx.softcap))
+            for u0, u1, t0, t1, a0, a1, b0, b1 in ctx.chunks:
+                states = hidden.index_select(0, rows[u0:u1])
+                logits = ctx.kept.pop(u0, None)  # gone after a first backward
+                if logits is None:
+                    logits = states @ weight.T
+                # Not views: the compiler would compile again for where they lie in what they are views of.
+                of_rows = [None if x is None else x[u0:u1].clone() for x in (lse, entropy, row_logp, row_entropy)]
+                scale = ctx.temperature, ctx.softcap
+                place, columns = row[t0:t1] - u0, targets[t0:t1]
+                g_token = None if g_logp is None else g_logp.index_select(0, token[t0:t1])
+                if gradient is None:
+                    d = _gradient([logits, *scale, *of_rows], place, columns, g_token)
+                else:
+                    target = place.new_full((u1 - u0,), -1)
+                    target[place] = columns  # of rows with several tokens any of them
+                    d = gradient(logits, *scale, *of_rows, target)
+                    if a1 > a0:
+                        at, some = several[0][a0:a1], several[1][b0:b1]
+                        rank = target.scatter_(0, at, torch.arange(a1 - a0, device=at.device))
+                        g_token = None if g_token is None else g_token[some]
+                        of_several = [None if x is None else x[at] for x in of_rows]
+                        given = [logits[at], *scale, *of_several]
+                        d[at] = _gradient(given, rank[place[some]], columns[some], g_token)
                 del logits
-                d = (d if ctx.temperature == 1.0 else d.div_(ctx.temperature)).to(hidden.dtype)
                 if d_hidden is not None:
-                    d_hidden.index_copy_(0, rows[at], d @ weight)
+                    d_hidden.index_copy_(0, rows[u0:u1], d @ weight)
                 if d_weight is not None:
-                    if d.dtype == d_weight.dtype:
-                        d_weight.addmm_(d.T, states)
-                    else:
-                        d_weight.add_(d.T @ states)
+                    _add_product(d_weight, d.T, states, in_place)
                 del d
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, *[None] * 8
+        return d_hidden, d_weight, *[None] * 10

@@ -133,12 +133,12 @@ BAD = [
     _attention(ValueError, "v|4|k|2", k=GOOD[:, :2]),
     _attention(ValueError, "k|4|q|5", k=GOOD[:4]),
     _attention(ValueError, "k|head_dim|8|q|16", k=GOOD[:, :, :8]),
-    *(_attention(ValueError, f"v|head_dim|{d}|8|256", v=torch.zeros(5, 4, d)) for d in (0, 12, 264)),
+    *(_attention(ValueError, f"v|head_dim|{d}|8|512", v=torch.zeros(5, 4, d)) for d in (0, 12, 520)),
     Bad("bwd", {"v": GOOD[:, :, :8]}, ValueError, "dout|(5, 4, 16)|[T, H, Dv]|(5, 4, 8)"),
     _attention(ValueError, "k|strides|last dimension", k=STRIDED),
     *(
-        _attention(ValueError, f"q|head_dim|{d}|8|256", *[torch.zeros(5, 4, d)] * 3)
-        for d in (0, 12, 264)
+        _attention(ValueError, f"q|head_dim|{d}|8|512", *[torch.zeros(5, 4, d)] * 3)
+        for d in (0, 12, 520)
     ),
     _attention(ValueError, "q|6|layout|5", *[torch.zeros(6, 4, 16)] * 3),
     *(
@@ -231,14 +231,14 @@ BAD += [
     ),
     *(
         _compat(
-            ValueError, f"q|head_dim|{d}|8|256", q=tensor(7, 4, d),
+            ValueError, f"q|head_dim|{d}|8|512", q=tensor(7, 4, d),
             **{name: tensor(3, head_dim=d) for name in ("k_context", "v_context")},
             **{name: tensor(4, head_dim=d) for name in ("k_decoded", "v_decoded")},
         )
-        for d in (0, 12, 264)
+        for d in (0, 12, 520)
     ),
     _compat(
-        ValueError, "v_context|head_dim|12|8|256", v_context=tensor(3, head_dim=12), v_decoded=tensor(4, head_dim=12)
+        ValueError, "v_context|head_dim|12|8|512", v_context=tensor(3, head_dim=12), v_decoded=tensor(4, head_dim=12)
     ),
 ]  # fmt: skip
 BAD += [

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from dualkv import logprobs
 from dualkv.data.packing import PackedBatch, pack
 from dualkv.logprobs import response_logprobs
 from tests.dispatched import Dispatched
@@ -126,6 +130,50 @@ def test_compiled_is_the_same(temperature, softcap):
             grads.append([*values, hidden.grad, weight.grad])
         for eager, compiled in zip(*grads, strict=True):
             torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_kept_logits_are_not_made_again_and_change_nothing(monkeypatch, style, compiled):
+    batch = some_batch(style)
+    monkeypatch.setattr(logprobs, "_refuse_memory", lambda *_: None)
+    found, products = [], []
+    for keep in (0, 2, 9):
+        monkeypatch.setattr(logprobs, "_chunks_to_keep", lambda *_, keep=keep: keep)
+        hidden, weight = inputs(batch, torch.float32)
+        logp, entropy = response_logprobs(hidden, weight, batch, chunk_size=2, compiled=compiled, memory=1.0)
+        loss = (2 * logp + entropy).sum()
+        with nullcontext() if compiled else Dispatched() as backward:
+            grads = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        again = torch.autograd.grad(loss, (hidden, weight))  # its logits are made again
+        assert all(map(torch.equal, grads, again))
+        found.append([logp.detach(), *grads])
+        products.append(backward and backward.products)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    if not compiled:  # the compiler takes no mode that counts
+        assert products[0] - products[2] > 2
+        assert products[0] - products[1] == 2
+
+
+def test_as_many_logits_as_the_limit_allows_are_kept(monkeypatch):
+    rows, width, vocabulary, chunk = 64, 8, 1000, 16
+    hidden, weight = (torch.zeros(n, width, dtype=torch.bfloat16) for n in (rows, vocabulary))
+    chunks, _ = logprobs._chunks(np.ones(rows, int), chunk)
+    of_chunk, allocated = chunk * vocabulary * 2, 12345
+    monkeypatch.setattr(logprobs, "_allocated", lambda _: allocated)
+    products = 6 * vocabulary * width + 2 * rows * width
+    for compiled, itself in ((True, 2 * of_chunk), (False, 8 * of_chunk)):
+        for kept in (0, 1, 3):
+            for short, some in ((0, kept), (1, max(kept - 1, 0))):
+                limit = (allocated + products + itself + kept * of_chunk - short) / 2**30
+                assert logprobs._chunks_to_keep(limit, hidden, weight, chunks, compiled) == some
+    assert logprobs._chunks_to_keep(1.0, hidden, weight, [], True) == 0
+
+
+def test_limits_that_mean_nothing_are_refused():
+    for memory, why in ((0, "memory is 0, expected a positive"), (8, "memory is 8 GiB for tensors on cpu")):
+        with pytest.raises(ValueError, match=why):
+            response_logprobs(*inputs(some_batch()), some_batch(), memory=memory)
 
 
 def test_only_rows_that_predict_touch_the_head():

@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import claims, cold_start, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -60,6 +60,7 @@ STOCK = {
     "flex": "FlexAttention",
     "cudnn": "cuDNN's attention",
 }  # names of tools.bench.stock_attention
+VALUES_PEERS = {"cudnn-intervals": "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
 WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
 MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
@@ -332,6 +333,20 @@ def windows(direction: str) -> str:
     return markdown_table([*head, "speed over the better", "executed over useful"], rows) + _recorded(run)
 
 
+def beside(name: str, peers: dict[str, str]) -> str:
+    """Ours and peers, whose columns `peers` names, a row for each result; last the speed over the better peer."""
+    run, rows = _load(name), []
+    for result in run["results"]:
+        sides = [result["sides"].get(side, {}) for side in (OURS, *peers)]
+        ours, *theirs = [side.get("sustained_ms") for side in sides]
+        best = min(filter(None, theirs), default=None)
+        cells = [_speed(side) if "sustained_ms" in side else "not measured" for side in sides]
+        cells.append(f"{best / ours:.2f}" if ours and best else "")
+        rows.append([f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}", *cells])
+    last = "speed over it" if len(peers) == 1 else "speed over the better"
+    return markdown_table(["workload", "DualKV, ms (TFLOP/s)", *peers.values(), last], rows) + _recorded(run)
+
+
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
     run, step, rows = _load("hybrid-h200"), _load("hybrid-step-h200"), []
@@ -405,6 +420,22 @@ def _peer(side: dict[str, Any]) -> str:
         return ""
     apart = [f" + {part} {f['cold_ms']:.1f}" for part, f in side["parts"].items() if not f["in_total"]]
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
+
+
+def two_sides(name: str, ours: str, theirs: str) -> str:
+    """Two sides of a record, a row for each workload: TFLOP/s of each, and the time of `theirs` over that of `ours`."""
+    run = _load(name)
+    rows: dict[str, dict[str, str]] = {}
+    for result in run["results"]:
+        first, second = (result["sides"].get(side, {}) for side in (ours, theirs))
+        if all("sustained_ms" in side for side in (first, second)):
+            rates = f"{first['sustained_tflops']:.0f}, {second['sustained_tflops']:.0f}"
+            ratio = f"**{second['sustained_ms'] / first['sustained_ms']:.2f}**"
+            rows.setdefault(result["workload"]["name"], {})[result["direction"]] = f"{rates}, {ratio}"
+    directions = dict.fromkeys(direction for row in rows.values() for direction in row)
+    head = [f"{DIRECTIONS[direction]}: TFLOP/s of each, ratio" for direction in directions]
+    cells = [[workload, *(row.get(direction, "") for direction in directions)] for workload, row in rows.items()]
+    return markdown_table(["workload", *head], cells) + _recorded(run)
 
 
 def kernels() -> str:
@@ -507,6 +538,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-parallel": tensor_parallel,
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
+    "values": lambda: beside("values-h200", VALUES_PEERS),
+    "d512": lambda: beside("d512-h200", {"flex": "FlexAttention"}),
     "feature-costs": lambda: features.costs(_load("features-h200")),
     "feature-errors": lambda: features.exactness(_load("features-h200")),
     "trees": trees,
@@ -521,6 +554,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
+    "cudnn": lambda: two_sides("cudnn-h200", "dualkv", "cudnn-intervals"),
+    "cudnn-backend": lambda: two_sides("cudnn-backend-h200", "dualkv-cudnn", "cudnn-intervals"),
+    "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),

@@ -25,7 +25,10 @@ COLUMNS = (
 )
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
 # of all sides
-COLORS = ("#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#76b900", "#57606a", "#c3c7cc")
+COLORS = (
+    "#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#b4d455", "#76b900", "#0a3069", "#57606a",
+    "#c3c7cc",
+)  # fmt: skip
 
 
 def _title(result: dict[str, Any]) -> str:

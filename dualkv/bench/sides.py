@@ -1,4 +1,4 @@
-"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, FlexAttention, PyTorch's own.
+"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, cuDNN, FlexAttention, PyTorch.
 
 All are built from the same packed tensors, and their results are compared in packed order. They run without gradients
 enabled; what needs autograd enables it itself.
@@ -7,6 +7,7 @@ enabled; what needs autograd enables it itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._functorch import config as functorch_config
 import dualkv
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
-from dualkv.ops import hopper
+from dualkv.ops import composition, hopper
 from dualkv.ops.intervals import group_lengths, interval_ends
 
 
@@ -59,7 +60,7 @@ def _attended(
     return _kept(lambda: gradients(out, again=True), packed, apart)
 
 
-def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
+def ours(inputs: Inputs, direction: str, deterministic: bool = False, backend: str | None = None) -> Side:
     """`dualkv.attention`, both directions under autograd; the backward alone as the op that autograd calls.
 
     So a backward's launches are all that a user's call makes, and its host time is comparable with the peers', which
@@ -67,13 +68,14 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
 
     Raises:
         RuntimeError: this device has no kernel of ours.
+        ValueError: the backend asked for does not serve the workload on this device.
     """
     layout = inputs.layout
-    reason = hopper.unsupported(inputs.q)
+    reason = hopper.unsupported(inputs.q) if backend is None else None
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
     leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]
-    features = inputs.features
+    features = {**inputs.features, **({"backend": backend} if backend else {})}
     if direction == "bwd":
         out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True, **features)
         call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
@@ -85,8 +87,59 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
     return _attended(direction, attend, leaves, lambda: inputs.dout)
 
 
+def composed(inputs: Inputs, direction: str) -> Side:
+    """`dualkv.attention` as the composition of PyTorch's FlashAttention calls; of a forward, its merges too."""
+    side = ours(inputs, direction, backend="flash")
+    segments, (tokens, heads, head_dim) = inputs.layout._segments, inputs.q.shape
+    _, *others = composition.parts(segments, inputs.q.device, inputs.workload.reach)
+    if direction != "fwd" or inputs.workload.reach or not others:
+        return side
+
+    def results(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a call with so many query rows."""
+        shape = rows, heads, max(head_dim, inputs.v.shape[2])
+        return inputs.q.new_zeros(shape, dtype=dtype), inputs.q.new_zeros((heads, rows), dtype=torch.float32)
+
+    whole = results(tokens, inputs.q.dtype if len(others) == 1 else torch.float32)
+    of_calls = [results(int(part.cu_q[-1]), inputs.q.dtype) for part in others]
+
+    def merges() -> None:
+        for part, found in zip(others, of_calls, strict=True):
+            assert part.q_rows is not None
+            composition.merge(*whole, *found, part.q_rows)
+
+    return replace(side, parts={"merge": merges})
+
+
+# Blocks beyond head dim 256, larger ones first: FlexAttention's own ask for more shared memory than a Hopper GPU has.
+FLEX_WIDE = [
+    {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": stages, "fwd_num_warps": 8, "bwd_num_warps": 8}
+    | {"bwd_num_stages": 1, **dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), rows)}
+    for stages, rows in ((2, 32), (1, 16))
+]
+TOO_LARGE = "No valid triton configs"  # what its compiler says of blocks that do not fit
+
+
 def flex_attention(inputs: Inputs, direction: str) -> Side:
-    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks."""
+    """FlexAttention, compiled, with the visibility rule as its mask; making the block mask apart. No sinks.
+
+    Beyond head dim 256 with the first blocks of FLEX_WIDE that fit.
+    """
+    if max(inputs.workload.head_dims) <= 256:
+        return _flex(inputs, direction, None)
+    *others, last = FLEX_WIDE
+    for options in others:
+        try:
+            side = _flex(inputs, direction, options)
+            side.call()
+            return side
+        except RuntimeError as error:
+            if TOO_LARGE not in str(error):
+                raise
+    return _flex(inputs, direction, last)
+
+
+def _flex(inputs: Inputs, direction: str, options: dict[str, int] | None) -> Side:
     from torch.nn.attention import flex_attention as flex
 
     torch._dynamo.reset()  # every workload is another shape
@@ -119,7 +172,8 @@ def flex_attention(inputs: Inputs, direction: str) -> Side:
 
     def attend() -> torch.Tensor:
         score = capped if workload.softcap else None
-        return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
+        more = {"score_mod": score, "block_mask": block_mask, "scale": inputs.scale, "kernel_options": options}
+        return compiled(q, k, v, enable_gqa=True, **more)
 
     return _attended(direction, attend, leaves, lambda: as_batch(inputs.dout), packed, {"mask": make_mask})
 
@@ -204,7 +258,9 @@ SIDES: dict[str, Callable[[Inputs, str], Side]] = {
     "fa4-3-calls-deterministic": partial(fa4.three_calls, deterministic=True),
     "fa4-prompt-copied": fa4.prompt_copied,
     "fa4-replicated": fa4.replicated,
+    "dualkv-cudnn": partial(ours, backend="cudnn"),
     "cudnn-intervals": cudnn_intervals,
+    "dualkv-flash": composed,
     "flex": flex_attention,
     "torch-flash-replicated": torch_flash_replicated,
 }

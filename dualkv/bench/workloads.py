@@ -122,6 +122,14 @@ def _many_groups(name: str) -> Workload:
     return Workload(name, tuple(draw.integers(256, 2049, 64).tolist()), tuple(map(tuple, responses)))
 
 
+def _short_groups(name: str) -> Workload:
+    """128 groups of 8 that are far shorter still."""
+    draw = np.random.default_rng(0)
+    responses = draw.integers(20, 401, (128, 8)).tolist()
+    prompts = draw.integers(100, 501, 128).tolist()
+    return Workload(name, tuple(prompts), tuple(map(tuple, responses)), heads=16, kv_heads=8)
+
+
 def _tree(name: str, lengths: Sequence[int], parent: Sequence[int]) -> Workload:
     """One tree of segments in depth-first order."""
     return Workload(name, (lengths[0],), (tuple(lengths[1:]),), parent=tuple(parent))
@@ -215,12 +223,26 @@ NAMED = {
             for heads, kv_heads in ((16, 16), (64, 4))  # MLA with tensor parallelism; MiMo-V2, full layers
         ),
         _one_group("n8-p4096-r1024-d192v128-h128", 4096, [1024] * 8, heads=128, kv_heads=128, **_D192_V128),
+        *(  # Gemma 4's layers of full attention
+            replace(lengths, name=f"{lengths.name}-d512-h{heads}", heads=heads, kv_heads=kv_heads, head_dim=512)
+            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _many_groups("g64-n8"))
+            for heads, kv_heads in ((16, 2), (8, 1))
+        ),
         # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
         *(replace(_MAIN, name=f"{_MAIN.name}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
     ]
 }
 
 
+_FOUR = np.random.default_rng(0).integers(50, 1501, (4, 32)).tolist()
+_SLOW = [  # shapes whose rates are below those of the main ones
+    _short_groups("g128-n8-short"),
+    Workload("g4-n32-p1500-d64-gqa7", (1500,) * 4, tuple(map(tuple, _FOUR)), heads=14, kv_heads=2, head_dim=64),
+    _one_group("n24-p3000-r1500-gqa5", 3000, [1500] * 24, heads=40),
+    Workload("g4-n1-p100-r8000", (100,) * 4, ((8000,),) * 4),  # nothing is shared
+]
+NAMED |= {workload.name: workload for workload in _SLOW}
+SLOW = [workload.name for workload in _SLOW]
 EIGHT = list(NAMED)[:8]  # the main shapes: full attention, 32 and 8 heads of 128
 
 # Fixed, unlike the table's head dims: an index names the same workload for ever. Few: peers compile for each pair.

@@ -19,14 +19,15 @@ from dualkv.models import CONFIGS
 
 
 class Heads(NamedTuple):
-    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), and the
-    head dim of values (None: the same)."""
+    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), the
+    head dim of values (None: the same), and that of layers with other heads."""
 
     heads: int
     kv_heads: int
     head_dim: int
     features: tuple[str, ...] = ()
     head_dim_v: int | None = None
+    others: tuple[Heads, ...] = ()
 
 
 # From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
@@ -127,10 +128,9 @@ def heads_of_config(config: Any, where: str) -> Heads:
     config = config.get("text_config", config)
     if feature := _not_computed(config):
         raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
-    own = [fields for fields in _of_single_layers(config) if set(fields) & OF_HEADS]
-    if own or config.get("model_type") in WITH_OTHER_HEADS:
-        what = "per_layer_config" if own else config["model_type"]
-        raise ValueError(f"{where} has layers with other heads ({what}), expected --head-dims and --gqa instead")
+    if config.get("model_type") in WITH_OTHER_HEADS:
+        kind = config["model_type"]
+        raise ValueError(f"{where} has layers with other heads ({kind}), expected --head-dims and --gqa instead")
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim, head_dim_v = config.get("head_dim"), config.get("v_head_dim")
@@ -141,12 +141,18 @@ def heads_of_config(config: Any, where: str) -> Heads:
         head_dim = config["hidden_size"] // heads
     found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     found |= {} if head_dim_v is None else {"v_head_dim": head_dim_v}
-    for name, value in found.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{where} has {name}={value!r}, expected an integer of 1 or more")
-    if heads % kv_heads:
-        raise ValueError(f"{where} has {heads} query heads for {kv_heads} KV heads, expected a multiple")
-    return Heads(heads, kv_heads, head_dim, _features(config), None if head_dim_v == head_dim else head_dim_v)
+    _check_heads(found, where)
+    features, others = _features(config), list[Heads]()
+    if (of_all := config.get("global_head_dim")) is not None:  # Gemma 4's layers of full attention
+        others.append(Heads(heads, config.get("num_global_key_value_heads") or kv_heads, of_all))
+    kinds = dict(enumerate(config.get("layer_types") or []))
+    for layer, fields in _of_single_layers(config).items():  # as transformers writes them
+        if OF_HEADS & set(fields):
+            own = {name: fields.get(name, found[name]) for name in found if name in OF_HEADS}
+            _check_heads(own, f"{where}, layer {layer},")
+            others.append(Heads(*own.values(), () if kinds.get(layer) == "full_attention" else features))
+    of_v = None if head_dim_v == head_dim else head_dim_v
+    return Heads(heads, kv_heads, head_dim, features, of_v, tuple(dict.fromkeys(others)))
 
 
 def _features(config: dict[str, Any]) -> tuple[str, ...]:
@@ -162,15 +168,26 @@ def _features(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in NAMES if found.get(name))
 
 
-def _of_single_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The fields that single layers have for themselves."""
+def _of_single_layers(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The fields that single layers have for themselves, by the layer's number (the keys are such as "05")."""
     own = config.get("per_layer_config")
-    return [fields for fields in own.values() if isinstance(fields, dict)] if isinstance(own, dict) else []
+    own = own.items() if isinstance(own, dict) else ()
+    return {int(n): fields for n, fields in own if n.isdigit() and isinstance(fields, dict)}
+
+
+def _check_heads(found: dict[str, Any], where: str) -> None:
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{where} has {name}={value!r}, expected an integer of 1 or more")
+    heads, kv_heads = found["num_attention_heads"], found["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(f"{where} has {heads} query heads for {kv_heads} KV heads, expected a multiple")
 
 
 def _not_computed(config: dict[str, Any]) -> str | None:
     """What a configuration asks of attention that is not computed, in words."""
-    widest = max([config.get("global_head_dim") or 0, *(own.get("head_dim", 0) for own in _of_single_layers(config))])
+    of_layers = (fields.get("head_dim") or 0 for fields in _of_single_layers(config).values())
+    widest = max(config.get("global_head_dim") or 0, *of_layers, 0)
     if widest > HEAD_DIMS[-1]:
         return f"layers of head dim {widest}"
     other = sorted(set(config.get("layer_types") or []) - set(LAYER_TYPES))
@@ -227,7 +244,8 @@ def requested(
         gqa = [1]
     if bool(head_dims) != bool(gqa):
         raise ValueError(f"head_dims is {head_dims} and gqa is {gqa}, expected both or neither")
-    shapes = [shape(heads, ranks) for heads in map(heads_of, models) for ranks in tensor_parallel]
+    every = (heads for found in map(heads_of, models) for heads in (found, *found.others))
+    shapes = [shape(heads, ranks) for heads in every for ranks in tensor_parallel]
     shapes = [of for given in shapes for of in dict.fromkeys((_without_window(given), given))]
     pairs = [(of, None) if isinstance(of, int) else of for of in head_dims]
     shapes += [Shape(head_dim, ratio, features, of_values) for head_dim, of_values in pairs for ratio in gqa]

@@ -29,6 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from dualkv.branches import Branch
 from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
+from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
@@ -413,16 +414,16 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             takes about a second, once for each configuration in a process. The model itself is not run.
         fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
             where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
-            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers are left out of it
-            as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)` afterwards sets another
-            limit). `disable` leaves gradient checkpointing on.
+            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
+            products too, or everything, as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)`
+            afterwards sets another limit). `disable` leaves gradient checkpointing on.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 256 or a
+            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not

@@ -81,9 +81,9 @@ def attention(
         out  = sum(exp(s' - lse) * v)
 
     Args:
-        q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 256.
+        q: [T, H, D] packed queries; bf16, fp16, fp32 or fp64; last dimension contiguous; D a multiple of 8 up to 512.
         k: [T, Hk, D] packed keys, H a multiple of Hk (grouped-query attention), dtype and device of q.
-        v: [T, Hk, Dv] packed values; Dv a multiple of 8 up to 256, mostly D (in latent attention another one).
+        v: [T, Hk, Dv] packed values; Dv a multiple of 8 up to 512, mostly D (in latent attention another one).
         layout: which of the T rows belong to which prompt and response.
         softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         deterministic: bitwise equal gradients from run to run. Without it the kernels' gradients of k and v are bitwise

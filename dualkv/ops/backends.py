@@ -54,7 +54,7 @@ BACKENDS = {
     "flash": Backend(
         "a composition of PyTorch's FlashAttention calls",
         composition,
-        lambda q, v, softcap, dlse: composition.unsupported(q, softcap),
+        lambda q, v, softcap, dlse: composition.unsupported(q, softcap, max(q.shape[2], v.shape[2])),
         padding.equal,
         1,
         "a composition of PyTorch's FlashAttention calls",

@@ -63,7 +63,7 @@ def flash_attn_dualkv_varlen_func(
     `torch.compile` breaks its graph here; `dualkv.attention` has neither limit.
 
     Args:
-        q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 256.
+        q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 512.
         k_context, v_context: [P, Hk, D] of the shared context, H a multiple of Hk; dtype and device of q. Values may
             have another head dim Dv, likewise.
         k_decoded, v_decoded: [sum(R), Hk, D] of the sequences' own tokens; Dv for values.

@@ -29,16 +29,20 @@ from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 
 aten = torch.ops.aten
+HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
 # Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
 # 65,535 that an axis of a launch takes, however short the pieces are.
 ROWS_OF_A_PIECE = 128
 
 
-def unsupported(q: torch.Tensor, softcap: float | None = None) -> str | None:
-    """Why PyTorch's FlashAttention cannot take q [T, H, D] and a cap, or None if it can."""
+def unsupported(q: torch.Tensor, softcap: float | None = None, head_dim: int = 0) -> str | None:
+    """Why PyTorch's FlashAttention cannot take q's dtype and device, a cap and a head dim (of queries, keys and values,
+    the larger one), or None if it can."""
     if softcap is not None:
         return "softcap"
+    if head_dim > HEAD_DIM_MAX:
+        return f"head dims above {HEAD_DIM_MAX}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
     if q.device.type != "cuda":

@@ -293,7 +293,7 @@ def forward(
     call with a layout makes its plan. Later calls wait for nothing.
 
     Args:
-        q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 256, T at least 1.
+        q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 512, T at least 1.
         k: [T, Hk, D], H a multiple of Hk.
         v: [T, Hk, Dv], Dv of those that `padding.for_kernel` gives.
         segments: the layout of the T rows.

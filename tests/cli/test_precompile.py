@@ -107,10 +107,20 @@ def test_layer_types_of_older_files(tmp_path):
         heads_of(str(path))
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text"])
-def test_configs_with_attention_that_is_not_computed(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"asks for .*, which dualkv does not compute"):
-        with_defaults(tmp_path, kind)
+def test_layers_of_two_head_dims(tmp_path):
+    """Gemma 4: with a window, and of full attention."""
+    full = Heads(8, 4, 512)
+    assert with_defaults(tmp_path, "gemma4_text") == Heads(8, 4, 256, ("window",), None, (full,))
+    found = requested([str(tmp_path)])
+    assert {forward_spec("bf16", 512, 2), *backward_specs("bf16", 512).present} <= set(found)
+    assert forward_spec("bf16", 256, 2, True, "window") in found
+    path = tmp_path / "c.json"
+    published = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
+    path.write_text(json.dumps(published))
+    assert heads_of(str(path)) == Heads(8, 1, 256, (), None, (full,))
+    path.write_text(json.dumps({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 520}))
+    with pytest.raises(ValueError, match=r"asks for layers of head dim 520, which dualkv does not compute"):
+        heads_of(str(path))
 
 
 @pytest.mark.parametrize(
@@ -152,8 +162,8 @@ def test_model_types_with_sinks_are_those_that_have_the_parameter():
         ({"num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 3}, "8 query heads for 3 KV heads"),
         ({"num_attention_heads": "8", "head_dim": 64}, "has num_attention_heads='8'"),
         (
-            {"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"05": {"head_dim": 128}}},
-            "expected --head-dims",
+            {"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"5": {"num_key_value_heads": 3}}},
+            "c.json, layer 5, has 8 query heads for 3 KV heads",
         ),
         ({"num_attention_heads": 8, "head_dim": 64, "model_type": "mimo_v2_flash"}, "expected --head-dims"),
         ({"num_attention_heads": 8, "head_dim": 64, "v_head_dim": "32"}, "has v_head_dim='32'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import secrets
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from codegen.tiles import HEAD_DIM_PAIRS, kernel_head_dims
 from tests.fuzz.case import FEATURES, VALUES, Case, WrongResult, reduce, run, seeded
 from tools.bench.record import Record
 
@@ -44,14 +46,27 @@ def save(case, why):
     print(f"  {why}\n  reduced and saved as {path}: {wrong(case)}", flush=True)
 
 
+def native_pair(text):
+    """ "512" or "192/128": head dims of kernels."""
+    of_qk, _, of_v = text.partition("/")
+    pair = int(of_qk), int(of_v or of_qk)
+    if pair not in HEAD_DIM_PAIRS:
+        raise ValueError(f"{text} is none of {HEAD_DIM_PAIRS}")
+    return pair
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=2000, help="stop after so many (%(default)s)")
+    parser.add_argument("--cases", type=int, default=2000, help="stop after so many that were tried (%(default)s)")
     parser.add_argument("--seconds", type=float, default=120.0, help="stop after that long (%(default)s)")
     parser.add_argument("--seed", default=None, help="of an earlier run; drawn by default")
     parser.add_argument("--start", type=int, default=0, help="index of the first case (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--values", choices=VALUES, help="cases of these alone (others are drawn and skipped)")
+    parser.add_argument(
+        "--native", type=native_pair, nargs="+", default=HEAD_DIM_PAIRS, metavar="D or D/DV",
+        help="cases that kernels of these head dims run, such as 512 192/128 (others are drawn and skipped)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="add what was tried, and how much failed, to the runs in this file")
     options = parser.parse_args()
     seed = options.seed or secrets.token_hex(4)
@@ -59,15 +74,15 @@ def main():
     print(f"seed {seed} on {options.device}: up to {options.cases} cases, {options.seconds:.0f} s", flush=True)
     begin, worst, failed, tried = time.monotonic(), 0.0, 0, Counter()
     said = begin
-    for index in range(options.start, options.start + options.cases):
+    for index in itertools.count(options.start):
         now = time.monotonic()
-        if now - begin > options.seconds:
+        if now - begin > options.seconds or tried["cases"] == options.cases:
             break
         if now - said > 10:
             said = now
             print(f"  {tried['cases']} cases, {failed} failed, worst {worst:.2f} of its bound", flush=True)
         case = seeded(seed, index, options.device)
-        if options.values not in (None, case.values):
+        if options.values not in (None, case.values) or kernel_head_dims(*case.head_dims) not in options.native:
             continue
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
         tried.update(name for name in FEATURES if getattr(case, name) is not getattr(Case, name))  # None or False

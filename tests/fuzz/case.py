@@ -159,15 +159,18 @@ def _compat(rng, longest, tokens):
     return tuple(lengths), tuple(q_lens), rng.random() < 0.7
 
 
-# On a GPU each set of features is a kernel of its own: those of models, of bf16, at three head dims, at TREE_RATIOS.
-GPU_FEATURES = ((), ("window",), ("chunk",), ("sinks",), ("window", "sinks"), ("softcap",), ("window", "softcap"))
-GPU_FEATURE_HEAD_DIMS = (64, 128, 256)
+# On a GPU each set of features is a kernel of its own: those of models, of bf16, at some head dims, at TREE_RATIOS.
+_SINGLE = ((), ("window",), ("chunk",), ("sinks",), ("softcap",))
+GPU_FEATURES = {
+    **dict.fromkeys((64, 128, 256), (*_SINGLE, ("window", "sinks"), ("window", "softcap"))),
+    512: _SINGLE,
+}
 
 
-def _features(rng, gpu, lengths):
+def _features(rng, head_dim, gpu, lengths):
     """Any of the features, windows and chunks from 1 to beyond the longest path."""
     if gpu:
-        names = set(rng.choice(GPU_FEATURES))
+        names = set(rng.choice(GPU_FEATURES[head_dim]))
     else:
         names = {name for name in ("sinks", "softcap") if rng.random() < 0.3} | {rng.choice(("window", "chunk", ""))}
     kind, most = rng.random(), max(1, sum(lengths))
@@ -196,7 +199,7 @@ def draw(rng, device):
     }
     if gpu:
         native = rng.random() < 0.7
-        common["head_dim"] = rng.choice((*HEAD_DIMS, 128)) if native else 8 * rng.randint(1, 32)
+        common["head_dim"] = rng.choice((*HEAD_DIMS, 128)) if native else 8 * rng.randint(1, HEAD_DIMS[-1] // 8)
         ratio = rng.choice(gpu_ratios(common["dtype"], common["head_dim"]))
         common["kv_heads"] = rng.randint(1, 3 if ratio < 8 else 1)
     else:
@@ -219,12 +222,9 @@ def draw(rng, device):
     some = not gpu or (common["dtype"] == "bf16" and common["head_dim"] == 128)
     needs = rng.choice(("qkv", "qkv", "q", "kv", "k", "v") if some else ("qkv",))
     featured = not gpu or (
-        common["dtype"] == "bf16"
-        and common["head_dim"] in GPU_FEATURE_HEAD_DIMS
-        and ratio in TREE_RATIOS
-        and needs == "qkv"
+        common["dtype"] == "bf16" and common["head_dim"] in GPU_FEATURES and ratio in TREE_RATIOS and needs == "qkv"
     )
-    features = _features(rng, gpu, lengths) if featured and rng.random() < 0.7 else {}
+    features = _features(rng, common["head_dim"], gpu, lengths) if featured and rng.random() < 0.7 else {}
     case = Case(
         "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4,
         lse_grad=featured and rng.random() < 0.3, **features, **common

@@ -132,6 +132,21 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     assert record["versions"]["torch"] == importlib.metadata.version("torch")
 
 
+def test_cases_of_some_kernels_alone(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(fuzz, "attempt", lambda case: (seen.append(case.head_dims), (0.5, None))[1])
+    words = ["--cases", "60", "--seed", "some", "--device", "cuda", "--native", "512", "192/128"]
+    monkeypatch.setattr("sys.argv", ["fuzz", *words])
+    assert fuzz.main() == 0
+    assert "60 cases" in capsys.readouterr().out
+    assert len(seen) == 60
+    assert {max(pair) > 256 for pair in seen} == {True, False}
+    assert all(max(pair) > 256 or (128 < pair[0] <= 192 and pair[1] <= 128) for pair in seen)
+    monkeypatch.setattr("sys.argv", ["fuzz", "--native", "100"])
+    with pytest.raises(SystemExit):
+        fuzz.main()
+
+
 def test_reduction_ends_where_nothing_simpler_fails():
     case = seeded("reduce", 1, "cpu")
     assert reduce(case, lambda other: False) == case

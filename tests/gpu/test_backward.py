@@ -137,9 +137,11 @@ def test_gradients_follow_the_size_of_dout(size, head_dim):
 @pytest.mark.parametrize("ratio", [*range(1, 17), 17, 40])
 def test_gqa_ratios(ratio):
     check(*inputs(LAYOUTS["ragged groups"], 2 * ratio, 2), LAYOUTS["ragged groups"])
+    if ratio in (2, 3, 16):
+        check(*inputs(LAYOUTS["ragged groups"], ratio, 1, 512), LAYOUTS["ragged groups"])
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("head_dim", [*range(8, 257, 8), 264, 392, 504])
 def test_head_dims(head_dim):
     check(*inputs(LAYOUTS["ragged groups"], head_dim=head_dim), LAYOUTS["ragged groups"])
 
@@ -323,11 +325,13 @@ def test_a_fixed_order_while_other_work_holds_the_device(head_dim):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("name", ["one group", "ragged groups", "split"])
-def test_a_hundred_deterministic_runs(name, another_process_loads_the_gpu):
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("one group", 128), ("ragged groups", 128), ("split", 128), ("split", 512)]
+)
+def test_a_hundred_deterministic_runs(name, head_dim, another_process_loads_the_gpu):
     layout = LAYOUTS.get(name, SPLIT)
-    q, k, v, dout = inputs(layout, kv_heads=1)
-    out, lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, 128**-0.5)
+    q, k, v, dout = inputs(layout, kv_heads=1, head_dim=head_dim)
+    out, lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, head_dim**-0.5)
     saved = out.to(BF16), lse.float()
     first = run(q, k, v, dout, *saved, layout, deterministic=True)
     for _ in range(99):

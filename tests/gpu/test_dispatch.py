@@ -97,7 +97,7 @@ def only_the_kernel(monkeypatch):
         monkeypatch.setattr(module, "backward", refuse)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_runs_the_kernel(only_the_kernel, head_dim, dtype):
     layout = Layout.from_lengths([300, 1], [[77, 128, 1, 200], [5]])

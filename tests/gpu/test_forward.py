@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GP
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = [("bf16", 1), ("bf16", 4), ("bf16", 8), ("fp16", 1), ("fp16", 4)]  # dtypes and ratios at every head dim
+WIDEST_RATIOS = (2, 3, 5, 8, 16)  # of head dim 512, whose warp groups share rows
 LAYOUTS = {
     "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
     "ragged groups": Layout.from_lengths(
@@ -40,7 +41,8 @@ LONG = Layout.from_lengths([1999], [[1000, 3, 700, 176]])
 def kernels(compile_all):
     if HOPPER:
         specs = [forward_spec(dtype, d, h) for d in HEAD_DIMS for dtype, h in KINDS]
-        compile_all(specs + [forward_spec("bf16", 128, h) for h in range(1, 17)] + [forward_spec("bf16", 64, 11)])
+        specs += [forward_spec("bf16", 128, h) for h in range(1, 17)] + [forward_spec("bf16", 64, 11)]
+        compile_all(specs + [forward_spec("bf16", 512, h) for h in WIDEST_RATIOS])
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
@@ -90,9 +92,11 @@ def test_gqa_ratios(ratio):
         check(*inputs(LAYOUTS[name], 3 * ratio, 3), LAYOUTS[name])
     if ratio == 11:
         check(*inputs(LAYOUTS[name], ratio, 1, head_dim=64), LAYOUTS[name])
+    if ratio in WIDEST_RATIOS:
+        check(*inputs(LAYOUTS[name], ratio, 1, head_dim=512), LAYOUTS[name])
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("head_dim", [*range(8, 257, 8), 264, 392, 504])
 def test_head_dims(head_dim):
     check(*inputs(LAYOUTS["ragged groups"], head_dim=head_dim), LAYOUTS["ragged groups"])
 
@@ -321,7 +325,7 @@ def test_keys_far_above_the_others(head_dim, own, context):
     assert want["lse"].ratio(lse) <= 1.0
 
 
-@pytest.mark.parametrize(("head_dim", "size"), [(64, 1e14), (128, 1e15), (256, 2e16), (128, 1e18)])
+@pytest.mark.parametrize(("head_dim", "size"), [(64, 1e14), (128, 1e15), (256, 2e16), (512, 1e17), (128, 1e18)])
 def test_scores_below_every_reference(head_dim, size):
     """Scores down to -1e38, all equal: each row is the mean of the values that it sees."""
     layout = Layout.from_lengths([70], [[90, 33]])

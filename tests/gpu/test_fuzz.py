@@ -10,7 +10,6 @@ from codegen.tiles import HEAD_DIMS
 from dualkv.ops import hopper
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import (
-    GPU_FEATURE_HEAD_DIMS,
     GPU_FEATURES,
     TREE_RATIOS,
     Case,
@@ -36,9 +35,9 @@ def kernels(compile_all):
 def feature_specs():
     """The kernels of calls with features, each once."""
     found = {}
-    for names in GPU_FEATURES:
-        features = tuple("window" if name == "chunk" else name for name in names)
-        for head_dim in GPU_FEATURE_HEAD_DIMS:
+    for head_dim, sets in GPU_FEATURES.items():
+        for names in sets:
+            features = tuple("window" if name == "chunk" else name for name in names)
             for trees in (False, True) if "window" not in features else (True,):
                 for ratio in TREE_RATIOS:
                     for short in (False, True):
@@ -62,7 +61,7 @@ def test_fresh_cases():
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 1e-30, 1e9, 2.0**100])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_scales_at_the_limits(head_dim, scale):
     run(
         Case(

@@ -21,7 +21,7 @@ WINDOW, ALL = {"window": 100}, {"window": 200, "sinks": True, "softcap": 5.0}
 # Native head dims and others, either of the two the wider one; features that tests/gpu/test_windows.py compiles.
 CASES = [
     *((pair, features) for pair in ((192, 128), (96, 64), (64, 192), (176, 72)) for features in ({}, WINDOW)),
-    ((192, 256), WINDOW),
+    *(((192, 256), WINDOW), ((512, 256), {}), ((264, 128), WINDOW), ((128, 512), WINDOW)),
     *((pair, features) for pair in ((128, 64), (40, 128), (256, 192)) for features in ({}, ALL)),
     *((pair, features) for pair in MIXED for features in (ALL, {"chunk": 50}, {"sinks": True}, {"softcap": 3.0})),
     *(((160, 40), features) for features in ({}, ALL)),

@@ -75,7 +75,7 @@ def test_gqa_ratios(ratio):
         fwd.check(*fwd.inputs(LAYOUTS[name], 2 * ratio, 2), LAYOUTS[name])
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 72, 104, 136, 200, 248])
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 104, 136, 200, 248, 264, 504])
 def test_head_dims(head_dim):
     for name in ("binary", "random"):
         fwd.check(*fwd.inputs(LAYOUTS[name], head_dim=head_dim), LAYOUTS[name])
@@ -83,7 +83,7 @@ def test_head_dims(head_dim):
 
 
 def test_a_few_ctas_take_all_the_work():
-    for head_dim, num_sms in ((64, 1), (128, 2), (128, 6), (256, 2)):
+    for head_dim, num_sms in ((64, 1), (128, 2), (128, 6), (256, 2), (512, 2)):
         for name in ("binary", "tiny segments"):
             fwd.check(*fwd.inputs(LAYOUTS[name], head_dim=head_dim), LAYOUTS[name], num_sms)
 
@@ -99,7 +99,7 @@ def test_hostile_values(name):
 def test_outgrown_references():
     """A key of an unmasked block far above all before, on some paths only, whose tiles take the recompute pass."""
     layout = tree([500, 700, 260, 40, 500, 600, 100], [-1, 0, 1, 2, 2, 0, 5])
-    for head_dim, num_sms in ((64, 6), (128, 2), (128, 132), (192, 6)):
+    for head_dim, num_sms in ((64, 6), (128, 2), (128, 132), (192, 6), (512, 6)):
         q, k, v = fwd.inputs(layout, 8, 2, head_dim)
         k[500 + 300, 1] *= 400
         fwd.check(q, k, v, layout, num_sms)
@@ -196,7 +196,7 @@ def test_two_levels_as_a_tree():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_a_part_below_a_path(head_dim, deterministic):
     """What a walk runs: rows of a path of three segments ask nothing, subtrees hang on two of them."""
     layout = tree([300, 77, 130, 200, 90, 260, 41], [-1, 0, 1, 2, 3, 1, 0])

@@ -66,6 +66,33 @@ def test_logprobs_are_those_of_the_cpu_and_repeat_bitwise(labels):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logprobs_in_bf16_keep_logits_within_the_limit(compiled):
+    """Gradients are as near to fp64 with kept logits as without, and bitwise the same."""
+    batch = dualkv.pack(*rollouts("cpu")).to("cuda")
+    vocabulary = 60_000
+    hidden = torch.randn(batch.layout.num_tokens, 256, device="cuda", dtype=torch.bfloat16)
+    head = torch.randn(vocabulary, 256, device="cuda", dtype=torch.bfloat16) / 16
+
+    def run(dtype: torch.dtype, **options: float) -> tuple[list[torch.Tensor], int]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, head)]
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        logp, _ = dualkv.response_logprobs(*leaves, batch, chunk_size=64, compiled=compiled, **options)
+        held = torch.cuda.memory_allocated() - before
+        logp.backward(torch.linspace(-1, 1, len(logp), device="cuda", dtype=logp.dtype))
+        assert "memory" not in options or torch.cuda.max_memory_allocated() <= options["memory"] * 2**30
+        return [x.grad for x in leaves], held
+
+    exact, _ = run(torch.float64)
+    found, held = run(torch.bfloat16)
+    for got, want in zip(found, exact, strict=True):
+        assert (got - want).norm() <= 0.02 * want.norm()
+    kept, more = run(torch.bfloat16, memory=torch.cuda.memory_allocated() / 2**30 + 1)
+    assert more > held + 64 * vocabulary * 2
+    assert all(map(torch.equal, kept, found))
+
+
 def branching_rollouts():
     """120 sequences of one prompt and 2 x 3 turns, each continued on its own: a row is in up to 120 of them."""
     generator = torch.Generator().manual_seed(5)

@@ -34,11 +34,13 @@ OTHERS = [
     {"chunk": 100, "softcap": 20.0},
     {"window": 200, "sinks": True, "softcap": 5.0},
 ]
-OTHER_HEAD_DIMS = (64, 128, 256)
-FEATURES = [
-    tuple(name for name in ("window", "sinks", "softcap") if name in {"window" if n == "chunk" else n for n in some})
-    for some in OTHERS
-]  # of kernels
+OF_HEAD_DIMS = {**dict.fromkeys((64, 128, 256), OTHERS), 512: [OTHERS[0], OTHERS[1], OTHERS[-1]]}  # native ones
+
+
+def named(some):
+    """Features of kernels."""
+    names = {"window" if name == "chunk" else name for name in some}
+    return tuple(name for name in ("window", "sinks", "softcap") if name in names)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +49,7 @@ def kernels(compile_all):
         return
     specs = [forward_spec("bf16", d, h, True, "window", short) for d in HEAD_DIMS for h in (1, 4) for short in (0, 1)]
     for d in HEAD_DIMS:
-        for names in [("window",)] + (FEATURES if d in OTHER_HEAD_DIMS else []):
+        for names in map(named, ({"window": 1}, *OF_HEAD_DIMS.get(d, ()))):
             # A window that hides nothing on a layout is dropped.
             for kept in {names, tuple(name for name in names if name != "window")} - {()}:
                 for trees in (True,) if "window" in kept else (False, True):
@@ -124,8 +126,7 @@ def test_windows(name, head_dim, features):
         check(LAYOUTS[name], features, head_dim, 8, kv_heads, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("features", OTHERS, ids=str)
-@pytest.mark.parametrize("head_dim", OTHER_HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "features"), [(d, f) for d, some in OF_HEAD_DIMS.items() for f in some], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sinks_and_softcapping(name, head_dim, features):
     for deterministic in (False, True):
@@ -150,5 +151,5 @@ def test_gradient_of_lse_alone(head_dim):
 def test_long_paths():
     """Many tiles and key blocks, split items, windows that end within responses."""
     layout = Layout.from_lengths([3000], [[700] * 3])
-    for head_dim, window in ((64, 128), (128, 1024), (256, 512)):
+    for head_dim, window in ((64, 128), (128, 1024), (256, 512), (512, 512)):
         check(layout, {"window": window}, head_dim, 4, 1)

@@ -101,11 +101,11 @@ def test_the_command(
         "qwen3-8b (Qwen3ForCausalLM) runs packed",
         "- 36 x Qwen3Attention, head dim 128, 4 query heads a KV head",
     ]
-    path = written(MODELS["gemma-4-e2b"]["config"])
+    path = written(MODELS["gemma-4-e2b"]["config"] | {"global_head_dim": 520})
     assert run(monkeypatch, path, "--json", str(tmp_path / "found.json")) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == f"{path} (Gemma4ForCausalLM) does not run packed"
-    assert "has head dim 512, dualkv.attention computes up to 256 (5 such layers)" in out[-1]
+    assert "has head dim 520, dualkv.attention computes up to 512 (5 such layers)" in out[-1]
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["runs"], len(found["refusals"])) == (False, 1)
     assert run(monkeypatch, str(tmp_path / "absent")) == 1

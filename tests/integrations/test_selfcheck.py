@@ -102,7 +102,7 @@ def test_models_that_differ_are_refused(case: str) -> None:
     ("family", "settings", "message"),
     [
         ("StableLm", {}, r"layer 0 \(StableLmAttention\) is not handed the layout"),
-        ("DeepseekV3", {"v_head_dim": 12}, r"v has head_dim 12, expected a multiple of 8 up to 256"),
+        ("DeepseekV3", {"v_head_dim": 12}, r"v has head_dim 12, expected a multiple of 8 up to 512"),
     ],
 )
 def test_what_would_fail_in_the_first_call_is_refused(

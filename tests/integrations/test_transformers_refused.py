@@ -49,15 +49,15 @@ REFUSED_MODELS = {
         r"transformer\.h\.0\.crossattention \(GPT2Attention\) is not causal self-attention",
     ),
     "no model": (lambda: nn.Linear(2, 2), r"Linear has no causal attention layer"),
-    "layers of a head dim of 512": (
+    "layers of a head dim of 520": (
         lambda: tf.Gemma4ForCausalLM._from_config(
-            tf.Gemma4TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention"], global_head_dim=512)
+            tf.Gemma4TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention"], global_head_dim=520)
         ),
-        r"model\.layers\.1\.self_attn \(Gemma4TextAttention\) has head dim 512, dualkv\.attention computes up to 256",
+        r"model\.layers\.1\.self_attn \(Gemma4TextAttention\) has head dim 520, dualkv\.attention computes up to 512",
     ),
-    "a head dim of 512": (
-        lambda: tiny("Llama", head_dim=512),
-        r"model\.layers\.0\.self_attn \(LlamaAttention\) has head dim 512, dualkv\.attention computes up to 256",
+    "a head dim of 520": (
+        lambda: tiny("Llama", head_dim=520),
+        r"model\.layers\.0\.self_attn \(LlamaAttention\) has head dim 520, dualkv\.attention computes up to 512",
     ),
     "one row of logits": (
         lambda: tiny("Llama", "ForSequenceClassification"),

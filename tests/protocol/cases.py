@@ -10,6 +10,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,9 @@ class Gradients:
         pad = np.zeros((-seg.total % self.M, seg.total), bool)
         self.block_sees = np.concatenate([self.visible, pad]).reshape(-1, self.M, seg.total).any(1)  # [block, key]
         self.num_blocks = -(-seg.total // self.M)
-        self.of_keys: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of ("dk", KV head, 16 keys' first)
+        # of ("dk", KV head, 16 keys' first, which part of the columns)
+        self.of_keys: dict[Any, list[frozenset[Any]]] = defaultdict(list)
+        self.columns = frozenset(range(0, kernel.dq_columns, kernel.head_dim))  # where CTAs' parts begin
         self.of_queries: dict[Any, list[frozenset[Any]]] = defaultdict(list)  # of (block, place in it)
         self.writers: dict[Any, list[Any]] = {}  # (component, epoch, name) of the last ones, nothing yet of copies
 
@@ -127,13 +130,14 @@ class Gradients:
         agent = machine.agent
         if what in ("dk", "dv"):
             rows = where["row"] if agent.mask is None else where["row"][agent.mask]
-            self.of_keys[what, where["head"], int(rows.min())].append(prov)
+            part = agent.cta.rank if len(self.columns) > 1 else 0
+            self.of_keys[what, where["head"], int(rows.min()), part].append(prov)
         else:
             self.add(machine, what, first_lane(where), prov)
 
     def add(self, machine: Machine, what: str, at: int, prov: frozenset[Any]) -> None:
         """To dQ."""
-        agent, floats = machine.agent, self.M * self.kernel.head_dim
+        agent, floats = machine.agent, self.M * self.kernel.dq_columns
         block, place = divmod(at, floats)
         if what == "dq_acc":  # zeros: of the whole block, a quad after another
             self.writers[block, "cleared"] = _here(agent)
@@ -156,7 +160,7 @@ class Gradients:
 
     def operands(self, dS: Any) -> tuple[Any, Any]:
         """The tags of (keys, queries) that dS or P is made of: they fit each other."""
-        keys, queries = set(), set()
+        keys, queries, columns = set(), set(), defaultdict(set)
         read = {term for term in dS if term[0] == "stats"}  # by the warp, with softcapping
         queries.update((head, col // 8) for _, head, _, col in read)
         dS = dS - read
@@ -165,10 +169,13 @@ class Gradients:
                 for name, head, row, col in (x for x in part if len(x) == 4):
                     if name in ("K", "V"):
                         keys.add((head, row))
+                        columns[name].add(col)
                     elif name == "stats":
                         queries.add((head, col // 8))
                     else:
                         queries.add((head, row))
+        if any(found != self.columns for found in columns.values()):
+            raise Fault(f"P or dS is made of columns {dict(columns)}")
         if len(keys) != 1 or len(queries) != 1 or ("nothing",) in {x for term in dS for part in term for x in part}:
             raise Fault(f"P or dS is made of keys {keys} and queries {queries}")
         (key,), (query,) = keys, queries
@@ -179,10 +186,10 @@ class Gradients:
         for name in ("dk", "dv"):
             if not getattr(kernel, f"want_{name}"):
                 continue
-            for kv_head in range(self.kv_heads):
+            for kv_head, columns in product(range(self.kv_heads), range(len(self.columns))):
                 found: dict[int, set[Any]] = {}
-                for (what, head, row), sums in self.of_keys.items():
-                    if (what, head) == (name, kv_head):
+                for (what, head, row, part), sums in self.of_keys.items():
+                    if (what, head, part) == (name, kv_head, columns):
                         found[row] = self.summed(sums)
                 for key in range(seg.total):
                     first = max((row for row in found if row <= key < row + 16), default=None)
@@ -219,7 +226,7 @@ class Gradients:
     def place_of(self, key: int, kv_head: int, block: int) -> int:
         """Of the item that adds to a block and whose CTAs' first keys these are: its first key, or with a window its
         place among those that start."""
-        steps = range(0, self.kernel.cluster * self.N, self.N)
+        steps = range(0, self.kernel.row_ctas * self.N, self.N)
         of_keys = [i for i, x in enumerate(self.work.items) if x[0] == kv_head and key - int(x[1]) in steps]
         if self.work.blocks is None:
             return max(int(self.work.items[i, 1]) for i in of_keys)
@@ -298,7 +305,7 @@ def backward(
         kernel(*given, *((*more, softcap) if features else ()))
         return out.check
 
-    return Case(name, made.cluster, 12, start)
+    return Case(name, 2 if head_dim > 256 else made.cluster, 12, start)
 
 
 # ---------------------------------------------------------------- forward
@@ -310,7 +317,9 @@ class Outputs:
         self.visible_end, self.total = np.asarray(seg.visible_end), seg.total
         self.first_key = np.zeros(seg.total, int) if window is None else plan_paths.first_keys(seg, window)
         self.groups_per_kv = heads // kernel.packed_heads // kv_heads
-        self.stored: set[tuple[int, int]] = set()  # (row, head)
+        self.columns = range(0, kernel.head_dim_v, kernel.v_columns)  # where parts of O and V begin
+        self.parts_of_K = frozenset(range(0, kernel.head_dim, kernel.k_columns))
+        self.stored: set[tuple[int, int, int]] = set()  # (row, head, first column)
         self.on_its_way: dict[Any, Any] = {}
 
     def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
@@ -322,13 +331,17 @@ class Outputs:
                 range(head_group * packed, (head_group + 1) * packed),
             )
             self.store_box(machine, (first, head_group))
-            self.look(prov, list(rows), first, head_group)
-            self.stored.update((row, head) for row in rows for head in heads)
+            for column in self.columns:
+                self.look(prov, list(rows), first, head_group, column)
+                self.stored.update((row, head, column) for row in rows for head in heads)
         elif what == "out":
             mask = slice(None) if agent.mask is None else agent.mask
             rows, heads = (np.broadcast_to(where[x], (32,))[mask].tolist() for x in ("row", "head"))
-            self.look(prov, sorted(set(rows)), None, heads[0] // packed)
-            self.stored.update(zip(rows, heads, strict=True))
+            columns = {v[3] for term in prov if len(term) == 2 for v in term[1]}
+            if len(columns) != 1:
+                raise Fault(f"{agent.name} stores O of columns {columns}")
+            self.look(prov, sorted(set(rows)), None, heads[0] // packed, *columns)
+            self.stored.update((row, head, *columns) for row, head in zip(rows, heads, strict=True))
 
     def store_box(self, machine: Machine, key: Any) -> None:
         """The recompute pass may store what the first pass has stored, once that is over."""
@@ -337,13 +350,18 @@ class Outputs:
             raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
         self.on_its_way[key] = _at_end(agent)
 
-    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int) -> None:
+    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int, column: int) -> None:
+        """A part of O from a column on, of some rows."""
         blocks = []
         for term in prov:
             if len(term) != 2:
                 continue
-            P, ((_, v_head, v_row, _),) = term
-            ((((_, q_head, q_row, _),), ((_, k_head, k_row, _),)),) = P
+            P, ((_, v_head, v_row, v_column),) = term
+            if v_column != column:
+                continue
+            (((q_head, q_row), (k_head, k_row)),) = {(q[1:3], k[1:3]) for (q,), (k,) in P}
+            if {k[3] for _, (k,) in P} != self.parts_of_K:
+                raise Fault(f"S of keys {k_row} is of K's columns from {sorted(k[3] for _, (k,) in P)} on")
             if (v_head, v_row) != (k_head, k_row) or k_head != head_group // self.groups_per_kv:
                 raise Fault(f"P of keys {k_row}, KV head {k_head}, meets V of keys {v_row}, KV head {v_head}")
             if q_head != head_group or (first is not None and q_row != first) or not q_row <= rows[0]:
@@ -361,9 +379,9 @@ class Outputs:
                 raise Fault(f"row {row}, head group {head_group}, lacks the keys {lacking.tolist()}")
 
     def check(self) -> None:
-        lacking = {(row, head) for row in range(self.total) for head in range(self.heads)} - self.stored
-        if lacking:
-            raise Fault(f"nobody stores (row, head) of {sorted(lacking)}")
+        wanted = {(row, head, x) for row in range(self.total) for head in range(self.heads) for x in self.columns}
+        if lacking := wanted - self.stored:
+            raise Fault(f"nobody stores (row, head, first column) of {sorted(lacking)}")
 
 
 def forward(
@@ -393,7 +411,9 @@ def forward(
     taken = schedule(cost, heads // packed, kv_heads, 1, seg.total * head_dim * 4, True)
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
-        cls = loaded.fwd.ForwardKernel if parents is None else loaded.fwd_paths.PathForwardKernel
+        module = loaded.fwd_split if head_dim > 256 else loaded.fwd if parents is None else loaded.fwd_paths
+        name = "Split" * (head_dim > 256) + ("ForwardKernel" if parents is None else "PathForwardKernel")
+        cls = getattr(module, name)
         kernel = cls(
             Float16 if fp16 else BFloat16, head_dim, packed, **asdict(config), features=has, head_dim_v=head_dim_v
         )
@@ -412,7 +432,7 @@ def forward(
         kernel(q, k, v, out, lse, *arrays, SCALE, config.cluster, None, *given)
         return found.check
 
-    return Case(name, config.cluster, 4 * (1 + config.warp_groups), start)
+    return Case(name, config.cluster, 4 * (1 + config.warp_groups * (1 + (head_dim > 256))), start)
 
 
 def cases() -> list[Case]:
@@ -423,6 +443,8 @@ def cases() -> list[Case]:
         after = " deterministic" * deterministic
         for d in tiles.HEAD_DIMS:
             kernel, layout = ("bwd_narrow", narrow) if d <= tiles.NARROW else ("bwd_wide", wide)
+            if d > 256:
+                kernel = "bwd_split"
             found.append(backward(f"{kernel} d{d}{after}", d, "qkv", layout, deterministic=deterministic))
         # As many rows as in the table: that decides how many buffers there are for dS.
         more = {"head_dim_v": 128, "heads": 2, "tile_m": 96, "deterministic": deterministic}

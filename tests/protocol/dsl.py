@@ -321,17 +321,25 @@ def recast_ptr(at: Pointer, *_: Any, **__: Any) -> Pointer:
 
 
 # ---------------------------------------------------------------- cute.arch
+def whole_warp(what: str, function: Callable[..., Any] = lambda x=None, *_, **__: x) -> Callable[..., Any]:
+    """`function` for all lanes together: where some of them are elsewhere, the others wait for them and may hang."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **more: Any) -> Any:
+        if agent().mask is not None:
+            raise Fault(f"{agent().name} comes to {what}, which is for all lanes, with {agent().lanes()} of them")
+        return function(*args, **more)
+
+    return call
+
+
 class elect_one(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     def __enter__(self) -> None:
-        a = agent()
-        self.old = a.mask
-        if self.old is None:
-            a.mask = LANES == 0
-        else:
-            a.mask = int(self.old.argmax()) == LANES
+        whole_warp("elect_one")()
+        agent().mask = LANES == 0
 
     def __exit__(self, *_: Any) -> None:
-        agent().mask = self.old
+        agent().mask = None
 
 
 def key_of(at: Pointer) -> Any:
@@ -467,6 +475,12 @@ def inline_asm(_: Any, operands: list[Any], text: str, constraints: str, **__: A
         cell = target.base.of(cta).cell(target.stage)
         machine.send(source.base.cell(source.stage), None, cta, cell, size, key_of(bar))
         return None
+    if "st.async" in text:
+        target, bar, rank, *values = operands
+        cta, prov = who.cta.cluster.ctas[rank], frozenset().union(*(x.prov for x in values if isinstance(x, Scalar)))
+        cells = [(cta, target.base.of(cta).cell(target.stage or 0))]
+        machine.load(cells, ("at", first_lane(target.offset)), prov, 16 * who.lanes(), key_of(bar))
+        return None
     if text.startswith(("cp.reduce.async.bulk.global", "cp.async.bulk.global.shared::cta.bulk_group")):
         target, source, size = operands
         cell, first, end = source.base.cell(0), source.offset, source.offset + size // 4
@@ -496,8 +510,9 @@ def stand_ins() -> dict[str, types.ModuleType]:
     kinds = types.SimpleNamespace
     warp = _module("warp", StMatrix8x8x16bOp=nothing)
     warpgroup = _module(
-        "warpgroup", fence=nothing, commit_group=lambda: Now.machine.commit_products(),
-        wait_group=lambda n: Now.machine.await_products(n), Field=kinds(ACCUMULATE=0),
+        "warpgroup", fence=whole_warp("a product"),
+        commit_group=whole_warp("a product", lambda: Now.machine.commit_products()),
+        wait_group=whole_warp("a product", lambda n: Now.machine.await_products(n)), Field=kinds(ACCUMULATE=0),
         OperandMajorMode=kinds(K="K", MN="MN"), OperandSource=kinds(RMEM="RMEM", SMEM="SMEM"),
         make_smem_layout_atom=lambda width, _: Layout((8, width)),
     )  # fmt: skip
@@ -512,24 +527,28 @@ def stand_ins() -> dict[str, types.ModuleType]:
         atomic_or=lambda p, v, **_: atomic("or", p, v), atomic_add=lambda p, v, **_: atomic("add", p, v),
         barrier=lambda barrier_id, number_of_threads: Now.machine.meet(barrier_id, number_of_threads),
         block_idx=lambda: (agent().cta.block, 0, 0), block_idx_in_cluster=lambda: agent().cta.rank,
-        grid_dim=lambda: (Now.machine.grid, 1, 1), cluster_arrive=lambda: Now.machine.arrive_cluster(),
-        cluster_wait=lambda: Now.machine.await_cluster(),
+        grid_dim=lambda: (Now.machine.grid, 1, 1),
+        cluster_arrive=whole_warp("the cluster's barrier", lambda: Now.machine.arrive_cluster()),
+        cluster_wait=whole_warp("the cluster's barrier", lambda: Now.machine.await_cluster()),
         sync_threads=lambda: Now.machine.meet(0, Now.machine.warps * 32),
         cp_async_bulk_commit_group=lambda: Now.machine.commit_bulk(),
         cp_async_bulk_wait_group=lambda n, read=False: Now.machine.await_bulk(n, read),
         elect_one=elect_one, fence_proxy=fence_global, fence_view_async_shared=fence,
         fmax=lambda a, b: _pick(a, b, False),
-        fmin=lambda a, b: _pick(a, b, True), lane_idx=lambda: LANES, make_warp_uniform=same,
+        fmin=lambda a, b: _pick(a, b, True), lane_idx=lambda: LANES,
+        make_warp_uniform=whole_warp("make_warp_uniform"),
         map_dsmem_ptr=lambda p, rank: Pointer(p.base, p.offset, p.stage, agent().cta.cluster.ctas[rank]),
         mbarrier_arrive=mbarrier_arrive,
         mbarrier_arrive_and_expect_tx=lambda p, n: Now.machine.expect(agent().cta, key_of(p), n, agent().lanes()),
         mbarrier_expect_tx=lambda p, n: Now.machine.expect(agent().cta, key_of(p), n, 0),
         mbarrier_init=lambda p, n: Now.machine.init_mbarrier(agent().cta, key_of(p), p.offset, n),
         mbarrier_init_fence=nothing, mbarrier_wait=lambda p, phase: Now.machine.wait(key_of(p), phase),
-        rcp_approx=same, setmaxregister_decrease=nothing, setmaxregister_increase=nothing, shuffle_sync=shuffle,
-        shuffle_sync_bfly=lambda x, _: x, sync_warp=nothing, thread_idx=at_thread, vote_all_sync=vote_all,
-        vote_any_sync=vote_any, warp_idx=lambda: agent().warp, warp_reduction_max=same, warp_reduction_sum=same,
-        warp_redux_sync=redux,
+        rcp_approx=same, setmaxregister_decrease=whole_warp("setmaxregister"),
+        setmaxregister_increase=whole_warp("setmaxregister"), shuffle_sync=whole_warp("a shuffle", shuffle),
+        shuffle_sync_bfly=whole_warp("a shuffle"), sync_warp=whole_warp("sync_warp"), thread_idx=at_thread,
+        vote_all_sync=whole_warp("a vote", vote_all), vote_any_sync=whole_warp("a vote", vote_any),
+        warp_idx=lambda: agent().warp, warp_reduction_max=whole_warp("a reduction"),
+        warp_reduction_sum=whole_warp("a reduction"), warp_redux_sync=whole_warp("a reduction", redux),
     )  # fmt: skip
     unknown = lambda x, **_: x if isinstance(x, Scalar) else UNKNOWN  # noqa: E731
     nvgpu = _module("cutlass.cute.nvgpu", cpasync=cpasync, warp=warp, warpgroup=warpgroup)

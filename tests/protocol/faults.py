@@ -24,6 +24,7 @@ class Planted(NamedTuple):
 
 WIDE, NARROW, FWD, PATHS = "bwd_wide d256", "bwd_narrow d128", "fwd d128", "fwd_paths d128"
 WIDE_IN_ORDER, NARROW_IN_ORDER = f"{WIDE} deterministic", f"{NARROW} deterministic"
+SPLIT = "bwd_split d512"
 WIDE_WINDOW, NARROW_WINDOW = f"{WIDE} window", f"{NARROW} window"
 END_OF_STEP = "        warpgroup.wait_group(0)\n        p.Q.consumer_release(stage)\n"
 RELEASE_V = "V.consumer_release(V.stage(it), sync_warp=False)\n"
@@ -434,4 +435,60 @@ PLANTED = [
         "",
     ),
     one("a key block is left out", PATHS, "work.py", "        self.run[1] -= 1\n", "        self.run[1] -= 2\n"),
+    one(  # an earlier version: the GPU hung
+        "the CTA's number is asked for by a part of a warp",
+        SPLIT,
+        "bwd_split.py",
+        "marks.full[0], peer, *values)",
+        "marks.full[0], 1 - self.rank(), *values)",
+    ),
+    one(
+        "the CTA's number is asked for by one lane",
+        WIDE,
+        "bwd_wide.py",
+        "copy_to_peer(target, source, bar, num_bytes, peer)",
+        "copy_to_peer(target, source, bar, num_bytes, 1 - self.rank())",
+    ),
+    one(
+        "a part is sent before the other CTA has read the one before",
+        SPLIT,
+        "bwd_split.py",
+        "        pipe.producer_acquire(stage)\n        for c in range(chunks):\n",
+        "        for c in range(chunks):\n",
+    ),
+    one(
+        "a part is added before it is there",
+        SPLIT,
+        "bwd_split.py",
+        "        pipe.consumer_wait(stage)\n        for c in range(chunks):\n",
+        "        for c in range(chunks):\n",
+    ),
+    one(
+        "the reader of a part tells its own CTA",
+        SPLIT,
+        "bwd_split.py",
+        "cute.arch.mbarrier_arrive(self.empty[stage.index], cta)",
+        "cute.arch.mbarrier_arrive(self.empty[stage.index])",
+    ),
+    one(
+        "every warp expects all bytes of a part",
+        SPLIT,
+        "bwd_split.py",
+        "pipe.expect(stage, 16 * chunks * 32)",
+        "pipe.expect(stage, 16 * chunks * 128)",
+    ),
+    one(
+        "parts of S and dP in one place",
+        SPLIT,
+        "bwd_split.py",
+        "(which * (self.tile_n * self.tile_m) + tid * 4)",
+        "(tid * 4)",
+    ),
+    one(
+        "marks of a part of the keys are expected",
+        SPLIT,
+        "bwd_split.py",
+        "full.expect(0, 4 * MARKS)",
+        "full.expect(0, 4 * (MARKS - 4))",
+    ),
 ]

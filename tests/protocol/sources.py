@@ -166,7 +166,7 @@ def kernels(*edits: tuple[str, str, str]) -> types.SimpleNamespace:
     sys.modules.update(stand_ins())
     sys.meta_path.insert(0, sources)  # type: ignore[arg-type]
     try:
-        names = "pipeline", "bwd", "fwd", "fwd_paths"
+        names = "pipeline", "bwd", "fwd", "fwd_paths", "fwd_split"
         found = {name: importlib.import_module(f"cute_kernels.{name}") for name in names}
     finally:
         sys.meta_path.remove(sources)  # type: ignore[arg-type]

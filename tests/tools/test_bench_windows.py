@@ -53,6 +53,22 @@ def test_tables_of_windows(tmp_path, monkeypatch):
     assert [line.split(" | ")[4] for line in backward[2:4]] == ["1.25", ""]
 
 
+def test_tables_beside_peers(tmp_path, monkeypatch):
+    def result(direction, **ms):
+        made = {name: {"sustained_ms": x, "sustained_tflops": 100 * x} for name, x in ms.items()}
+        return {"workload": {"name": "w"}, "direction": direction, "sides": made | {"late": {"error": "it failed"}}}
+
+    results = [result("fwd", dualkv=2.0, early=3.0, late=2.5), result("bwd", dualkv=2.0), result("bwd", early=1.0)]
+    results[0]["sides"]["late"] = {"sustained_ms": 2.5, "sustained_tflops": 250.0}
+    run = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": results}
+    (tmp_path / "some.json").write_text(json.dumps(run))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    rows = tables.beside("some", {"early": "A", "late": "B"}).splitlines()
+    assert rows[2] == "| w, forward | 2.00 (200) | 3.00 (300) | 2.50 (250) | 1.25 |"
+    assert rows[3] == "| w, backward | 2.00 (200) | not measured | not measured |  |"
+    assert rows[4] == "| w, backward | not measured | 1.00 (100) | not measured |  |"
+
+
 class Small(Inputs):
     """A workload's first tokens on the CPU."""
 
@@ -74,8 +90,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(sides, "SIDES", {"dualkv": sides.ours, "fa4-prompt-copied": peer})
     monkeypatch.setattr(sides, "hopper", SimpleNamespace(unsupported=lambda q: None))
     monkeypatch.setattr(features, "Inputs", Small)
-    monkeypatch.setattr(features, "cold_ms", lambda call: 2.0)
-    monkeypatch.setattr(features, "ratios", lambda calls, pairs, pause: [1.02] * pairs)
+    monkeypatch.setattr(features, "in_turns", lambda calls, pairs: (2.0, [1.02] * pairs))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
@@ -91,10 +106,39 @@ def test_costs_and_errors_of_features(on_the_cpu):
     costs, errors = features.costs(figures).splitlines(), features.exactness(figures).splitlines()
     cell = "+2.0 % (+2.0 to +2.0) of 2.00 ms"
     assert costs[2] == f"| sinks, window: forward | {cell} | {cell} |"
-    assert costs[-1] == f"| softcap 50, window: backward | {cell} | not measured |"
+    assert costs[-3] == f"| softcap 50, window: backward | {cell} | not measured |"
+    assert costs[-1].startswith("Medians of 4 pairs of batches of calls back to back, 20 ms each")
     assert errors[2].startswith("| 1 | none | 0.00")
     assert errors[-1].startswith("| 50 | 50 | 0.00")
     assert errors[-1].endswith("| not measured |")
+
+
+def test_batches_of_two_calls_in_turns(monkeypatch):
+    """On a clock that calls alone move: 3 and 2 ms each, but 20 each in the first pair of batches."""
+    made, now = [], [0.0]
+
+    def call(which, ms):
+        made.append(which)
+        now[0] += ms if len(made) > 20 else 20
+
+    class Event(float):
+        def elapsed_time(self, end):
+            return end - self
+
+        def synchronize(self):
+            pass
+
+    def timed(call):
+        begin = Event(now[0])
+        call()
+        return begin, Event(now[0])
+
+    monkeypatch.setattr(features, "timed", timed)
+    monkeypatch.setattr(features, "cold_ms", lambda call: 2.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ms, ratios = features.in_turns((lambda: call("with", 3.0), lambda: call("without", 2.0)), 3)
+    assert (ms, ratios) == (2.0, [1.5] * 3)
+    assert made == [which for name in ("with", "without", "without", "with") * 2 for which in [name] * 10]
 
 
 def test_features_are_the_only_difference():

@@ -25,7 +25,7 @@ import typer
 
 from dualkv.bench.run import PEER_CACHES
 from dualkv.bench.sides import SIDES
-from dualkv.bench.workloads import EIGHT, NAMED, parse
+from dualkv.bench.workloads import EIGHT, NAMED, SLOW, parse
 from dualkv.cli import commands
 from tools import filed, tables
 from tools.tables import MAIN, RESULTS, TWO_LEVELS
@@ -44,6 +44,8 @@ _WINDOWS = [
     *(name for name in NAMED if name.endswith("-c8192")),
     *(f"g64-n8-{shape}" for shape in ("w128-d64", "w512-d256", "w1024-d256")),
 ]
+_VALUES = [name for name in NAMED if "-d192v128-" in name]
+_D512 = [name for name in NAMED if "-d512-" in name]
 _RANDOM = [f"random-1-{i}" for i in range(40)]
 _TRACES = [
     "trace-branched-0", MAIN, "trace-swe-dropped-0-n4-t16", "trace-tau2-0", "trace-treepo-2", "trace-search-0-n40",
@@ -51,6 +53,10 @@ _TRACES = [
 _TREE_PEERS = _options("-s", ["dualkv", "cudnn-intervals", "fa4-prompt-copied", "fa4-replicated"])
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
 _PEERS = _options("-s", ["dualkv", *tables.WINDOW_PEERS])
+_CUDNN = _options("-s", ["dualkv", "cudnn-intervals"])
+_VALUES_PEERS = _options("-s", ["dualkv", *tables.VALUES_PEERS])
+_MOST = *SLOW, *EIGHT, f"{MAIN}-d256-gqa4"
+_BY_HAND = _options("-s", ["dualkv-cudnn", "cudnn-intervals"])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
@@ -77,6 +83,10 @@ RECORDS = {
     "traces-h200": f"-d fwd,bwd {_TREE_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _TRACES)}",
     "traces-h200-flex": f"-d fwd,bwd -s dualkv -s flex --seconds 0.4 --rounds 2 -w {_TRACES[0]}",
     "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _WINDOWS)}",
+    "values-h200": f"-d fwd,bwd {_VALUES_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _VALUES)}",
+    "d512-h200": f"-d fwd,bwd -s dualkv -s flex --seconds 0.4 --rounds 2 {_options('-w', _D512)}",
+    "cudnn-h200": f"-d fwd,bwd {_CUDNN} --seconds 0.4 --rounds 2 {_options('-w', _MOST)}",
+    "cudnn-backend-h200": f"-d fwd,bwd {_BY_HAND} --seconds 0.4 --rounds 3 -w {MAIN} -w g64-n8",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }
@@ -150,7 +160,7 @@ def kernels_of(names: list[str]) -> list[tuple[str, str, str]]:
         for text, way, side in product(given["-w"], given["-d"][0].split(","), given["-s"]):
             w = parse(text)
             features = w.window is None, w.chunk is None, w.sinks, w.softcap, bool(w.parent)
-            shape = w.head_dim, w.heads // w.kv_heads, w.dtype, len(w.prompt_lens) > 1
+            shape = *w.head_dims, w.heads // w.kv_heads, w.dtype, len(w.prompt_lens) > 1
             found.setdefault((*shape, *features, way, side), (text, way, side))
     return list(found.values())
 

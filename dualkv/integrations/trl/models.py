@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from dualkv.integrations import models
 from dualkv.integrations.experts import load_balancing_loss
+from dualkv.integrations.transformers import enable
 from dualkv.layout import Layout
 
 Batch = dict[str, Any]
@@ -35,6 +36,13 @@ def refuse_prompt_learning(model: Any) -> None:
                 f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
                 "which packed groups do not support: use TRL's own trainer, or an adapter such as LoRA"
             )
+
+
+def enable_all(trainer: Any, fast: bool) -> None:
+    """Enables the policy, `fast` or not, and the reference model of a trainer."""
+    enable(trainer.model, fast=fast)
+    if trainer.ref_model is not None:
+        enable(trainer.ref_model)
 
 
 def without_adapters(model: Any) -> Any:

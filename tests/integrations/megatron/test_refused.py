@@ -49,7 +49,7 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
         ({"external_cuda_graph": True}, "external_cuda_graph is True, expected False: "),
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, expected None: "),
         ({"window_size": (4, -1)}, r"window_size is \(4, -1\), expected \(n, 0\) or \(-1, 0\): "),
-        ({"kv_channels": 12}, "kv_channels is 12, expected a multiple of 8 up to 256"),
+        ({"kv_channels": 12}, "kv_channels is 12, expected a multiple of 8 up to 512"),
         (
             {"pipeline_model_parallel_size": 2, "variable_seq_lengths": False},
             "variable_seq_lengths is False and pipeline_model_parallel_size 2, expected True: ",

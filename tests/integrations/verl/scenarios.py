@@ -195,9 +195,16 @@ TWO_MORE: dict[str, dict[str, Any]] = {
 
 FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
+# By themselves, because other models of a process get the fused rotary embedding too.
+FAST: dict[str, dict[str, Any]] = {
+    "fast": PACKED | {"fast": True, "keep": "attention", "budget": TIGHT},
+    "fast-fsdp1": PACKED | {"fast": True, "strategy": "fsdp", "checkpointing": False},
+}
+
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
+    "fast": (1, FAST),
 }

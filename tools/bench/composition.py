@@ -1,0 +1,109 @@
+"""`python -m tools.bench.composition --json FILE`: the composition of PyTorch's calls, beside what its users have.
+
+These are an earlier composition (`--before FILE`, the module as `git show COMMIT:dualkv/ops/composition.py` prints it),
+every sequence replicated through FlashAttention-2, and FlexAttention compiled for the lengths. All run in turns, as in
+`dualkv bench`, and so on the GPUs whose users get the composition.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dualkv.bench import run, sides
+from dualkv.bench.inputs import Inputs, Side
+from dualkv.bench.show import markdown_table
+from dualkv.bench.workloads import DIRECTIONS, NAMED, parse
+from tools.bench.record import JsonPath, Record
+
+NOW, BEFORE, REPLICATED, FLEX = "dualkv-flash", "before", "torch-flash-replicated", "flex"
+
+
+def load(path: Path) -> ModuleType:
+    """An earlier `dualkv.ops.composition`, under a name of its own."""
+    found = importlib.util.spec_from_file_location("earlier_composition", path)
+    if found is None or found.loader is None or not path.is_file():
+        raise ValueError(f"--before is {str(path)!r}, expected a Python file")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
+    """The side that calls an earlier composition, without autograd."""
+    inputs.check_plain()
+    qkv, segments = (inputs.q, inputs.k, inputs.v), inputs.layout._segments
+
+    def forward() -> Any:
+        return module.forward(*qkv, segments, inputs.scale)
+
+    def backward(saved: Any) -> tuple[torch.Tensor, ...]:
+        return module.backward(inputs.dout, *qkv, *saved, segments, inputs.scale, False)[:3]
+
+    saved = forward()
+    calls = {"fwd": lambda: forward()[:1], "bwd": lambda: backward(saved), "both": lambda: backward(forward())}
+    last: list[torch.Tensor] = []
+
+    def call() -> None:
+        last[:] = calls[direction]()
+
+    return Side(call, lambda: tuple(last))
+
+
+def milliseconds(result: dict[str, Any], side: str) -> float | None:
+    found: float | None = result["sides"].get(side, {}).get("sustained_ms")
+    return found
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each workload and direction: the composition's time, the share of its merges, others over it."""
+    rows = []
+    for result in results:
+        now = result["sides"].get(NOW, {})
+        ms = now.get("sustained_ms")
+        merge = now.get("parts", {}).get("merge", {}).get("cold_ms")
+        others = [milliseconds(result, name) for name in (BEFORE, REPLICATED, FLEX)]
+        shares = f"{merge / now['cold_ms']:.1%}" if merge else ""
+        ratios = [f"{other:.2f}: {other / ms:.2f}" if ms and other else "" for other in others]
+        name = f"{result['workload']['name']}, {result['direction']}"
+        rows.append([name, f"{ms:.2f}" if ms else now.get("error", ""), shares, *ratios])
+    head = ["ms", "composition", "its merges", "before: over it", "replicated: over it", "FlexAttention: over it"]
+    return markdown_table(head, rows)
+
+
+def main(
+    json_to: JsonPath,
+    earlier: Annotated[Path | None, typer.Option("--before", help="An earlier composition.")] = None,
+    workload: Annotated[list[str] | None, typer.Option("-w", help="By name or lengths. Default: the main one.")] = None,
+    flex: Annotated[bool, typer.Option("--flex", help="FlexAttention too, which compiles for each workload.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 0.5,
+    rounds: Annotated[int, typer.Option(help="Turns of a side.")] = 3,
+) -> None:
+    """Time forward, backward and both; figures are written after each."""
+    names = [NOW, *([BEFORE] if earlier else []), REPLICATED, *([FLEX] if flex else [])]
+    known = dict(sides.SIDES)
+    if earlier:
+        module = load(earlier)
+        sides.SIDES[BEFORE] = lambda inputs, direction: before(module, inputs, direction)
+    record = Record(json_to)
+    workloads = [parse(text) for text in workload or [next(iter(NAMED))]]
+    results: list[dict[str, Any]] = []
+    try:
+        for report in run.report(workloads, DIRECTIONS, names, seconds, rounds):
+            results = report["results"]
+            record.write({name: report[name] for name in ("schema", "settings", "results")})
+            print(table(results[-1:]), flush=True)
+    finally:
+        sides.SIDES.clear()
+        sides.SIDES.update(known)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    typer.run(main)
