@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -547,6 +547,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-sources": trace_rows.sources,
     "trace-attention": lambda: trace_rows.attention(_load),
     "trace-updates": lambda: trace_rows.updates(_load),
+    "trace-verl": lambda: claims.verl(_load),
+    "trace-trl": lambda: claims.trl(_load),
+    "trace-claims": lambda: claims.table(_load),
     "hybrid": hybrid,
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),

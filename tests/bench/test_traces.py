@@ -168,3 +168,15 @@ def test_the_command_prints_traces_and_sources(run):
     code, _, err = run("trees", "--trace", "tree")
     assert code == 1
     assert "--trace is 'tree', expected trace-KIND-SEED" in err
+
+
+def test_split_into_prompts_and_responses():
+    trace = small("tau2")
+    found = traces.split(trace.name, 997)
+    tokens, masks = trace.token_sequences(997), trace.loss_masks()
+    for (prompt, response, mask), whole, counted in zip(found, tokens, masks, strict=True):
+        assert np.array_equal(np.concatenate([prompt, response]), whole)
+        assert mask[0] == 1, "the policy writes first"
+        assert np.array_equal(np.append(np.zeros(len(prompt)), mask), counted)
+    with pytest.raises(ValueError, match="'nothing'"):
+        traces.split("nothing", 997)

@@ -12,6 +12,7 @@ from dualkv.bench import trees
 from dualkv.models import CONFIGS
 from tests.integrations.tiny import SIZES
 from tools import filed, tables
+from tools.bench import claims
 from tools.bench import trees as bench
 from tools.bench.record import Record
 from tools.bench.step import Sizes, make_model
@@ -125,6 +126,47 @@ def test_attention_record_cut_short(tmp_path, monkeypatch):
     assert list(map(len, lines)) == [0, 1, 1, 2]
     assert "not measured | 1.25x | not measured | not measured | failed" in lines[2][0], "no rate of two levels yet"
     assert "2.00 ms (700) | 1.05 | 1.25x" in lines[3][0]
+
+
+def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
+    """Nothing before a record, and of a record that was cut what it has."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def lines(name):
+        return tables.filled(f"<!-- table {name} -->\n<!-- end -->").splitlines()[1:-1]
+
+    assert lines("trace-verl") == lines("trace-trl") == ["Not recorded yet."]
+    cells = [line.split(" | ")[-1].strip(" |") for line in lines("trace-claims")[2:]]
+    assert set(cells) == {"not measured"}
+    assert len(cells) == len(claims.CLAIMS)
+
+    def ways(**seconds):
+        found = {way: {"median": second} for way, second in seconds.items()}
+        return {"trace": "trace-tau2-0", "share_ratio": 7.1, "ways": found | {"walked": {"error": "out of memory"}}}
+
+    made = {"a": ways(replicated=9.0, packed=2.0), "b": ways(packed=2.0, gathered=3.0), "c": ways()}
+    (tmp_path / "trees-updates-h200.json").write_text(filed.text({"traces": made}))
+    rows = [
+        {"settings": {"engine": engine, "trace": trace}, "peak_gib": [50.0], "seconds": {"median": seconds}}
+        | {"metrics": {"dualkv/dedup_ratio": 6.0}}
+        for engine, trace, seconds in (("dualkv", "trace-tau2-1", 2.0), ("dualkv", "trace-search-0", 1.0))
+    ]
+    rows.append(rows[0] | {"settings": {"engine": "verl", "trace": "trace-tau2-1"}, "seconds": {"median": 7.0}})
+    rows[0]["gradients_from_fp32"] = 0.01
+    rows.append({"settings": {"engine": "verl", "trace": "trace-search-0"}, "error": "out of memory"})
+    (tmp_path / "verl-h200-traces.json").write_text(filed.text({"rows": rows}))
+    of = {line.split(" | ")[0].strip("| "): line for line in lines("trace-claims")}
+    assert "| 4.50x (`trace-tau2-0`, share ratio 7.10); 3.50x in veRL (`trace-tau2-1`) |" in of["AReaL-DTA"]
+    assert "| 1.50x (`trace-tau2-0`, share ratio 7.10) |" in of["TRL, tree packing"]
+    assert "| not measured |" in of["veRL, draft of prefix trees (pull request 6689)"]
+    assert lines("trace-verl")[2:] == [
+        "| trace-tau2-1 | 6.00 | 7.00, 50 | 2.00, 50 | 3.50x | 1.00e-02 |",
+        "| trace-search-0 | 6.00 | not measured | 1.00, 50 | not measured |  |",
+    ]
+    way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
+    record = {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": {"padded": way}, "error": "out of memory"}}}
+    (tmp_path / "trl-h200-traces.json").write_text(filed.text(record))
+    assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | not measured | not measured | 2.00e-02 |"]
 
 
 def test_distance(sizes):

@@ -1,0 +1,202 @@
+"""What others claim about training on trees, with its conditions, and what was measured here on the nearest shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dualkv.bench.show import markdown_table
+from dualkv.bench.traces import NAME
+from tools.bench.trace_rows import UPDATES, Load
+
+
+class Claim(NamedTuple):
+    """Read in November 2026 at the source.
+
+    Attributes:
+        conditions: as far as stated.
+        nearest: here, in words.
+        kinds: of traces, or "two levels", "hybrid", "gathered": the records to look into.
+    """
+
+    who: str
+    claim: str
+    conditions: str
+    source: str
+    nearest: str
+    kinds: tuple[str, ...]
+
+
+CLAIMS = (
+    Claim(
+        "AReaL-DTA",
+        "up to 8.31x the training throughput of dense training, 1.70x of sparse",
+        "τ²-bench; walks the tree depth-first. Its configuration: Qwen3-8B, airline, 8 samples a task, "
+        "32,768 tokens, every turn exported by itself",
+        "arXiv 2602.00482v2; AReaL, `examples/tau2/dta`",
+        "`tau2`",
+        ("tau2",),
+    ),
+    Claim(
+        "Tree Training (Kwai)",
+        "6.2x training speed-up",
+        "agentic trajectories, dense and MoE models; branches of think mode, parallel tools, context management",
+        "arXiv 2511.00413v3 (v1 and v2: 3.9x)",
+        "`swe-dropped`",
+        ("swe-dropped",),
+    ),
+    Claim(
+        "Forge (MiniMax)",
+        "up to 40x",
+        "merging of prefix trees of M2.5's agents, contexts up to 200,000 tokens; no shapes",
+        "minimax.io, 2026-02-13; arXiv 2605.26494",
+        "`swe-dropped`, whose share ratio is 21",
+        ("swe-dropped",),
+    ),
+    Claim(
+        "schedule-level reuse",
+        "up to 4.395x, 2.930x against a compiled baseline; 59.1 % less memory",
+        "one shared prompt; Llama3-8B, Qwen3-8B, Qwen3-30B-A3B",
+        "arXiv 2606.01143",
+        "two levels",
+        ("two levels",),
+    ),
+    Claim(
+        "veRL, draft of prefix trees (pull request 6689)",
+        "updates of 82 to 21 s, 133 to 82 s, and 170 to 252 s",
+        "MagiAttention on Megatron; LongReason, a search workload with 35 % shared, TreeGRPO. A draft; "
+        "the figures as they were read in it",
+        "github.com/verl-project/verl/pull/6689",
+        "`search`, `treepo`",
+        ("search", "treepo"),
+    ),
+    Claim(
+        "veRL, PrefixGrouper",
+        "1.26x at 4K, 1.56 to 1.70x at 8K",
+        "Qwen3-4B, 4 H800s, prompts alone",
+        "verl-project/verl, issue 6401",
+        "two levels",
+        ("two levels",),
+    ),
+    Claim(
+        "Castform",
+        "7.5x at a prompt of 16K and 64 tokens out, 1.7x at 8K and 4K",
+        "Qwen3.5-4B, prompts alone",
+        "provide.ai",
+        "two levels, hybrid model",
+        ("hybrid",),
+    ),
+    Claim(
+        "TRL, tree packing",
+        "none",
+        "asynchronous GRPO, FlashAttention-3",
+        "trl 1.16.0, `trl.experimental.async_grpo`",
+        "*paths gathered*, `swe-dropped`",
+        ("gathered",),
+    ),
+    Claim(
+        "prime-rl, tree training",
+        "none",
+        "supervised; reasoning as side leaves, FlexAttention",
+        "PrimeIntellect-ai/prime-rl, pull request 2405",
+        "`swe-dropped`",
+        ("swe-dropped",),
+    ),
+)
+
+
+def table(load: Load) -> str:
+    rows = [
+        [c.who, c.claim, c.conditions, c.source, c.nearest, "; ".join(_ours(c, load)) or "not measured"] for c in CLAIMS
+    ]
+    head = ["who", "claim", "conditions, as far as stated", "source", "nearest here", "measured on it"]
+    return markdown_table(head, rows)
+
+
+def _ours(claim: Claim, load: Load) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError):
+        if "two levels" in claim.kinds:
+            run, ours = load("step-h200-fa4"), load("step-h200")["rows"]["packed"]
+            yield _two_levels(
+                run["rows"]["replicated"], ours, run["sizes"], "Qwen3-8B, 8 layers, over FlashAttention-4"
+            )
+        if "hybrid" in claim.kinds:
+            run = load("hybrid-step-h200")
+            yield _two_levels(
+                run["step"]["replicated"],
+                run["step"]["packed"],
+                run["sizes"],
+                "Qwen3.5-9B, 8 layers, over cuDNN's attention",
+            )
+    for name in UPDATES:
+        with contextlib.suppress(FileNotFoundError):
+            for made in load(name)["traces"].values():
+                if "gathered" in claim.kinds:
+                    yield from _over(made, "gathered")
+                elif _kind(made["trace"]) in claim.kinds:
+                    yield from _over(made, "replicated")
+    with contextlib.suppress(FileNotFoundError):
+        for trace, (stock, ours) in verl_pairs(load("verl-h200-traces")["rows"]).items():
+            if _kind(trace) in claim.kinds and stock is not None and ours is not None:
+                speed = stock["seconds"]["median"] / ours["seconds"]["median"]
+                yield f"{speed:.2f}x in veRL (`{trace}`)"
+
+
+def _kind(trace: str) -> str:
+    found = NAME.fullmatch(trace)
+    return found[1] if found else ""
+
+
+def _two_levels(replicated: dict[str, Any], packed: dict[str, Any], sizes: dict[str, Any], what: str) -> str:
+    speed = replicated["median"] / packed["median"]
+    return f"{speed:.2f}x ({what}; {sizes['prompt_len']}, {sizes['responses']} x {sizes['response_len']})"
+
+
+def _over(made: dict[str, Any], way: str) -> Iterator[str]:
+    medians = {name: found["median"] for name, found in made["ways"].items() if "median" in found}
+    if {way, "packed"} <= medians.keys():
+        yield f"{medians[way] / medians['packed']:.2f}x (`{made['trace']}`, share ratio {made['share_ratio']:.2f})"
+
+
+# ---------------------------------------------------------------- veRL and TRL
+Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
+
+
+def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
+    """By trace: veRL's own engine and DualKV's, as far as they ran."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if "error" not in row:
+            found.setdefault(row["settings"]["trace"], {})[row["settings"]["engine"]] = row
+    return {trace: (of.get("verl"), of.get("dualkv")) for trace, of in found.items()}
+
+
+def verl(load: Load) -> str:
+    """Updates of both engines: seconds, memory, gradients."""
+    rows = []
+    for trace, pair in verl_pairs(load("verl-h200-traces")["rows"]).items():
+        stock, ours = pair
+        ratio = f"{ours['metrics']['dualkv/dedup_ratio']:.2f}" if ours else "not measured"
+        speed = f"{stock['seconds']['median'] / ours['seconds']['median']:.2f}x" if stock and ours else "not measured"
+        distance = " / ".join(
+            f"{row['gradients_from_fp32']:.2e}" for row in pair if row and "gradients_from_fp32" in row
+        )
+        seconds = [
+            f"{row['seconds']['median']:.2f}, {max(row['peak_gib']):.0f}" if row else "not measured" for row in pair
+        ]
+        rows.append([trace, ratio, *seconds, speed, distance])
+    head = ["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up", "from fp32"]
+    return markdown_table(head, rows)
+
+
+def trl(load: Load) -> str:
+    """Forward and backward of a micro-batch in TRL's ways: seconds, memory, gradients."""
+    names = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV, prompts"}
+    rows = []
+    for trace, made in load("trl-h200-traces")["traces"].items():
+        rows.append([trace, f"{made['share_ratio']:.2f}"])
+        ways = [made["ways"].get(way) for way in names]
+        rows[-1] += [f"{w['seconds']['median']:.2f}, {w['peak_gib']:.0f}" if w else "not measured" for w in ways]
+        rows[-1].append(" / ".join(f"{w['gradients_from_fp32']:.2e}" for w in ways if w and "gradients_from_fp32" in w))
+    return markdown_table(["trace", "share ratio", *(f"{name}: s, GiB" for name in names.values()), "from fp32"], rows)
