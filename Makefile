@@ -3,12 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# `.ci/run` takes uv, which installs the same packages in a fifth of the time, but knows nothing of pip's configuration.
+INSTALL ?= $(BIN)/python -m pip install
+# The newest megatron-core needs Python 3.12; pyenv's own `python3.12` runs only where that version is chosen.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
 # Waiting threads of OpenMP sleep, as in the `dualkv` command (dualkv/openmp.py): tests, fuzzer and benchmarks too.
 export OMP_WAIT_POLICY ?= passive
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 
-.PHONY: help demo test test-verl test-trl test-megatron test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test test-verl test-trl test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
@@ -16,6 +20,7 @@ help:
 	@echo "make test-verl    the veRL plugin's tests, in an environment of their own"
 	@echo "make test-trl     the TRL trainer's tests, in an environment of their own"
 	@echo "make test-megatron  the tests with megatron-core, in an environment of their own"
+	@echo "make test-megatron312  the same with Python 3.12 and the newest megatron-core"
 	@echo "make test-verl-megatron  the tests with veRL's Megatron engine, in an environment of their own"
 	@echo "make test-gpu     the GPU suite (needs a Hopper GPU)"
 	@echo "make fuzz         random calls against float64, on the GPU where there is one (ARGS='--cases 20000 --seconds 900')"
@@ -28,8 +33,8 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else 'dualkv needs Python 3.11 or 3.12: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
+	$(INSTALL) --quiet --constraint constraints.txt torch
+	$(INSTALL) --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
 	touch $(STAMP)
 
 # Environments of other libraries are what `pip install '.[verl]'` and `'.[trl]'` make, in pinned versions (all of them
@@ -41,6 +46,13 @@ $(STAMP): pyproject.toml constraints.txt
 		"$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
 	$(BIN)/uv pip install --quiet --python .venv-$*/bin/python --no-deps \
 		--requirement tests/integrations/$*/requirements.txt --editable .
+	touch $@
+
+# Of another Python, so nothing of the first environment serves it.
+.venv-megatron312/.installed: $(STAMP) pyproject.toml tests/integrations/megatron/requirements.txt
+	$(PYTHON312) -m venv --clear --without-pip .venv-megatron312
+	$(BIN)/uv pip install --quiet --python .venv-megatron312/bin/python --constraint constraints.txt pytest \
+		--requirement tests/integrations/megatron/requirements.txt --editable .
 	touch $@
 
 demo: $(STAMP)
@@ -57,6 +69,9 @@ test-trl: .venv-trl/.installed
 
 test-megatron: .venv-megatron/.installed
 	.venv-megatron/bin/python -m pytest tests/integrations/megatron $(ARGS)
+
+test-megatron312: .venv-megatron312/.installed
+	.venv-megatron312/bin/python -m pytest tests/integrations/megatron $(ARGS)
 
 test-verl-megatron: .venv-verl_megatron/.installed
 	.venv-verl_megatron/bin/python -m pytest tests/integrations/verl_megatron $(ARGS)

@@ -3,7 +3,7 @@
 #   deploy/two_stages.sh DIR [options of dualkv precompile]
 # makes DIR/builder (with the compiler), DIR/kernels and the wheel of them in DIR/wheel, DIR/runtime (no compiler), and
 # loads every kernel in the last. PYTHON names the interpreter of both (default python3), WHEEL a wheel of the package
-# (default: built here).
+# (default: built here), UV a uv that installs the builder's packages in the place of pip.
 set -euo pipefail
 work=$(mkdir -p "${1:?expected a folder to work in}" && cd "$1" && pwd)
 shift
@@ -21,7 +21,11 @@ if [ -z "${WHEEL:-}" ]; then
     "$work/builder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheel" "$work/source"
     WHEEL=$(echo "$work"/wheel/dualkv-*.whl)
 fi
-pip_install "$work/builder" "$WHEEL[compile]"
+if [ -n "${UV:-}" ]; then
+    "$UV" pip install --quiet --python "$work/builder/bin/python" --constraint "$root/constraints.txt" "$WHEEL[compile]"
+else
+    pip_install "$work/builder" "$WHEEL[compile]"
+fi
 (cd "$work" && builder/bin/dualkv precompile --out kernels --wheel wheel "$@")
 
 echo "== runtime: the package and its kernels"

@@ -12,7 +12,9 @@
 Every row is computed once, as in one pass over the whole tree. A part reads the keys and values of the path above it,
 which are kept for each layer. Its backward adds to their gradients. A trunk's own backward runs once all parts below it
 are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part. The sums are
-those of the whole tree, in another order: gradients of kept keys and values are added in fp32.
+those of the whole tree, in another order: gradients of kept keys and values are added in fp32. Of recurrent layers the
+states and the last inputs of convolutions are kept, wherever parts below leave the path
+(:mod:`dualkv.integrations.recurrent.walked`).
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
 
 
 class _Kept(NamedTuple):
-    """Keys and values of a trunk in a layer: in its graph, and cut off for the parts below."""
+    """Tensors of a trunk in a layer (keys and values, say): in its graph, and cut off for the parts below."""
 
-    made: tuple[torch.Tensor, torch.Tensor]
-    read: tuple[torch.Tensor, torch.Tensor]
+    made: tuple[torch.Tensor, ...]
+    read: tuple[torch.Tensor, ...]
 
 
 class Branch:
@@ -87,20 +89,39 @@ class Branch:
         """
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, this part has {self.num_tokens}")
-        if self._training and not torch.is_grad_enabled():
-            raise ValueError(
-                "a walk with gradients came to a layer without them, which would lose those of kept keys and values:"
-                " gradient checkpointing needs use_reentrant=False"
-            )
+        self.check_gradients()
         above = [self._read(branch, layer, rows) for branch, (_, rows) in zip(self._above, self.part.path, strict=True)]
-        if self.part.is_trunk and layer not in self._kept:  # checkpointed layers come here again
-            read = tuple(x.detach().requires_grad_(x.requires_grad) for x in (k, v))
-            self._kept[layer] = _Kept((k, v), (read[0], read[1]))
+        if self.part.is_trunk:
+            self.keep(layer, k, v)
         rows = self.part.path_rows
         if rows:
             q = torch.cat([q.new_zeros(rows, *q.shape[1:]), q])
             k, v = (torch.cat([*(pair[i] for pair in above), x]) for i, x in enumerate((k, v)))
         return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)[rows:]
+
+    def check_gradients(self) -> None:
+        """Raises ValueError if the walk has gradients and the layer that is running has none."""
+        if self._training and not torch.is_grad_enabled():
+            raise ValueError(
+                "a walk with gradients came to a layer without them, which would lose those of kept keys and values:"
+                " gradient checkpointing needs use_reentrant=False"
+            )
+
+    def keep(self, key: Hashable, *tensors: torch.Tensor) -> None:
+        """Keeps tensors of a trunk for the parts below. Checkpointed layers come here again: the first time counts."""
+        if key not in self._kept:
+            self._kept[key] = _Kept(tensors, tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors))
+
+    def kept_above(self, key: Hashable) -> tuple[torch.Tensor, ...]:
+        """What the path keeps under a key; gradients of these tensors arrive in the trunk that made them.
+
+        Raises:
+            ValueError: nothing is kept there.
+        """
+        for branch in self._above:
+            if key in branch._kept:
+                return branch._kept[key].read
+        raise ValueError(f"the path keeps nothing of {key!r}: a part above did not run it")
 
     @staticmethod
     def _read(branch: Branch, layer: Hashable, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,14 +133,14 @@ class Branch:
     def collect(self) -> None:
         """Adds what a part below has left in the gradients of kept keys and values, in fp32 (fp64 for fp64)."""
         for layer, kept in self._kept.items():
-            sums = self._gradients.get(layer, (None, None))
+            sums = self._gradients.get(layer, (None,) * len(kept.read))
             self._gradients[layer] = tuple(map(_added, sums, kept.read))
 
     def backward(self, loss: torch.Tensor | None) -> None:
         """From the part's loss (None: it has none) and the gradients of kept keys and values."""
         roots, gradients = ([], []) if loss is None else ([loss], [torch.ones_like(loss)])
         for layer, kept in self._kept.items():
-            for made, gradient in zip(kept.made, self._gradients.get(layer, (None, None)), strict=True):
+            for made, gradient in zip(kept.made, self._gradients.get(layer, (None,) * len(kept.made)), strict=True):
                 if made.requires_grad and gradient is not None:
                     roots.append(made)
                     gradients.append(gradient.to(made.dtype))

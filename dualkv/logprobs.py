@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,8 @@ def response_logprobs(
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
     rows = predicting.new_empty(len(batch._tokens_of_row)).scatter_(0, row, predicting)
     targets = batch.targets.index_select(0, token)
-    settings = float(temperature), softcap, compiled, memory
+    differentiable = torch.is_grad_enabled() and (states.requires_grad or lm_head_weight.requires_grad)
+    settings = float(temperature), softcap, compiled, memory if differentiable else None
     return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, several, *settings)
 
 
@@ -231,20 +232,14 @@ def _compiled_gradient(
 
 
 def _gradient(
-    logits: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    g_logp: torch.Tensor,
-    g_entropy: torch.Tensor | None,
-    row: torch.Tensor,
-    targets: torch.Tensor,
-    g_token: torch.Tensor | None,
+    given: Sequence[Any], row: torch.Tensor, targets: torch.Tensor, g_token: torch.Tensor | None
 ) -> torch.Tensor:
-    """d loss / d logits [u, V] in their dtype; row, targets and g_token [t]: of each token its row, column and
-    gradient."""
-    d = _logits_gradient(logits, temperature, softcap, lse, entropy, g_logp, g_entropy)
+    """d loss / d logits [u, V] in their dtype.
+
+    given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: of each token its row, column and
+    gradient.
+    """
+    d, (logits, temperature, softcap, *_) = _logits_gradient(*given), given
     if g_token is not None:
         _add_at(d.view(-1), row * d.shape[1] + targets, g_token)
     if softcap is not None:
@@ -291,7 +286,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, in_place:
     if a.dtype == into.dtype:
         return into.addmm_(a, b)
     if in_place:
-        return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)  # type: ignore[no-any-return]
+        return torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)
     return into.add_(a @ b)
 
 
@@ -387,12 +382,13 @@ class _HeadLogProbs(torch.autograd.Function):
                 logits = ctx.kept.pop(u0, None)  # gone after a first backward
                 if logits is None:
                     logits = states @ weight.T
-                of_rows = [None if x is None else x[u0:u1] for x in (lse, entropy, row_logp, row_entropy)]
+                # Not views: the compiler would compile again for where they lie in what they are views of.
+                of_rows = [None if x is None else x[u0:u1].clone() for x in (lse, entropy, row_logp, row_entropy)]
+                scale = ctx.temperature, ctx.softcap
                 place, columns = row[t0:t1] - u0, targets[t0:t1]
                 g_token = None if g_logp is None else g_logp.index_select(0, token[t0:t1])
-                scale = ctx.temperature, ctx.softcap
                 if gradient is None:
-                    d = _gradient(logits, *scale, *of_rows, place, columns, g_token)
+                    d = _gradient([logits, *scale, *of_rows], place, columns, g_token)
                 else:
                     target = place.new_full((u1 - u0,), -1)
                     target[place] = columns  # of rows with several tokens any of them
@@ -400,10 +396,10 @@ class _HeadLogProbs(torch.autograd.Function):
                     if a1 > a0:
                         at, some = several[0][a0:a1], several[1][b0:b1]
                         rank = target.scatter_(0, at, torch.arange(a1 - a0, device=at.device))
-                        d[at] = _gradient(
-                            logits[at], *scale, *(None if x is None else x[at] for x in of_rows), rank[place[some]],
-                            columns[some], None if g_token is None else g_token[some],
-                        )  # fmt: skip
+                        g_token = None if g_token is None else g_token[some]
+                        of_several = [None if x is None else x[at] for x in of_rows]
+                        given = [logits[at], *scale, *of_several]
+                        d[at] = _gradient(given, rank[place[some]], columns[some], g_token)
                 del logits
                 if d_hidden is not None:
                     d_hidden.index_copy_(0, rows[u0:u1], d @ weight)

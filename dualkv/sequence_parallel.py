@@ -107,6 +107,10 @@ class Shard:
             raise ValueError(
                 f"x has {x.shape[dim]} rows in dimension {dim}, each rank of this layout holds {self.num_tokens}"
             )
+        return self.join(x, dim)
+
+    def join(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """:meth:`gather` of anything that every rank has equally many of along `dim`, such as values of some rows."""
         if self.world_size == 1:
             return x
         whole: torch.Tensor = _Gather.apply(x.movedim(dim, 0), self.group, self.rank)

@@ -18,6 +18,7 @@ PACKAGES = ("dualkv", "dualkv.integrations.trl", "dualkv.ops")
 MODULES = (
     "dualkv",
     "dualkv.grpo",
+    "dualkv.integrations.experts",
     "dualkv.integrations.megatron",
     "dualkv.integrations.transformers",
     "dualkv.integrations.trl",

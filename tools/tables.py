@@ -21,7 +21,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
 from tools import filed
-from tools.bench import cold_start, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -422,6 +422,22 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
+def two_sides(name: str, ours: str, theirs: str) -> str:
+    """Two sides of a record, a row for each workload: TFLOP/s of each, and the time of `theirs` over that of `ours`."""
+    run = _load(name)
+    rows: dict[str, dict[str, str]] = {}
+    for result in run["results"]:
+        first, second = (result["sides"].get(side, {}) for side in (ours, theirs))
+        if all("sustained_ms" in side for side in (first, second)):
+            rates = f"{first['sustained_tflops']:.0f}, {second['sustained_tflops']:.0f}"
+            ratio = f"**{second['sustained_ms'] / first['sustained_ms']:.2f}**"
+            rows.setdefault(result["workload"]["name"], {})[result["direction"]] = f"{rates}, {ratio}"
+    directions = dict.fromkeys(direction for row in rows.values() for direction in row)
+    head = [f"{DIRECTIONS[direction]}: TFLOP/s of each, ratio" for direction in directions]
+    cells = [[workload, *(row.get(direction, "") for direction in directions)] for workload, row in rows.items()]
+    return markdown_table(["workload", *head], cells) + _recorded(run)
+
+
 def kernels() -> str:
     """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
     described = manifest.read(MANIFEST)["kernels"]
@@ -535,6 +551,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
+    "cudnn": lambda: two_sides("cudnn-h200", "dualkv", "cudnn-intervals"),
+    "cudnn-backend": lambda: two_sides("cudnn-backend-h200", "dualkv-cudnn", "cudnn-intervals"),
+    "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),

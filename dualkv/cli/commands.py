@@ -127,6 +127,12 @@ def demo(
             help="Recompute layers in the backward. Default: on a GPU.",
         ),
     ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Packed ways: fuse what surrounds attention, keep what memory allows.")
+    ] = DEFAULT.fast,
+    memory: Annotated[
+        float | None, typer.Option(help="With --fast: GiB of the GPU that tensors may take. Default: 0.9 of it.")
+    ] = DEFAULT.memory,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),

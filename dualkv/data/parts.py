@@ -35,6 +35,7 @@ class TreePart:
         rows: [t] packed rows of the batch, in the order of the part.
         is_trunk: whether later parts read its keys and values.
         offsets, parent: segments of P + t rows, those of the path first.
+        cuts: of a trunk, ascending: its numbers of own rows behind which parts below hang or segments end.
     """
 
     batch: PackedSequences
@@ -44,6 +45,7 @@ class TreePart:
     is_trunk: bool
     offsets: IntArray
     parent: IntArray
+    cuts: tuple[int, ...] = ()
 
     @property
     def path_rows(self) -> int:
@@ -64,6 +66,27 @@ class TreePart:
     def layout(self) -> Layout:
         """Of the own rows alone: what counts them."""
         return Layout.from_segments([0, len(self.rows)], [-1], self.device)
+
+    @cached_property
+    def _first_own(self) -> int:
+        """Segments of the path."""
+        return int(np.searchsorted(self.offsets, self.path_rows))
+
+    @cached_property
+    def own(self) -> Layout:
+        """Of the own rows, in segments that begin where the path's rows end; a trunk is a chain of them."""
+        if self.is_trunk:
+            return Layout.from_segments([0, *self.cuts], range(-1, len(self.cuts) - 1), self.device)
+        parent = np.maximum(self.parent[self._first_own :] - self._first_own, -1)
+        return Layout.from_segments(self.offsets[self._first_own :] - self.path_rows, parent, self.device)
+
+    @cached_property
+    def hangs_at(self) -> IntArray:
+        """[segments of `own`] for those that nothing of it precedes: the rows of the path that they continue; else
+        -1."""
+        above = self.parent[self._first_own :]
+        found = np.where(above >= self._first_own, -1, np.where(above >= 0, self.offsets[above + 1], 0))
+        return np.append(found[:1], np.full(len(self.cuts) - 1, -1)) if self.is_trunk else found
 
     @cached_property
     def input_ids(self) -> torch.Tensor:
@@ -219,8 +242,9 @@ class _Plan:
         lengths = np.diff([0, *ends]).tolist()
         parent = list(range(-1, len(ends) - 1))
         at = {end: i for i, end in enumerate(ends)} | {0: -1}
-        starts, rows = self.segments.offsets, []
+        starts, rows, cuts = self.segments.offsets, [], list[int]()
         if is_trunk:
+            cuts = np.unique(np.cumsum([end - begin for _, begin, end in trunk])).tolist()
             lengths.append(sum(end - begin for _, begin, end in trunk))
             parent.append(at[hanging[0][0]])
             rows = [np.arange(starts[s] + begin, starts[s] + end) for s, begin, end in trunk]
@@ -232,9 +256,8 @@ class _Plan:
                     lengths.append(int(self.segments.lengths[s]) - (first if s == segment else 0))
                 rows.append(np.arange(starts[segment] + first, starts[segment] + self.size[segment]))
         offsets = np.append(0, np.cumsum(lengths))
-        made = TreePart(
-            self.batch, len(self.parts), path, np.concatenate(rows), is_trunk, offsets, np.array(parent, np.int64)
-        )
+        own = np.concatenate(rows), is_trunk, offsets, np.array(parent, np.int64), tuple(cut for cut in cuts if cut)
+        made = TreePart(self.batch, len(self.parts), path, *own)
         self.parts.append(made)
 
 

@@ -39,7 +39,7 @@ def _cost(result: DemoResult) -> Table:
     updates = f"{settings.steps} update{'s' * (settings.steps > 1)}"
     table = Table(
         title=f"{settings.algorithm.upper()}, {updates} of {settings.model} "
-        f"({result.parameters / 1e6:.3g} M parameters, {settings.dtype}, {where})",
+        f"({result.parameters / 1e6:.3g} M parameters, {settings.dtype}, {where}{', packed fast' * settings.fast})",
         title_justify="left",
     )
     table.add_column("")

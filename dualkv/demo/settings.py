@@ -45,6 +45,9 @@ class DemoSettings:
         seed: of weights, prompts and samples.
         deterministic: only deterministic algorithms, in PyTorch and in packed attention.
         gradient_checkpointing: layers are recomputed in the backward.
+        fast: what surrounds attention is fused in the packed ways (`enable(fast=True)`), and their log-probs compiled;
+            gradient checkpointing is theirs.
+        memory: GiB that tensors of the fast ways may take on the GPU; None: 0.9 of it.
         check: compare both ways with a wider dtype; None: in half precision only.
     """
 
@@ -68,6 +71,8 @@ class DemoSettings:
     seed: int = 0
     deterministic: bool = False
     gradient_checkpointing: bool = False
+    fast: bool = False
+    memory: float | None = None
     check: bool | None = None
 
     @classmethod
@@ -90,6 +95,11 @@ class DemoSettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} is {value}, expected 0 or more")
+        if self.memory is not None:
+            if not self.fast:
+                raise ValueError(f"memory is {self.memory} GiB without fast, which it limits")
+            if not self.memory > 0:
+                raise ValueError(f"memory is {self.memory}, expected a positive number of GiB")
         if self.device is not None:
             kind = self.device.partition(":")[0]
             if kind not in ("cpu", "cuda"):

@@ -23,7 +23,7 @@ from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.demo.measure import PeakMemory, Stopwatch
 from dualkv.demo.pictures import of_rows
 from dualkv.grpo import Algorithm, group_advantages, policy_loss, token_weights
-from dualkv.integrations.transformers import disable, enable
+from dualkv.integrations.transformers import disable, enable, memory_for_logits, recompute_layers
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.progress import Track, untracked
@@ -52,12 +52,15 @@ class ModelBatch:
         """Rows that the model computes, padding included."""
         return self.batch.layout.num_tokens
 
-    def logprobs(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of each response token, [m] and [m]."""
+    def logprobs(self, model: PreTrainedModel, fast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of each response token, [m] and [m]; `fast`: compiled, in memory that layers of
+        the model leave."""
         hidden = model.base_model(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head = model.get_output_embeddings()
         softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        logp, entropy = response_logprobs(hidden, head.weight, self.batch, softcap=softcap)
+        memory = memory_for_logits(model) if fast else None
+        options: dict[str, Any] = {"softcap": softcap, "compiled": fast, "memory": memory}
+        logp, entropy = response_logprobs(hidden, head.weight, self.batch, **options)
         return torch.cat(self.batch.unpack(logp)), torch.cat(self.batch.unpack(entropy))
 
 
@@ -235,6 +238,8 @@ class PolicyTrainer:
         reference: PreTrainedModel | None = None,
         deterministic: bool = False,
         track: Track = untracked,
+        fast: bool = False,
+        memory: float | None = None,
     ) -> None:
         """
         Args:
@@ -246,14 +251,18 @@ class PolicyTrainer:
             reference: the frozen policy of the KL term; needed when the objective has one.
             deterministic: PyTorch and packed attention use deterministic algorithms only.
             track: shows progress.
+            fast, memory: of packed ways, as in :class:`dualkv.demo.settings.DemoSettings`.
         """
+        self._fast = fast and way != "replicated"
         self.model, self.way, self.objective, self.budget = model, way, objective, budget
         self.reference, self.deterministic = reference, deterministic
         for each in (model, reference):
             if each is not None:
                 disable(each)
                 if way != "replicated":
-                    enable(each, deterministic=deterministic)
+                    enable(each, deterministic=deterministic, fast=fast)
+        if self._fast and memory is not None:
+            recompute_layers(model, "attention", memory=memory)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
         self._warm = model.device.type == "cpu"  # nothing there is made at a first call
@@ -322,7 +331,7 @@ class PolicyTrainer:
         """Forward and backward of a first micro-batch, neither timed nor kept: kernels are then loaded or compiled."""
         batch = WAYS[self.way](rollouts, self.budget, self.model.device)[0]
         self.model.train()
-        batch.logprobs(self.model)[0].sum().backward()
+        batch.logprobs(self.model, self._fast)[0].sum().backward()
         self.model.zero_grad(set_to_none=True)
         self.model.eval()
         self._warm = True
@@ -332,7 +341,7 @@ class PolicyTrainer:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         """(loss of a micro-batch, its share of the metrics, its log-probs): the latter two without gradient."""
         at, objective = batch.places, self.objective
-        logp, entropy = batch.logprobs(self.model)
+        logp, entropy = batch.logprobs(self.model, self._fast)
         weights = prepared.weights[at]
         loss, metrics = policy_loss(
             logp,
@@ -350,7 +359,7 @@ class PolicyTrainer:
     @torch.no_grad()
     def _logprobs(self, model: PreTrainedModel, micro_batches: Sequence[ModelBatch], what: str) -> torch.Tensor:
         """[M] log-probs of the response tokens."""
-        return _in_place([(b.places, b.logprobs(model)[0]) for b in self._tracked(micro_batches, what)])
+        return _in_place([(b.places, b.logprobs(model, self._fast)[0]) for b in self._tracked(micro_batches, what)])
 
     def _tracked(self, micro_batches: Sequence[ModelBatch], what: str) -> Iterable[ModelBatch]:
         return self._track(micro_batches, f"{self.way}: {what}", len(micro_batches))

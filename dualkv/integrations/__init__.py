@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["megatron", "transformers", "trl", "verl"]
+__all__ = ["experts", "megatron", "transformers", "trl", "verl"]
 
 
 def __getattr__(name: str) -> Any:

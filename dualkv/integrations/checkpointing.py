@@ -1,8 +1,8 @@
 """Gradient checkpointing of a model's layers that keeps what is worth its memory.
 
 A packed group has fewer rows than its replicated sequences, and leaves memory for results that checkpointing would
-compute again. :func:`recompute_layers` keeps attention's, or all products', and lets the last layers keep everything
-where a limit of memory allows.
+compute again. :func:`recompute_layers` keeps attention's, or all products', and lets the last layers keep more where
+a limit of memory allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dualkv.integrations import layers
@@ -22,10 +22,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _ATTENTION = [torch.ops.dualkv.fwd.default]
 _aten = torch.ops.aten
+_PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default]
 KEEP: dict[str, list[Any]] = {
     "nothing": [],
     "attention": _ATTENTION,
-    "products": [*_ATTENTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default],
+    "products": [*_ATTENTION, *_PRODUCTS],
 }
 
 
@@ -42,9 +43,11 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
             all matrix products, so that only elementwise operations are computed again: T rows of every projection,
             about 86 kB a row and layer for Qwen3-8B.
         memory: GiB that the tensors of this process may take on the model's GPU at the peak of a step. As many of the
-            last layers as fit are not checkpointed at all. The first call with gradients leaves out one layer, which
-            costs no memory at the peak, and measures; later calls leave out what the measured memory allows, less for
-            longer batches. One process only, because ranks that recompute different layers would wait for each other.
+            last layers as fit keep their products, and if all of them do, as many as fit are not checkpointed at all.
+            The first call with gradients leaves out one layer, which costs no memory at the peak, and measures; later
+            calls keep what the measured memory allows, less for longer batches. :func:`memory_for_logits` lends the
+            head what is left. One process only, because ranks that recompute different layers would wait for each
+            other.
 
     Returns:
         The same model.
@@ -56,32 +59,59 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
     """
     if keep not in KEEP:
         raise ValueError(f"keep is {keep!r}, expected one of {', '.join(KEEP)}")
-    if keep == "products":
-        _refuse_overwritten_products(model)
+    overwritten = _overwritten_products(model)
+    if keep == "products" and overwritten:
+        raise ValueError(overwritten)
     device = next(model.parameters()).device
     if memory is not None:
         _refuse_memory(memory, device)
     arguments: dict[str, Any] = {"use_reentrant": False}
     if keep != "nothing":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, KEEP[keep])
+    for decoder in layers.decoders(model):
+        forget(decoder)
     # transformers renamed it within version 5.
     enable_it: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable_it(arguments)
-    for decoder in layers.decoders(model):
-        forget(decoder)
-        if memory is not None:
-            decoder.register_forward_pre_hook(_Fit(decoder, memory, device), with_kwargs=True)
+    if memory is not None:
+        for decoder in layers.decoders(model):
+            fit = _Fit(decoder, memory, device, KEEP[keep], products=keep != "products" and not overwritten)
+            decoder.register_forward_pre_hook(fit, with_kwargs=True)
     return model
+
+
+def memory_for_logits(model: nn.Module) -> float | None:
+    """GiB for `response_logprobs(..., memory=)` on the last hidden states of this model.
+
+    It is the limit of :func:`recompute_layers`, so that logits take what layers leave. None without a limit, and in
+    calls that measure what layers need: the first two, and those with more rows than any before.
+    """
+    fits = [fit for decoder in layers.decoders(model) for fit in _fits(decoder)]
+    return fits[0].for_logits() if fits else None
+
+
+def keep_attention(model: nn.Module) -> None:
+    """Lets layers keep attention again after a trainer's own call of `gradient_checkpointing_enable`, if that asked for
+    checkpointing that is not reentrant; a limit of memory does so by itself."""
+    for decoder in layers.decoders(model):
+        for layer in [] if _fits(decoder) else layers_to_leave_out(decoder):
+            how = layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
+            if isinstance(how, partial) and how.keywords.get("use_reentrant") is False:
+                contexts = partial(create_selective_checkpoint_contexts, KEEP["attention"])
+                layer._gradient_checkpointing_func = partial(how, context_fn=contexts)
 
 
 def forget(decoder: nn.Module) -> None:
     """Takes away a limit of memory that an earlier call set."""
     for key, hook in list(decoder._forward_pre_hooks.items()):
         if isinstance(hook, _Fit):
-            hook.leave_out(0)
             hook.remove()
             del decoder._forward_pre_hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _fits(decoder: nn.Module) -> list[_Fit]:
+    return [hook for hook in decoder._forward_pre_hooks.values() if isinstance(hook, _Fit)]
 
 
 def _refuse_memory(memory: float, device: torch.device) -> None:
@@ -110,15 +140,16 @@ def _ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _refuse_overwritten_products(model: nn.Module) -> None:
-    """Raises ValueError if Liger's kernel rotates q and k in place, unseen by PyTorch: kept ones would rotate twice."""
+def _overwritten_products(model: nn.Module) -> str | None:
+    """Why products cannot be kept: Liger's kernel rotates q and k in place, unseen by PyTorch, here twice."""
     for name, module, _ in layers.decoder_layers(model):
         rotate = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
         if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
-            raise ValueError(
+            return (
                 f"{name} ({type(module).__name__}) rotates its projections in place by Liger's kernel, which keep="
                 "'products' would do twice: use keep='attention', or Liger with rope=False"
             )
+    return None
 
 
 # ---------------------------------------------------------------- as many layers as a limit allows
@@ -137,64 +168,139 @@ def layers_to_leave_out(decoder: nn.Module) -> list[Any]:
     return [m for m in decoder.modules() if m is not decoder and isinstance(m, GradientCheckpointingLayer)]
 
 
-class _Fit:
-    """A forward pre-hook of a decoder: sets which of its layers are checkpointed in this call.
+def _ends_with_product(hidden: torch.Tensor) -> bool:
+    """Whether a layer adds the result of a product to its residual, so that no backward reads that result."""
+    add = hidden.grad_fn
+    if add is None or add.name() != "AddBackward0":
+        return False
+    for node, _ in add.next_functions:
+        while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+            node = node.next_functions[0][0]
+        if node is not None and node.name() in ("MmBackward0", "AddmmBackward0"):
+            return True
+    return False
 
-    Let `need` be what a step takes beyond the memory that its forward starts with, with one layer left out. It is
-    measured as the peak at the end of a backward, less what that step kept in further layers. A peak of something else
-    makes it too large and never too small, and one more layer left out adds at most what it keeps. The last layer's
-    backward directly follows its forward, so leaving it out adds nothing. For fewer rows half of `need` is taken as
-    fixed: the gradients of the weights and the head's chunks of logits, which are less.
+
+RECOMPUTED, PRODUCTS, LEFT_OUT = range(3)  # what a layer keeps: as `keep` says, its products too, everything
+
+
+class _Fit:
+    """A forward pre-hook of a decoder: sets what each of its layers keeps in this call.
+
+    Let `need` be what a step takes beyond the memory that its forward starts with, with the last layer left out of
+    checkpointing and the others recomputed. It is measured as the peak at the end of a backward, less what that step
+    kept in other layers. A peak of something else makes it too large and never too small, and a layer that keeps more
+    adds at most what it keeps. The last layer's backward directly follows its forward, so leaving it out adds nothing.
+    For fewer rows half of `need` is taken as fixed: the gradients of the weights and the head's chunks of logits, which
+    are less.
+
+    Products are kept before anything else: what is computed from them takes nearly as much memory, and little time.
     """
 
-    def __init__(self, decoder: nn.Module, limit: float, device: torch.device) -> None:
+    def __init__(
+        self, decoder: nn.Module, limit: float, device: torch.device, keep: list[Any], products: bool = True
+    ) -> None:
+        """keep: operations whose results all layers keep. products: whether those of products may be kept."""
         self.limit, self.device, self.layers = limit * 2**30, device, layers_to_leave_out(decoder)
         if not self.layers:
             raise ValueError(
                 f"memory is {limit} GiB for {type(decoder).__name__}, whose layers are not checkpointed one by one:"
                 " expected layers of transformers' GradientCheckpointingLayer"
             )
-        self.rows, self.need = 0, 0.0  # `need` is that of a call of these rows
-        self.more = 0.0  # bytes a row that a layer keeps beyond a checkpointed one
-        self.call = 0, 0, 0.0  # rows, bytes at the start, bytes kept in further layers
-        self.marks: list[int] = []  # bytes before the first layer, the second and the last; these can be one
-        measured = [layer.register_forward_pre_hook(self._mark) for layer in (*self.layers[:2], self.layers[-1])]
-        self.handles = [*measured, self.layers[-1].register_forward_hook(self._end)]
+        self.keep, self.may_keep_products = keep, products
+        self.rows, self.need, self.learned = 0, 0.0, 0  # `need` is that of a call of these rows
+        self.plain = 0.0  # bytes a row that a recomputed layer keeps
+        self.more = [0.0, 0.0, 0.0]  # bytes a row beyond that, by what a layer keeps; 0 until they are measured
+        self.logits = False  # whether the head asks for what is left
+        self.call = 0, 0, 0.0  # rows, bytes at the start, bytes kept beyond recomputed layers, the last one not counted
+        self.marks: list[int] = []  # bytes before each layer
+        self.ended = False  # whether this call has left the last layer
+        self.levels = [RECOMPUTED] * len(self.layers)
+        self.products = 0  # in the forward of a layer
+        self.last_is_read = True  # whether a backward reads the last product's result
+        self.own = [layer._gradient_checkpointing_func for layer in self.layers]
+        handles = [layer.register_forward_pre_hook(self._mark) for layer in self.layers]
+        self.handles = [*handles, self.layers[-1].register_forward_hook(self._end)]
 
     def remove(self) -> None:
+        for layer, own in zip(self.layers, self.own, strict=True):
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, own
         for handle in self.handles:
             handle.remove()
 
-    def leave_out(self, count: int) -> None:
-        """Leaves the last `count` layers out of checkpointing."""
-        for at, layer in enumerate(self.layers):
-            layer.gradient_checkpointing = at < len(self.layers) - count
+    def set_levels(self, levels: list[int]) -> None:
+        """Sets what each layer keeps."""
+        self.levels = levels
+        for layer, level in zip(self.layers, levels, strict=True):
+            layer.gradient_checkpointing = level != LEFT_OUT
+            contexts = partial(self._contexts, level)
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+    def _contexts(self, level: int) -> Any:
+        """Of one call of a layer, its forward and when it is computed again."""
+        counts = [0, 0]  # products in each of them
+        not_read = self.products if self.products and not self.last_is_read else -1
+
+        def policy(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+            kept = op in self.keep
+            if op in _PRODUCTS:
+                counts[context.is_recompute] += 1
+                self.products = max(self.products, counts[0])
+                kept = kept or (level == PRODUCTS and counts[context.is_recompute] != not_read)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
 
     def __call__(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not (decoder.training and torch.is_grad_enabled()):
             self.call = 0, 0, 0.0
             return
         given = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        rows, start, further = given.shape[0] * given.shape[1], _allocated(self.device), 0
-        if self.more:
-            ratio = rows / self.rows
-            need = self.need * max(ratio, (1 + ratio) / 2)
-            further = max(0, int((self.limit - start - need) / (rows * self.more)))
-        count = min(1 + further, len(self.layers))
-        self.leave_out(count)
-        self.call, self.marks = (rows, start, (count - 1) * rows * self.more), []
+        rows, start = given.shape[0] * given.shape[1], _allocated(self.device)
+        self.set_levels(self._fitting(rows, start))
+        self.call, self.marks, self.ended = (rows, start, 0.0), [], False
 
+    def _fitting(self, rows: int, start: int) -> list[int]:
+        """What each layer keeps in a call of so many rows."""
+        others, products, left_out, last = len(self.layers) - 1, 0, 0, LEFT_OUT
+        if not (self.more[LEFT_OUT] and self.rows):
+            return [RECOMPUTED] * others + [last]
+        ratio = rows / self.rows
+        room = (self.limit - start - self.need * max(ratio, (1 + ratio) / 2)) / rows
+        if self.may_keep_products:
+            each = self.more[PRODUCTS] or self.more[LEFT_OUT]  # to be measured: not more than everything
+            products = _fit_in(room, each, others)
+            room -= products * each
+            if self.logits:  # At the head what the last layer keeps costs memory, for which logits give more.
+                last = PRODUCTS
+            elif products == others:
+                left_out = _fit_in(room, self.more[LEFT_OUT] - each, others)
+        else:
+            left_out = _fit_in(room, self.more[LEFT_OUT], others)
+        most = max(products, left_out)
+        return [RECOMPUTED] * (others - most) + [PRODUCTS] * (most - left_out) + [LEFT_OUT] * left_out + [last]
+
+    # Layers that are computed again call these hooks again, in some versions of transformers.
     def _mark(self, *_: Any) -> None:
-        if self.call[0] and not self.more:
+        if self.call[0] and not self.ended:
             self.marks.append(_allocated(self.device))
 
     def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
-        if not self.call[0]:
+        rows, start, _ = self.call
+        if not rows or self.ended:
             return  # no call with gradients
-        if not self.more:
-            first, second, before = self.marks[0], *self.marks[-2:]
-            self.more = max((_allocated(self.device) - before) - (second - first), 1) / self.call[0]
+        self.ended = True
         hidden = output[0] if isinstance(output, tuple) else output
+        ends = [*self.marks[1:], _allocated(self.device)]
+        took = [(end - begin) / rows for begin, end in zip(self.marks, ends, strict=True)]
+        if not self.more[LEFT_OUT]:
+            self.plain = min(took[:-1], default=0.0)
+            self.last_is_read = not _ends_with_product(hidden)
+        for level in (PRODUCTS, LEFT_OUT):
+            found = [each - self.plain for each, its in zip(took, self.levels, strict=True) if its == level]
+            if found:
+                self.more[level] = max(*found, 1 / rows)
+        self.call = rows, start, rows * sum(max(each - self.plain, 0.0) for each in took[:-1])
         if hidden.requires_grad:
             # Here and not at the next call, because a user may reset the peak between steps.
             hidden.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._learn))
@@ -203,5 +309,16 @@ class _Fit:
         """At the end of a backward."""
         rows, start, kept = self.call
         need = _peak(self.device) - start - kept
+        self.learned += 1
         if rows > self.rows or (rows == self.rows and need < self.need):
             self.rows, self.need = rows, need
+
+    def for_logits(self) -> float | None:
+        """Logits that fill the memory would hide what layers need, which is learned without them first."""
+        self.logits = True
+        known = self.learned > 1 and 0 < self.call[0] <= self.rows
+        return self.limit / 2**30 if known else None
+
+
+def _fit_in(room: float, each: float, most: int) -> int:
+    return min(most, max(0, int(room / each))) if each > 0 else 0

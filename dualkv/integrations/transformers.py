@@ -29,6 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from dualkv.branches import Branch
 from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
+from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
@@ -149,8 +150,6 @@ def _enter_decoder(
     name = type(module).__name__
     if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
-    if isinstance(layout, Branch) and recurrent.mixers(module):
-        raise ValueError(f"{name} has recurrent layers, whose states dualkv.walk does not keep: cut the tree instead")
     if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
         media.refuse_unplaced(module, kwargs)
@@ -281,7 +280,7 @@ def _take_layout(
     return args, {**kwargs, "dualkv": layout}
 
 
-HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing)
+HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing, recurrent.enter)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -415,9 +414,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             takes about a second, once for each configuration in a process. The model itself is not run.
         fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
             where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
-            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers are left out of it
-            as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)` afterwards sets another
-            limit). `disable` leaves gradient checkpointing on.
+            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
+            products too, or everything, as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)`
+            afterwards sets another limit). `disable` leaves gradient checkpointing on.
 
     Returns:
         The same model.
@@ -439,6 +438,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             selfcheck.check(decoder, enable)
     for decoder in inner:
         recurrent.install(decoder)
+        for _, mixer in recurrent.mixers(decoder):
+            mixer.register_forward_pre_hook(recurrent.enter, with_kwargs=True)
     for config in _configs(model):
         config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
     for name, module, _ in layers.decoder_layers(model):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen3 import modeling_qwen3
 
 import dualkv.demo.update
 from dualkv.data.packing import PackedBatch
@@ -23,6 +24,7 @@ from dualkv.models import load_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"groups": 2, "prompt_len": 40, "responses": 3, "response_len": 12, "steps": 2, "device": "cpu"}
+TURNS: dict[str, Any] = SMALL | {"turns": 3, "responses": 6, "prompt_len": 24, "response_len": 5}
 
 
 def ragged_rollouts() -> Rollouts:
@@ -64,6 +66,23 @@ def test_live_rollouts_agree(algorithm: str, dtype: str) -> None:
     assert packed.tokens[0] == 2 * 40 + result.response_tokens[0]
 
 
+def test_fast_agrees_and_leaves_nothing_behind() -> None:
+    """Fused pieces, compiled log-probs, attention kept."""
+    rotary = modeling_qwen3.apply_rotary_pos_emb
+    result = run_demo(DemoSettings(fast=True, **SMALL | {"steps": 1}))
+    assert result.exact is True
+    assert modeling_qwen3.apply_rotary_pos_emb is rotary
+
+
+def test_a_limit_of_memory_belongs_to_fast() -> None:
+    with pytest.raises(ValueError, match="memory is 8 GiB without fast"):
+        DemoSettings(memory=8)
+    with pytest.raises(ValueError, match="memory is 0, expected a positive"):
+        DemoSettings(fast=True, memory=0)
+    with pytest.raises(ValueError, match="memory is 8 GiB for a model on cpu"):
+        run_demo(DemoSettings(fast=True, memory=8, **SMALL))
+
+
 def test_rollouts_from_a_file_agree(tmp_path: Path) -> None:
     """Three updates on the same rollouts: ratios leave 1 and the clip range."""
     path = write(tmp_path / "rollouts.jsonl", ragged_rollouts())
@@ -76,9 +95,6 @@ def test_rollouts_from_a_file_agree(tmp_path: Path) -> None:
     clipped = [m["clip_fraction"] for m in result.ways["replicated"].metrics]
     assert clipped[0] == 0 < clipped[2]
     assert result.ways["packed"].metrics[2]["clip_fraction"] == pytest.approx(clipped[2])
-
-
-TURNS: dict[str, Any] = SMALL | {"turns": 3, "responses": 6, "prompt_len": 24, "response_len": 5}
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import dualkv
-from dualkv.data.parts import plan_parts
+from dualkv.branches import Branch
 from dualkv.integrations.transformers import enable, recompute_layers
+from tests.integrations import test_recurrent
 from tests.integrations.test_transformers import double_throughout
 from tests.integrations.tiny import assert_close, gradients, make_model
 
@@ -112,12 +114,56 @@ def test_frozen_projections():
         assert_close(parameter, kept[parameter], gradient, 1e-5)
 
 
-def test_recurrent_layers_are_refused():
-    from dualkv.models import CONFIGS, load_model
-
-    assert "tiny-hybrid" in CONFIGS
-    model = enable(load_model("tiny-hybrid", torch.float32, torch.device("cpu"), 0))
+@pytest.mark.parametrize("family", test_recurrent.FAMILIES)
+def test_recurrent_layers_in_fp64(family):
+    """States and last inputs of convolutions come from the path, also where it is cut within a segment."""
     batch = packed()
-    assert len(plan_parts(batch, 4)) > 1
-    with pytest.raises(ValueError, match="recurrent layers"):
-        walked(model, batch, weights_of(batch, torch.float32), 4)
+    weights = weights_of(batch, torch.float64)
+    with test_recurrent.double_throughout():
+        model = enable(test_recurrent.make(family, torch.float64))
+        wanted = whole(model, batch, weights)
+        expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+        for budget in (1, 3, 7, 100):
+            model.zero_grad()
+            assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
+            for name, gradient in gradients(model).items():
+                assert_close(f"{name}, {budget} rows", gradient, expected[name], 1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "minimax"])
+def test_long_recurrent_layers_with_gradient_checkpointing(family):
+    """Segments longer than a chunk of the scans, shorter than a convolution, and cut at any row."""
+    if family not in test_recurrent.FAMILIES:
+        pytest.skip("this version of transformers hands no arguments on to its short convolutions")
+    numbers = np.random.default_rng(0).integers(3, 90, 400).tolist()
+    trunk = numbers[:150]
+    sequences = [trunk, [*trunk[:80], *numbers[150:240]], [*trunk[:81], *numbers[240:250]], numbers[250:320]]
+    sequences += [[*sequences[1][:100], 91], [*sequences[1][:100], 92, 93], [*trunk, *numbers[320:]], [*trunk, 94]]
+    batch = dualkv.pack_sequences(sequences)
+    weights = weights_of(batch, torch.float64)
+    with test_recurrent.double_throughout():
+        model = enable(test_recurrent.make(family, torch.float64))
+        wanted = whole(model, batch, weights)
+        expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+        recompute_layers(model, "nothing")
+        for budget in (23, 90):
+            model.zero_grad()
+            assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
+            for name, gradient in gradients(model).items():
+                assert_close(f"{name}, {budget} rows", gradient, expected[name], 1e-9)
+
+
+def test_states_of_the_path_matter(monkeypatch):
+    """Without them the results are others: what the tests above compare depends on them."""
+    batch = packed()
+    weights = weights_of(batch, torch.float64)
+    with test_recurrent.double_throughout():
+        model = enable(test_recurrent.make("qwen3_5_text", torch.float64))
+        wanted = whole(model, batch, weights)
+        keep = Branch.keep
+
+        def zeros(self, key, *tensors):
+            keep(self, key, *((x * 0 for x in tensors) if isinstance(key, tuple) else tensors))
+
+        monkeypatch.setattr(Branch, "keep", zeros)
+        assert (walked(model, batch, weights, 4) - wanted).abs() > 1e-4 * wanted.abs()

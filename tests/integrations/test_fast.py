@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ pytest.importorskip("transformers")
 
 from dualkv.integrations import checkpointing, fused
 from dualkv.integrations.transformers import disable, enable, recompute_layers
-from tests.integrations.tiny import LAYOUT, make_model, token_ids
+from tests.dispatched import Dispatched
+from tests.integrations.tiny import LAYOUT, make_featured, make_model, token_ids
 
 GIB = 2**30
 
 
 class Memory:
-    """Of a pretended GPU: each layer keeps 3 bytes a row where it is left out, 1 where not; a step takes 40 more."""
+    """Of a pretended GPU: a layer keeps 1 byte a row where it is recomputed, 2 with its products, 3 where it is left
+    out of checkpointing; a step takes 40 more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows, self.start = 0, 100
@@ -28,20 +31,23 @@ class Memory:
         monkeypatch.setattr(checkpointing, "_peak", lambda _: self.peak)
 
     def watch(self, model: Any) -> None:
-        for layer in model.get_decoder().layers:
-            layer.register_forward_hook(self._after, prepend=True)
+        (self.fit,) = checkpointing._fits(model.get_decoder())
+        for at, layer in enumerate(model.get_decoder().layers):
+            layer.register_forward_hook(partial(self._after, at), prepend=True)
 
-    def _after(self, layer: Any, args: Any, output: Any) -> None:
-        self.now += self.rows * (1 if layer.gradient_checkpointing else 3)
+    def _after(self, at: int, layer: Any, args: Any, output: Any) -> None:
+        level = self.fit.levels[at]
+        assert layer.gradient_checkpointing == (level != checkpointing.LEFT_OUT)
+        self.now += self.rows * (1 + level)
 
-    def step(self, model: Any, rows: int) -> int:
-        """The layers that were left out. The peak is that of the last layer's backward."""
+    def step(self, model: Any, rows: int, logits: bool = False) -> list[int]:
+        """What each layer kept. The peak is that of the last layer's backward."""
         self.rows, self.now = rows, self.start
         out = model(input_ids=torch.arange(rows)[None] % 7, use_cache=False).logits
-        left_out = sum(not layer.gradient_checkpointing for layer in model.get_decoder().layers)
+        self.lent = checkpointing.memory_for_logits(model) if logits else None
         self.peak = max(self.peak, self.now + 40 * rows)
         out.sum().backward()
-        return left_out
+        return self.fit.levels
 
 
 def make_deep(layers: int) -> Any:
@@ -49,40 +55,129 @@ def make_deep(layers: int) -> Any:
     return model.train()
 
 
-def test_as_many_layers_as_the_limit_allows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_much_as_the_limit_allows_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_deep(6)
     memory = Memory(monkeypatch)
-    # 100 at the start, 6 * 1 + 2 + 40 bytes a row with one layer left out: 580 for ten rows. A further one adds 20.
-    recompute_layers(model, "attention", memory=(580 + 50) / GIB)
+    # 100 at the start, 5 * 1 + 3 + 40 bytes a row with one layer left out: 580 for ten rows. Products add 10 a layer.
+    recompute_layers(model, "attention", memory=(580 + 70) / GIB)
     memory.watch(model)
-    assert [memory.step(model, 10) for _ in range(3)] == [1, 3, 3]
-    assert memory.peak <= 630
-    assert memory.step(model, 11) == 1  # 100 + 528, and 22 for one further
-    assert memory.step(model, 5) == 6  # 100 + 384, and 10 for each further
-    assert memory.step(model, 1000) == 1
+    assert memory.step(model, 10) == [0, 0, 0, 0, 0, 2]
+    assert memory.step(model, 10) == [0, 0, 1, 1, 1, 2]  # products counted as everything: 20
+    assert memory.step(model, 10) == [1, 1, 1, 2, 2, 2]
+    assert memory.peak == 650
+    assert memory.step(model, 11) == [0, 0, 0, 1, 1, 2]  # 100 + 528, and 11 for each layer's products
+    assert memory.step(model, 5) == [2] * 6  # 100 + 384, and 10 for each layer left out
+    assert memory.step(model, 1000) == [0, 0, 0, 0, 0, 2]
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
-    assert memory.step(model, 5) == 1  # the long batch's peak is all that is known
+    assert memory.step(model, 5) == [0, 0, 0, 0, 0, 2]  # the long batch's peak is all that is known
     recompute_layers(model, "attention")
     assert all(layer.gradient_checkpointing for layer in model.get_decoder().layers)
-    assert not any(isinstance(h, checkpointing._Fit) for h in model.get_decoder()._forward_pre_hooks.values())
+    assert not checkpointing._fits(model.get_decoder())
 
 
-def test_gradients_do_not_depend_on_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    grads = []
-    for limit in (None, 400, 10**9):
+def test_a_forward_without_a_backward_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_deep(3)
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "attention", memory=10**4 / GIB)
+    memory.watch(model)
+    for _ in range(2):
+        memory.rows, memory.now = 10, memory.start
+        model(input_ids=torch.zeros(1, 10, dtype=torch.long), use_cache=False)
+        assert memory.fit.levels == [0, 0, 2]
+    assert [memory.step(model, 10) for _ in range(2)] == [[0, 0, 2], [1, 1, 2]]
+
+
+def test_hooks_of_layers_that_run_again_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with transformers that checkpoint a layer's call and not its forward."""
+    model = make_deep(3)
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "attention", memory=10**4 / GIB)
+    memory.watch(model)
+    for layer in model.get_decoder().layers:
+        layer.register_full_backward_hook(lambda layer, *_: (memory.fit._mark(), memory.fit._end(layer, (), None))[0])
+    assert [memory.step(model, 10, logits=True) for _ in range(4)][-1] == [1, 1, 1]
+    assert len(memory.fit.marks) == 3
+
+
+def test_the_head_gets_what_layers_leave_once_their_need_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_deep(4)
+    assert checkpointing.memory_for_logits(model) is None
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "attention", memory=10**4 / GIB)
+    memory.watch(model)
+    lent = []
+    for rows in (10, 10, 10, 11, 11):
+        levels = memory.step(model, rows, logits=True)
+        lent.append(memory.lent)
+    assert lent == [None, None, 10**4 / GIB, None, 10**4 / GIB]
+    assert levels == [1, 1, 1, 1]
+
+
+def test_products_that_are_overwritten_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_deep(3)
+    memory = Memory(monkeypatch)
+    monkeypatch.setattr(checkpointing, "_overwritten_products", lambda _: "Liger's kernel rotates them in place")
+    recompute_layers(model, "attention", memory=(100 + 10 * 45 + 20) / GIB)
+    memory.watch(model)
+    assert [memory.step(model, 10) for _ in range(2)] == [[0, 0, 2], [0, 2, 2]]
+    with pytest.raises(ValueError, match="rotates them in place"):
+        recompute_layers(model, "products")
+
+
+@pytest.mark.parametrize("keep", ["nothing", "attention", "products"])
+def test_gradients_do_not_depend_on_the_limit(monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
+    grads, products, kept, rows = [], [], [], LAYOUT.num_tokens
+    least = 100 + 45 * rows
+    for limit in (None, least, least + 2 * rows, 10**9):
         model = enable(make_deep(3))
         memory = Memory(monkeypatch)
-        recompute_layers(model, "attention", memory=limit and limit / GIB)
-        memory.watch(model)
-        for _ in range(2):
+        recompute_layers(model, keep, memory=limit and limit / GIB)
+        if limit:
+            memory.watch(model)
+        for _ in range(3):
             model.zero_grad()
-            memory.now, memory.rows, memory.peak = 100, LAYOUT.num_tokens, 10**4
-            model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.square().sum().backward()
+            memory.now, memory.rows = memory.start, rows
+            loss = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.square().sum()
+            memory.peak = memory.now + 40 * rows
+            with Dispatched() as backward:
+                loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
-    assert sum(not layer.gradient_checkpointing for layer in model.get_decoder().layers) == 3
+        products.append(backward.products)
+        kept.append(memory.fit.levels if limit else None)
     for other in grads[1:]:
         assert all(map(torch.equal, grads[0], other))
+    assert kept[1:] == [[0, 0, 2], [0, 2, 2] if keep == "products" else [1, 1, 2], [2, 2, 2]]
+    # Six products of seven are computed again: nothing reads the last one's result.
+    assert [products[0] - n for n in products[1:]] == ([0, 0, 0] if keep == "products" else [6, 18, 18])
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("qwen3", 6), ("gemma2", 7)])
+def test_a_last_product_is_kept_only_where_a_backward_reads_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, kept: int
+) -> None:
+    """Gemma 2 has a norm behind it."""
+    contexts, saved = checkpointing.create_selective_checkpoint_contexts, []
+
+    def watched(policy: Any) -> Any:
+        def says(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            said = policy(context, op, *args, **kwargs)
+            if op in checkpointing._PRODUCTS and not context.is_recompute:
+                saved.append(said == checkpointing.CheckpointPolicy.MUST_SAVE)
+            return said
+
+        return contexts(says)
+
+    monkeypatch.setattr(checkpointing, "create_selective_checkpoint_contexts", watched)
+    model = (make_featured(kind, 5) if kind == "gemma2" else make_model(kind)).train()
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "attention", memory=1.0)
+    memory.watch(model)
+    memory.step(model, 10)
+    saved.clear()
+    monkeypatch.setattr(memory.fit, "_fitting", lambda *_: [checkpointing.PRODUCTS] * 2)
+    memory.step(model, 10)
+    assert saved[:7] == [True] * kept + [False] * (7 - kept)
 
 
 def test_limits_that_mean_nothing_are_refused() -> None:

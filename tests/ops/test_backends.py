@@ -381,6 +381,11 @@ def test_by_hand(gpu, monkeypatch):
         chosen(softcap=3.0)
     with pytest.raises(ValueError, match="backend is 'flash', which does not serve softcap"):
         chosen("flash", 3.0)
+    narrow = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 128)})
+    with pytest.raises(ValueError, match=r"'cudnn', which does not serve values of another head dim on .* 9\.0"):
+        backends.choose(q, narrow, None, None, "cudnn")
+    assert backends.choose(gpu((10, 0)), narrow, None, None, "cudnn") is backends.BACKENDS["cudnn"]
+    q = gpu((9, 0))
     monkeypatch.setenv("DUALKV_BACKEND", "fa2")
     with pytest.raises(
         ValueError, match="DUALKV_BACKEND is 'fa2', expected one of hopper, cudnn, flash, reference, flex"

@@ -80,6 +80,25 @@ def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
     assert "\n\nBackward. Recorded 2026-01-02 at" in text
 
 
+def test_tables_of_other_attention(tmp_path, monkeypatch):
+    def result(direction, **ms):
+        sides = {name.replace("_", "-"): {"sustained_ms": x, "sustained_tflops": 500.0} for name, x in ms.items()}
+        return {"workload": {"name": "w"}, "direction": direction, "sides": sides}
+
+    results = [result("fwd", dualkv=2.0, cudnn_intervals=3.0), result("bwd", dualkv=4.0)]
+    made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
+    (tmp_path / "cudnn-h200.json").write_text(json.dumps(made | {"results": results, "asked": 4}))
+    results = [result("both", dualkv_flash=2.0, before=3.0)]
+    (tmp_path / "composition-h200.json").write_text(json.dumps(made | {"results": results}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = tables.TABLES["cudnn"]()
+    assert text.splitlines()[2:3] == ["| w | 500, 500, **1.50** |"]
+    assert text.endswith("The time of that run ended after 2 of 4.")
+    text = tables.TABLES["composition"]()
+    assert "| w, both | 2.00 |  | 3.00: 1.50 |  |  |" in text
+    assert "Recorded 2026-01-02" in text
+
+
 def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
     about = {"date": "2026-01-02", "commit": "a" * 40, "gpu": {"name": "H200"}}
     fuzz = about | {"seed": "5", "failed": 2, "worst_part_of_bound": 1.5, "tried": {"cases": 5000}, "device": "cuda"}

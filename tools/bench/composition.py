@@ -44,7 +44,7 @@ def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
         return module.forward(*qkv, segments, inputs.scale)
 
     def backward(saved: Any) -> tuple[torch.Tensor, ...]:
-        return module.backward(inputs.dout, *qkv, *saved, segments, inputs.scale, False)[:3]  # type: ignore[no-any-return]
+        return module.backward(inputs.dout, *qkv, *saved, segments, inputs.scale, False)[:3]
 
     saved = forward()
     calls = {"fwd": lambda: forward()[:1], "bwd": lambda: backward(saved), "both": lambda: backward(forward())}

@@ -38,7 +38,8 @@ from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.layout import Layout
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
-from tools.bench.step import Sizes, make_model, make_rollouts, repeated, step, wait
+from tools.bench.repeats import repeated, wait
+from tools.bench.step import Sizes, make_model, make_rollouts, step
 
 
 @dataclass(frozen=True)

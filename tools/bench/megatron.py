@@ -12,7 +12,7 @@ Cases: of :data:`CASES`. Ways:
 - shares: of the first case, what each context-parallel rank computes, one after the other, without exchanges.
 
 `torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks with tensor and with context
-parallelism: log-probs and gradients of a small model against one GPU, then the time of a packed update.
+parallelism: the time of a packed update, then log-probs and gradients of a small model against one GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
 from tools.bench.record import JsonPath, Record
-from tools.bench.step import repeated, wait
+from tools.bench.repeats import repeated, wait
 
 CASES = {
     "main": Group(32, 8192, 2048),
@@ -57,6 +57,7 @@ class Run(NamedTuple):
     micro_batch: int
     stock_batch: int
     repeats: int
+    stock_repeats: int
     chunk_size: int
     dtype: torch.dtype
     fused: bool
@@ -248,10 +249,19 @@ def one_of(model: Any, ranks: int) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- time and memory
-def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Seconds of all micro-batches after two untimed runs of the first, and the peak of memory; the log-probs."""
+def timed(
+    model: Any, steps: list[Step], repeats: int, rows: int, compiled: bool = False
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Seconds of all micro-batches after two untimed runs of the first, and the peak of memory; the log-probs.
+
+    Args:
+        model, steps, rows: what runs, and its rows of all micro-batches.
+        repeats: of all micro-batches.
+        compiled: whether what was compiled before has the shapes of these steps.
+    """
     model.zero_grad(set_to_none=True)
-    torch._dynamo.reset()
+    if not compiled:
+        torch._dynamo.reset()
     begun = time.perf_counter()
     for _ in range(2):  # what is compiled may be compiled again for what the first backward leaves
         steps[0]()
@@ -306,9 +316,11 @@ def measure(run: Run, cases: dict[str, Group], ways: list[str]) -> Iterator[tupl
             yield figures, {f"{name}, {way}": row}
     for ranks in SHARES if "shares" in ways else ():
         name, group = next(iter(cases.items()))
-        found = figures["cases"][name].setdefault("shares", {})
-        found[str(ranks)] = tried(partial(shares, run, model, group, ranks))
-        yield figures, {f"{name}, {ranks} shares": found[str(ranks)]}
+        found = figures["cases"][name]
+        whole = found["rows"].get("packed", {}).get("median")
+        of_ranks = tried(partial(shares, run, model, group, ranks, whole))
+        found.setdefault("shares", {})[str(ranks)] = of_ranks
+        yield figures, {f"{name}, {ranks} shares": of_ranks}
 
 
 def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[str, Any]:
@@ -318,18 +330,20 @@ def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[st
         at_once = run.stock_batch if way == "stock" else run.micro_batch
         steps = replicated_steps(run, model, group, way == "stock", at_once)
         with attention_of_sequences(model, stock):
-            found, logp = timed(model, steps, 1, group.rows(False))
+            found, logp = timed(model, steps, run.stock_repeats, group.rows(False))
     return found | {"logp": logp}
 
 
-def shares(run: Run, model: Any, group: Group, ranks: int) -> list[dict[str, Any]]:
-    """Of each rank."""
+def shares(run: Run, model: Any, group: Group, ranks: int, whole: float | None) -> list[dict[str, Any]]:
+    """Of each rank; with `whole`, the seconds of one that has all rows, also its part of them."""
     rows, found = -(-group.rows(True) // ranks), []
     for rank in range(ranks):
         with one_of(model, ranks):
-            one, _ = timed(model, packed_steps(run, model, group, (rank, ranks)), run.repeats, rows)
-        part = flops_of_rank(run.model, group, ranks, rank) / flops(run.model, group, True)
-        found.append(one | {"part_of_flops": part})
+            one, _ = timed(model, packed_steps(run, model, group, (rank, ranks)), run.repeats, rows, rank > 0)
+        one["part_of_flops"] = flops_of_rank(run.model, group, ranks, rank) / flops(run.model, group, True)
+        if whole:
+            one["part_of_seconds"] = one["median"] / whole
+        found.append(one)
     return found
 
 
@@ -385,12 +399,6 @@ def against_one_rank(run: Run, kind: str) -> dict[str, float]:
 def measure_ranks(run: Run, group: Group) -> Iterator[tuple[dict[str, Any], Any]]:
     """The figures of this rank, after each of them, and what is new in them; those of rank 0 are recorded."""
     figures: dict[str, Any] = {"ranks": dist.get_world_size(), "group": asdict(group), "check": {}, "rows": {}}
-    for dtype in (torch.float32, torch.bfloat16):
-        for kind in LAYOUTS:
-            small = run._replace(model=SMALL, dtype=dtype, fused=False)
-            name = f"{kind} {dtype}".replace("torch.", "")
-            figures["check"][name] = tried(partial(against_one_rank, small, kind))
-            yield figures, {name: figures["check"][name]}
     for kind in ("one", *LAYOUTS):
 
         def once(kind: str = kind) -> dict[str, Any]:
@@ -402,6 +410,12 @@ def measure_ranks(run: Run, group: Group) -> Iterator[tuple[dict[str, Any], Any]
         if one and "median" in figures["rows"][kind]:
             figures["rows"][kind]["times_as_fast"] = one / figures["rows"][kind]["median"]
         yield figures, {kind: figures["rows"][kind]}
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in LAYOUTS:
+            small = run._replace(model=SMALL, dtype=dtype, fused=False)
+            name = f"{kind} {dtype}".replace("torch.", "")
+            figures["check"][name] = tried(partial(against_one_rank, small, kind))
+            yield figures, {name: figures["check"][name]}
 
 
 # ---------------------------------------------------------------- the command
@@ -414,7 +428,8 @@ def main(
     group: Annotated[str | None, typer.Option(help="Responses, prompt, response: the first case has these.")] = None,
     micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, all groups are.")] = 8,
     stock_batch: Annotated[int, typer.Option(help="The same, with the head on all rows.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Packed, after two untimed ones.")] = 3,
+    stock_repeats: Annotated[int, typer.Option(help="Replicated, after a micro-batch twice.")] = 1,
     chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     fused: Annotated[bool, typer.Option(help="megatron-core's compiled activation and residual.")] = True,
@@ -426,7 +441,7 @@ def main(
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     shape = Model.of(CONFIGS[model], layers)
-    run = Run(shape, micro_batch, stock_batch, repeats, chunk_size, getattr(torch, dtype), fused, device)
+    run = Run(shape, micro_batch, stock_batch, repeats, stock_repeats, chunk_size, getattr(torch, dtype), fused, device)
     chosen = {name: CASES[name] for name in cases.split(";")}
     if group:
         chosen[next(iter(chosen))] = Group(*map(int, group.split(",")))

@@ -9,10 +9,9 @@ response tokens reach the head, in all of them.
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -22,11 +21,12 @@ import typer
 
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
-from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers import enable, memory_for_logits, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
+from tools.bench.repeats import repeated, wait
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Row:
         (`enable(fast=True)`).
     keep: what checkpointed layers keep; "all" is no checkpointing. With "fast", the GiB for all tensors.
     logprobs: "eager" or "compiled".
+    logits: "again", or "kept" as far as layers leave memory, with "fast".
     """
 
     way: str
     layers: str
     keep: str
     logprobs: str
+    logits: str = "again"
 
 
 ROWS = {
@@ -58,6 +60,8 @@ ROWS = {
     "packed, log-probs, compiled": Row("packed", "compiled", "all", "compiled"),
     "packed, fast, 40 GiB": Row("packed", "fast", "40", "compiled"),
     "packed, fast, 80 GiB": Row("packed", "fast", "80", "compiled"),
+    "packed, fast, 40 GiB, logits": Row("packed", "fast", "40", "compiled", "kept"),
+    "packed, fast, 80 GiB, logits": Row("packed", "fast", "80", "compiled", "kept"),
 }
 
 
@@ -172,13 +176,17 @@ def flops(model: Any, sizes: Sizes, packed: bool) -> float:
     return 6 * (weights * rows + model.get_output_embeddings().weight.numel() * n * r) + attention
 
 
-def step(model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int) -> torch.Tensor:
+def step(
+    model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, logits: str = "again"
+) -> torch.Tensor:
     """Forward and backward of every micro-batch; the log-probs [M]."""
     found = torch.empty_like(weights)
+    options: dict[str, Any] = {"compiled": compiled, "chunk_size": chunk_size}
     for batch in batches:
         hidden = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head = model.get_output_embeddings().weight
-        logp, _ = response_logprobs(hidden, head, batch.batch, chunk_size=chunk_size, compiled=compiled)
+        memory = memory_for_logits(model) if logits == "kept" else None
+        logp, _ = response_logprobs(hidden, head, batch.batch, memory=memory, **options)
         logp = torch.cat(batch.batch.unpack(logp))
         (logp * weights[batch.places]).sum().backward()
         found[batch.places] = logp.detach()
@@ -220,35 +228,6 @@ def measure(
         yield figures
 
 
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def repeated(
-    run: Callable[[], Any], repeats: int, between: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Any], Any]:
-    """Seconds of each run, their median, and on a GPU the peak of memory in them; what the last run returned.
-
-    `between` follows each run and is not timed. What is compiled or tuned at a first call has to be there.
-    """
-    gc.collect()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds, last = [], None
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        last = run()
-        wait()
-        seconds.append(time.perf_counter() - start)
-        between()
-    found: dict[str, Any] = {"seconds": seconds, "median": statistics.median(seconds)}
-    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}), last
-
-
 def run_row(
     row: Row, sizes: Sizes, model: Any, rollouts: Rollouts, weights: torch.Tensor, stock: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -271,16 +250,20 @@ def run_row(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
 
     def run(some: list[ModelBatch]) -> torch.Tensor:
-        logp = step(model, some, weights, row.logprobs == "compiled", sizes.chunk_size)
+        logp = step(model, some, weights, row.logprobs == "compiled", sizes.chunk_size, row.logits)
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
         return logp
 
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of rows before this one; a limit of memory learns from the peak
     start = time.perf_counter()
     run(batches[:1])
     wait()
     found: dict[str, Any] = {"first_micro_batch": time.perf_counter() - start, "micro_batches": len(batches)}
+    for _ in range(2 if row.layers == "fast" else 0):  # until it has measured what layers need
+        run(batches[:1])
     timed, logp = repeated(lambda: run(batches), sizes.repeats if row.way == "packed" else 1)
     done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (row.way == "packed", False))
     return logp, found | timed | {"tflops_done": done, "tflops_nominal": nominal}

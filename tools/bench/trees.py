@@ -30,7 +30,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
-from transformers.modeling_utils import AttentionInterface
 
 from dualkv.bench import traces
 from dualkv.bench.trees import Found, flops
@@ -43,6 +42,7 @@ from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
+from tools.bench import ragged
 from tools.bench.record import JsonPath, Record
 from tools.bench.step import Sizes, make_model, repeated, step, wait
 
@@ -60,55 +60,6 @@ JOBS = (
     "trace-swe-dropped-0-n16-t16=packed,replicated",
     "trace-swe-dropped-0-n1-t64=packed,replicated",
 )
-
-
-# ---------------------------------------------------------------- attention of the other ways
-class Ragged(NamedTuple):
-    """Rows [ends_q[i], ends_q[i+1]) are queries, causal from the last key on, of rows [ends_k[i], ends_k[i+1]) of the
-    keys, which `keys` gathers. On the device, and the longest of them."""
-
-    ends_q: torch.Tensor
-    ends_k: torch.Tensor
-    longest: tuple[int, int]
-    keys: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, ends_q: list[int], ends_k: list[int], device: torch.device, keys: Any = None) -> Ragged:
-        q, k = (torch.tensor(e, dtype=torch.int32, device=device) for e in (ends_q, ends_k))
-        longest = int(np.diff(ends_q).max()), int(np.diff(ends_k).max())
-        return cls(q, k, longest, None if keys is None else torch.from_numpy(keys).to(device))
-
-
-def _attend(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any,
-    scaling: float | None = None, *, ragged: Ragged, **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query [1, H, T, D] -> [1, T, H, D]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if ragged.keys is not None:
-        k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
-    if q.device.type == "cuda" and q.dtype != torch.float32:
-        from flash_attn.cute.interface import flash_attn_varlen_func
-
-        out = flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=ragged.ends_q, cu_seqlens_k=ragged.ends_k, max_seqlen_q=ragged.longest[0],
-            max_seqlen_k=ragged.longest[1], softmax_scale=scaling, causal=True,
-        )  # fmt: skip
-        return (out[0] if isinstance(out, tuple) else out)[None], None
-    parts = []
-    spans = (itertools.pairwise(ends.tolist()) for ends in ragged[:2])
-    for (a, b), (c, d) in zip(*spans, strict=True):
-        seen = torch.arange(d - c, device=q.device) <= torch.arange(d - c - (b - a), d - c, device=q.device)[:, None]
-        own, keys, values = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            own, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True
-        )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)[None], None
-
-
-RAGGED = "ragged-of-benchmark"
-AttentionInterface.register(RAGGED, _attend)
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -171,7 +122,7 @@ def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
         for up, (a, b) in zip(batch.layout.parent.tolist(), itertools.pairwise(offsets), strict=True):
             paths.append(np.concatenate([paths[up] if up >= 0 else np.zeros(0, np.int64), np.arange(a, b)]))
         ends, keys = np.append(0, np.cumsum([len(path) for path in paths])).tolist(), np.concatenate(paths)
-    return ids | {"position_ids": batch.position_ids, "ragged": Ragged.of(offsets, ends, batch.device, keys)}
+    return ids | {"position_ids": batch.position_ids, "ragged": ragged.Ragged.of(offsets, ends, batch.device, keys)}
 
 
 def prepared(model: Any, way: str) -> None:
@@ -179,7 +130,7 @@ def prepared(model: Any, way: str) -> None:
     if way in OURS:
         enable(model)
     else:
-        model.config._attn_implementation = {"": RAGGED}
+        model.config._attn_implementation = {"": ragged.NAME}
 
 
 def passes(

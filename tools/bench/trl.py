@@ -1,6 +1,7 @@
 """One micro-batch of TRL's GRPO, forward and backward, three ways:
 
     python -m tools.bench.trl --model qwen3-0.6b -n 16 -p 4096 -r 512 --attention flash_attention_4 --json trl.json
+    python -m tools.bench.trl --model qwen3-8b --layers 8 --trace trace-search-0-n40 --json traces.json
 
 - padded: `trl.GRPOTrainer`, every response behind its own copy of the prompt;
 - tree: the prefix tree of `trl.experimental.async_grpo`, whose trainer samples with vLLM; here its rows, its attention
@@ -8,22 +9,27 @@
   FlashAttention-4 where that package is what is installed;
 - packed: `dualkv.integrations.trl.GRPOTrainer`.
 
-Prompts, responses and weights are random; responses have between half and all of the given length. Each way starts from
+Prompts, responses and weights are random; responses have between half and all of the given length. `--trace` takes the
+sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with tool outputs in
+TRL's mask of them. Trainers on packed rows share prompts; what lies behind them is shared by the tree alone. Gradients
+on the trace of `--distance` are compared with those of the padded way in fp32. Each way starts from
 the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the step, while the
 other two make theirs in each step.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import datasets
 import torch
@@ -34,6 +40,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
+from dualkv.bench import traces
+from dualkv.bench.trees import Found
+from dualkv.data.gain import Gain
 from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
@@ -58,31 +67,41 @@ class Settings:
     dtype: str
     checkpointing: bool
     steps: int
+    layers: int | None = None
+    trace: str | None = None
+    distance: bool = False
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """prompts [B, P], responses B times [R_i], advantages [B]."""
+    """prompts B times [P_i], responses B times [R_i] with masks of the tokens that count, advantages [B]."""
 
-    prompts: torch.Tensor
+    prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
+    masks: list[torch.Tensor]
     advantages: torch.Tensor
 
     @property
     def tokens(self) -> int:
-        """Of all responses."""
-        return sum(map(len, self.responses))
+        """Of all responses, those that count."""
+        return sum(int(mask.sum()) for mask in self.masks)
 
 
 def make_rollouts(s: Settings) -> Rollouts:
     """Groups one after another."""
     generator = torch.Generator().manual_seed(0)
     vocabulary, n = CONFIGS[s.model]["vocab_size"], s.groups * s.responses
+    if s.trace is not None:
+        found = traces.split(s.trace, vocabulary)
+        of_prompts, of_responses, of_masks = ([torch.from_numpy(one[i]) for one in found] for i in range(3))
+        return Rollouts(of_prompts, of_responses, of_masks, torch.randn(len(found), generator=generator))
     prompts = torch.randint(vocabulary, (s.groups, s.prompt_len), generator=generator)
     lens = torch.randint(s.response_len // 2, s.response_len + 1, (n,), generator=generator)
     lens[0] = s.response_len
     responses = [torch.randint(vocabulary, (int(r),), generator=generator) for r in lens]
-    return Rollouts(prompts.repeat_interleave(s.responses, 0), responses, torch.randn(n, generator=generator))
+    masks = [torch.ones_like(r) for r in responses]
+    repeated = list(prompts.repeat_interleave(s.responses, 0))
+    return Rollouts(repeated, responses, masks, torch.randn(n, generator=generator))
 
 
 def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Rollouts) -> Step:
@@ -97,24 +116,26 @@ def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Ro
                 bf16=model.dtype == torch.bfloat16,
                 use_cpu=model.device.type == "cpu",
                 per_device_train_batch_size=len(rollouts.responses),
-                num_generations=s.responses,
+                num_generations=len(rollouts.responses) if s.trace else s.responses,
                 report_to="none",
             ),
             train_dataset=datasets.Dataset.from_dict({"prompt": [""]}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         )
     trainer.current_gradient_accumulation_steps = 1
-    pad = torch.nn.utils.rnn.pad_sequence
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     inputs = {
-        "prompt_ids": rollouts.prompts,
-        "prompt_mask": torch.ones_like(rollouts.prompts),
-        "completion_ids": pad(rollouts.responses, batch_first=True),
-        "completion_mask": pad([torch.ones_like(r) for r in rollouts.responses], batch_first=True),
+        "prompt_ids": pad(rollouts.prompts, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(p) for p in rollouts.prompts], padding_side="left"),
+        "completion_ids": pad(rollouts.responses),
+        "completion_mask": pad([torch.ones_like(r) for r in rollouts.responses]),
+        "tool_mask": pad(rollouts.masks, padding_value=1),
         "advantages": rollouts.advantages,
         "num_items_in_batch": torch.tensor(rollouts.tokens),
     }
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    mask = inputs["completion_mask"].bool()
+    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    padded = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
     kept: list[torch.Tensor] = []
     own = trainer._get_per_token_logps_and_entropies
 
@@ -127,7 +148,7 @@ def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Ro
 
     def step() -> tuple[torch.Tensor, torch.Tensor, int]:
         loss = trainer._compute_loss(model, inputs)
-        rows = trainer._metrics["train"].get("dualkv/tokens_packed", [mask.numel() + rollouts.prompts.numel()])
+        rows = trainer._metrics["train"].get("dualkv/tokens_packed", [padded])
         return loss, kept[0], rows[-1]
 
     return step
@@ -167,12 +188,14 @@ def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
     samples = [
         {
             "input_ids": torch.cat([prompt, response]),
-            "completion_mask": torch.cat([torch.zeros_like(prompt), torch.ones_like(response)]),
+            "completion_mask": torch.cat([torch.zeros_like(prompt), mask]),
             "old_log_probs": torch.zeros(len(prompt) + len(response)),
             "advantage": float(advantage),
             "group_id": 0,
         }
-        for prompt, response, advantage in zip(rollouts.prompts, rollouts.responses, rollouts.advantages, strict=True)
+        for prompt, response, mask, advantage in zip(
+            rollouts.prompts, rollouts.responses, rollouts.masks, rollouts.advantages, strict=True
+        )
     ]
     start = time.perf_counter()
     row = packing.TreeRow()
@@ -200,7 +223,7 @@ def steps_of(
 ) -> Iterator[tuple[str, Any, Step, dict[str, float]]]:
     """Name, model and step of each way, one after another: a model goes before the next one comes."""
     for way in s.ways:
-        settings = dict(CONFIGS[s.model])
+        settings = dict(CONFIGS[s.model]) | ({} if s.layers is None else {"num_hidden_layers": s.layers})
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
         torch.manual_seed(0)
         with device:
@@ -217,12 +240,19 @@ def steps_of(
         yield way, model, step, seconds
 
 
-def measure(s: Settings, device: torch.device) -> dict[str, Any]:
-    """Figures of each way by its name."""
+def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Figures of each way by its name, after each of them."""
     packing.register_tree_attention()
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4
     rollouts, found, reference = make_rollouts(s), {}, None
+    exact: list[torch.Tensor] = []
+    if s.distance:
+        for _, model, step, _ in steps_of(
+            replace(s, ways=["padded"], dtype="float32", attention="sdpa"), rollouts, device
+        ):
+            step()[0].backward()
+            exact = [p.grad for p in model.parameters() if p.grad is not None]
     for way, model, step, seconds in steps_of(s, rollouts, device):
         peak = PeakMemory(device)
         each = []
@@ -245,9 +275,14 @@ def measure(s: Settings, device: torch.device) -> dict[str, Any]:
             "gradient_norm": norms.norm().item(),
             "mean_log_prob_difference_to_first": (logp - reference).abs().mean().item(),
         }
+        if exact:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            away = sum(float((g.float() - x).double().square().sum()) for g, x in zip(gradients, exact, strict=True))
+            found[way]["gradients_from_fp32"] = (away / sum(float(x.double().square().sum()) for x in exact)) ** 0.5
+            del gradients
         print(way, json.dumps(found[way]), flush=True)
+        yield found
         del model, step, loss, logp
-    return found
 
 
 def _wait(device: torch.device) -> None:
@@ -267,6 +302,9 @@ def main(
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
+    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
+    trace: Annotated[list[str] | None, typer.Option(help="Their sequences, in place of groups.")] = None,
+    distance: Annotated[str | None, typer.Option(help="Compare gradients with fp32 on this trace, first.")] = None,
 ) -> None:
     """Measure forward and backward of one micro-batch; print and write the figures."""
     if model not in CONFIGS:
@@ -276,12 +314,32 @@ def main(
     ways = list(WAYS) if ways is None else ways
     if not set(ways) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
-    given = {name: value for name, value in locals().items() if name != "json_to"}
-    settings = Settings(**given)
+    names = list(dict.fromkeys([*([distance] if distance else []), *(trace or [])]))
+    if unknown := [name for name in names if traces.parse(name) is None]:
+        raise typer.BadParameter(f"{unknown[0]!r} is no trace")
+    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
+    settings = Settings(**given | {"trace": None, "distance": False})
     cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     record = Record(json_to, cuda)
-    figures = measure(settings, torch.device("cuda" if cuda else "cpu"))
-    record.write({"trl": trl.__version__, "settings": asdict(settings), "ways": figures})
+    about = {"trl": trl.__version__, "settings": asdict(settings)}
+    if not names:
+        for figures in measure(settings, device):
+            record.write({**about, "ways": figures})
+        return
+    found: dict[str, Any] = {}
+    for name in names:
+        shared = Found.of_trace(cast(traces.Trace, traces.parse(name))).shared
+        found[name] = {"share_ratio": Gain.of(shared).ratio, "ways": {}}
+        try:
+            for figures in measure(replace(settings, trace=name, distance=name == distance), device):
+                found[name]["ways"] = figures
+                record.write({**about, "traces": found})
+        except Exception as error:  # out of memory, say: the others are still worth recording
+            found[name]["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            print(name, found[name]["error"], flush=True)
+            record.write({**about, "traces": found})
+        gc.collect()
 
 
 if __name__ == "__main__":

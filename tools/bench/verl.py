@@ -3,7 +3,11 @@
     torchrun --nproc-per-node 4 -m tools.bench.verl --engine dualkv --model qwen3-8b --max-tokens 73760 --json ours.json
     torchrun --nproc-per-node 4 -m tools.bench.verl --engine verl --model qwen3-8b --micro-batch 8 --json verl.json
 
-`--rows` runs many of them one after another; a row that fails (that does not fit, say) records why. The worker is
+    torchrun --nproc-per-node 1 -m tools.bench.verl --trace trace-tau2-0-n4-x0.5 --max-tokens 65536 --json traces.json
+
+`--rows` runs many of them one after another; a row that fails (that does not fit, say) records why. A trace is one of
+`dualkv trees`: the turns that it trains are responses, with tool outputs in their masks, and the packed engine shares
+everything that they have in common. veRL's own engine then needs `--attention ragged`. The worker is
 veRL's own, with veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random.
 (veRL 0.9.1's engine takes a fused head with FSDP2 only where it is tied to the embedding; here the head is gathered for
 it.)
@@ -58,10 +62,11 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+from dualkv.bench import traces
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
-from tools.bench import stock_attention
+from tools.bench import ragged, stock_attention
 from tools.bench.record import JsonPath, Record
 
 
@@ -113,10 +118,13 @@ class Settings:
     dtype: str
     updates: int
     learning_rate: float
+    trace: str | None = None
 
     def same_worker(self, other: Settings) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
-        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates")
+        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates", "trace")
+        if (self.trace is None) != (other.trace is None):
+            return False
         return replace(other, **{name: getattr(self, name) for name in free}) == self
 
 
@@ -179,6 +187,7 @@ def build(s: Settings) -> Any:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         config = save_config(s.model, s.layers, Path(folder))
         restore(AutoModelForCausalLM._model_mapping[type(config)])
+        torch.manual_seed(0)  # every worker has the same weights
         patches.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model))
         if s.strategy == "fsdp2" and not config.tie_word_embeddings:
             for name, fake in (
@@ -200,15 +209,19 @@ def gather_head(module: Any) -> None:
         module.get_decoder().register_forward_hook(gather)
 
 
-def set_loss(worker: Any, s: Settings) -> None:
-    """veRL's loss for the rollouts of `s`."""
+# Any ratio counts: where clipping decides, tokens at its bound would make other gradients in each dtype.
+UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
+
+
+def set_loss(worker: Any, s: Settings, **changed: Any) -> None:
+    """veRL's loss for the rollouts of `s`, with some settings of its own."""
     actor = FSDPActorConfig(
         strategy=s.strategy,
         rollout_n=s.responses,
         ppo_micro_batch_size_per_gpu=1,
         fsdp_config=worker.engine_config,
         optim=worker.optimizer_config,
-        **LOSSES[s.algorithm],
+        **LOSSES[s.algorithm] | changed,
     )
     worker.set_loss_fn(partial(ppo_loss, config=actor))
 
@@ -239,7 +252,9 @@ def exchange_heads(name: str) -> str:
 def make_worker(s: Settings, folder: Path) -> Any:
     """veRL's worker of this rank for the model in `folder`, with veRL's loss."""
     attention = s.attention
-    if attention in stock_attention.CALLS:
+    if attention == "ragged":
+        attention = ragged.NAME
+    elif attention in stock_attention.CALLS:
         attention = stock_attention.register(attention, s.prompt_len + s.response_len)
         if s.sequence_parallel > 1:
             attention = exchange_heads(attention)
@@ -264,7 +279,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
         override_config={"attn_implementation": attention},
         use_liger=s.liger,
         use_fused_kernels=s.head != "unfused",
-        fused_kernel_options={"impl_backend": s.head, "dualkv_keep": s.keep},
+        fused_kernel_options={"impl_backend": s.head, "dualkv_keep": s.keep, "dualkv_trees": s.trace is not None},
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -287,27 +302,63 @@ RESERVE = 16 << 30  # bytes, for streams beside the default one and for librarie
 
 
 def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
-    """Random rollouts of one data-parallel rank, without padding."""
+    """Random rollouts of one data-parallel rank, without padding; of a trace the same on every rank."""
     generator = torch.Generator().manual_seed(rank)
-    n, length = s.groups * s.responses, s.prompt_len + s.response_len
-    prompts = torch.randint(vocab, (s.groups, s.prompt_len), generator=generator).repeat_interleave(s.responses, 0)
-    responses = torch.randint(vocab, (n, s.response_len), generator=generator)
-    ones = torch.ones_like(responses)
-    rows = {
-        "input_ids": torch.cat([prompts, responses], 1),
-        "position_ids": torch.arange(length).repeat(n, 1),
+    if s.trace is not None:
+        found = traces.split(s.trace, vocab)
+        prompts, responses, masks = ([torch.from_numpy(x) for x in listed] for listed in zip(*found, strict=True))
+    else:
+        n = s.groups * s.responses
+        rows = torch.randint(vocab, (s.groups, s.prompt_len), generator=generator).repeat_interleave(s.responses, 0)
+        prompts = list(rows)
+        responses = list(torch.randint(vocab, (n, s.response_len), generator=generator))
+        masks = [torch.ones_like(response) for response in responses]
+    advantages = torch.randn(len(prompts), generator=generator)
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    tensors: dict[str, list[torch.Tensor]] = {
+        "input_ids": [torch.cat(pair) for pair in zip(prompts, responses, strict=True)],
+        "position_ids": [torch.arange(length) for length in lengths],
         "prompts": prompts,
         "responses": responses,
-        "response_mask": ones,
-        "loss_mask": ones,
-        "advantages": torch.randn(n, 1, generator=generator).repeat(1, s.response_len),
-        "old_log_probs": torch.full((n, s.response_len), -12.0),
-        "ref_log_prob": torch.full((n, s.response_len), -12.0),
+        "response_mask": masks,
+        "loss_mask": masks,
+        "advantages": [a.repeat(len(r)) for a, r in zip(advantages, responses, strict=True)],
+        "old_log_probs": [torch.full((len(r),), -12.0) for r in responses],
+        "ref_log_prob": [torch.full((len(r),), -12.0) for r in responses],
     }
-    nested = {name: torch.nested.as_nested_tensor(list(x), layout=torch.jagged) for name, x in rows.items()}
-    data = TensorDict(nested, batch_size=[n])
-    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=False, global_token_num=NonTensorData([length] * n))
+    nested = {name: torch.nested.as_nested_tensor(x, layout=torch.jagged) for name, x in tensors.items()}
+    data = TensorDict(nested, batch_size=[len(prompts)])
+    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=False, global_token_num=NonTensorData(lengths))
     return data
+
+
+def gradients_on(s: Settings, worker: Any) -> dict[str, torch.Tensor]:
+    """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made."""
+    set_loss(worker, s, **UNCLIPPED)
+    engine, found = worker.engine, dict[str, torch.Tensor]()
+    data = make_rollouts(s, worker.model_config.hf_config.vocab_size, engine.get_data_parallel_rank())
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=s.max_tokens)
+    tu.assign_non_tensor(data, dataloader_kwargs={"shuffle": False}, mini_batch_size=len(data))
+    tu.assign_non_tensor(data, global_batch_size=len(data))
+
+    def keep() -> float:
+        for name, weight in engine.module.named_parameters():
+            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            found[name.replace("_checkpoint_wrapped_module.", "")] = gradient.float().clone()
+        engine.optimizer_zero_grad()
+        return 0.0
+
+    with mock.patch.object(engine, "optimizer_step", keep):
+        worker.train_mini_batch(data)
+    return found
+
+
+def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """||found - wanted|| / ||wanted||, over all gradients."""
+    if found.keys() != wanted.keys():
+        raise ValueError(f"gradients of other parameters: {sorted(found.keys() ^ wanted.keys())[:3]}")
+    away = sum(float((found[name] - x).double().square().sum()) for name, x in wanted.items())
+    return float((away / sum(float(x.double().square().sum()) for x in wanted.values())) ** 0.5)
 
 
 def claim_memory() -> None:
@@ -357,8 +408,8 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, device.max_memory_allocated() / 2**30)
 
-    prompts = [g for g in range(ranks * s.groups) for _ in range(s.responses)]
-    rollouts = rollouts_by_tag(prompts, [s.prompt_len] * len(prompts), [s.response_len] * len(prompts))
+    prompt_lens, response_lens = (data[name].offsets().diff().tolist() * ranks for name in ("prompts", "responses"))
+    rollouts = rollouts_by_tag(list(range(len(prompt_lens))), prompt_lens, response_lens)  # shared tokens do not count
     nominal, median = work.replicated(rollouts), statistics.median(seconds)
     peak = get_device_flops() * dist.get_world_size()
     return {
@@ -375,10 +426,19 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
     }
 
 
-def measure_all(rows: list[Settings]) -> Iterator[dict[str, Any]]:
-    """Settings and figures of each row, or why it failed; neighbours that can share a worker do."""
+def measure_all(rows: list[Settings], distance_on: str | None = None) -> Iterator[dict[str, Any]]:
+    """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
+
+    `distance_on` names a trace: the first row that a worker serves gets the distance of its gradients there from those
+    of veRL's own engine in fp32, by norms.
+    """
     worker: Any = None
     of: Settings | None = None
+    exact: dict[str, torch.Tensor] | None = None
+    if distance_on is not None:
+        first = replace(rows[0], engine=Engine.VERL, attention="ragged", dtype="fp32", trace=distance_on)
+        worker = build(replace(first, head="torch"))
+        exact, worker = gradients_on(first, worker), None
     for s in rows:
         start = time.perf_counter()
         try:
@@ -390,7 +450,12 @@ def measure_all(rows: list[Settings]) -> Iterator[dict[str, Any]]:
                 worker = build(s)
                 of = s
             built = time.perf_counter()
+            distance = None
+            if fresh and exact is not None:
+                distance = apart(gradients_on(replace(s, trace=distance_on), worker), exact)
             found = measure(s, worker, fresh)
+            if distance is not None:
+                found["gradients_from_fp32"] = distance
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
         except Exception as error:  # out of memory, say, which comes to all ranks alike
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
@@ -408,6 +473,13 @@ def settings_of(options: dict[str, Any]) -> Settings:
         raise typer.BadParameter(f"{options['model']!r} is none of {', '.join(CONFIGS)}")
     if (options["micro_batch"] is None) == (options["max_tokens"] is None):
         raise typer.BadParameter("expected one of --micro-batch and --max-tokens")
+    if (trace := options.get("trace")) is not None:
+        if traces.parse(trace) is None:
+            raise typer.BadParameter(f"{trace!r} is no trace")
+        if options["engine"] == Engine.VERL and options["attention"] != "ragged":
+            raise typer.BadParameter("sequences of a trace differ in length: veRL's own engine needs attention ragged")
+        if options["max_tokens"] is None:
+            raise typer.BadParameter("a trace needs --max-tokens")
     if options["sequence_parallel"] > 1 and options["attention"] not in (*stock_attention.CALLS, "flash_attention_2"):
         raise typer.BadParameter(f"veRL has no sequence parallelism with attention {options['attention']!r}")
     if unknown := options.keys() - Settings.__dataclass_fields__.keys():
@@ -421,12 +493,15 @@ def summary(figures: dict[str, Any]) -> str:
     if s["sequence_parallel"] > 1:
         size += f", sequence parallelism {s['sequence_parallel']}"
     what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
+    if s["trace"]:
+        what = f"{s['trace']}, {what}"
     if "error" in figures:
         return f"{what}: {figures['error']}"
     return (
         f"{what}: {figures['seconds']['median']:.3f} s an update ({figures['build_seconds']:.1f} s to build,"
         f" {figures['measure_seconds']:.1f} s to measure), {figures['replicated_tokens_per_second']:,.0f} tokens/s,"
         f" effective MFU {figures['mfu_effective']:.3f}, peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
+        + (f", gradients {figures['gradients_from_fp32']:.2e} from fp32" if "gradients_from_fp32" in figures else "")
     )
 
 
@@ -446,7 +521,9 @@ def main(
     sequence_parallel: Annotated[int, typer.Option(help="Ulysses degree.")] = 1,
     attention: Annotated[
         str,
-        typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}, or transformers' name of one."),
+        typer.Option(
+            help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}, ragged, or transformers' name of one."
+        ),
     ] = "fa2",
     head: Annotated[str, typer.Option(help="veRL's unfused, torch, triton or liger.")] = "torch",
     liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False,
@@ -460,18 +537,20 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
+    trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None,
+    distance: Annotated[str | None, typer.Option(help="Compare gradients with fp32 on this trace.")] = None,
     rows: Annotated[
         Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
     ] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    given = {name: value for name, value in locals().items() if name not in ("json_to", "rows")}
+    given = {name: value for name, value in locals().items() if name not in ("json_to", "rows", "distance")}
     listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if get_device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
     record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
-    for figures in measure_all(listed):
+    for figures in measure_all(listed, distance):
         done.append(figures)
         if dist.get_rank() == 0:
             record.write({"rows": done})

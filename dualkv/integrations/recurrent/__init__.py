@@ -1,7 +1,8 @@
 """Recurrent layers on packed rows: a segment starts from the state that its parent leaves.
 
 :mod:`.waves` orders the segments of a layout, :mod:`.ops` runs convolutions and scans in that order, and :mod:`.seams`
-leads the recurrent layers of transformers' models to these. :mod:`.kernels` chooses flash-linear-attention's kernels.
+leads the recurrent layers of transformers' models to these. :mod:`.kernels` chooses flash-linear-attention's kernels,
+and :mod:`.walked` keeps what parts of a walked tree start from.
 """
 
 from dualkv.integrations.recurrent.seams import (
@@ -13,5 +14,6 @@ from dualkv.integrations.recurrent.seams import (
     on_reference,
     pointwise,
 )
+from dualkv.integrations.recurrent.walked import enter
 
-__all__ = ["INSTALLED", "LAYER_TYPES", "install", "mixers", "objections", "on_reference", "pointwise"]
+__all__ = ["INSTALLED", "LAYER_TYPES", "enter", "install", "mixers", "objections", "on_reference", "pointwise"]

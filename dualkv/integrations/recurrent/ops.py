@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dualkv.integrations.recurrent import waves
+from dualkv.integrations.recurrent.walked import Walked
 from dualkv.layout import Layout
 
 Tensor = torch.Tensor
@@ -86,18 +87,24 @@ class _Reread(torch.autograd.Function):
         return grad, None
 
 
-def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
+def scan(layout: Layout | Walked, rows: Sequence[Tensor], run: Run) -> Tensor:
     """A recurrence along the paths of a layout, a call of `run` for each wave.
 
     Args:
-        layout: of T tokens, 1 or more.
+        layout: of T tokens, 1 or more. In a part of a walked tree the first wave starts from the path's states, and a
+            trunk keeps its own.
         rows: tensors [1, T, ...].
         run: takes the rows [1, W, ...] of a wave, in the order of its segments, and makes results [1, W, ...].
 
     Returns:
         The results [1, T, ...] in packed order.
     """
-    order = waves.order(layout, rows[0].device)
+    walked = layout if isinstance(layout, Walked) else None
+    of_rows = layout.layout if isinstance(layout, Walked) else layout
+    keeps, device = walked is not None and walked.keeps, rows[0].device
+    key = None if walked is None else walked.scan_key()
+    inherited = None if walked is None else walked.initial(key, device)
+    order = waves.order(of_rows, device, keeps)
     if order.rows is not None:
         rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
     results: list[Tensor] = []
@@ -105,13 +112,19 @@ def scan(layout: Layout, rows: Sequence[Tensor], run: Run) -> Tensor:
     # The gradient of a split is one concatenation, that of slices is a sum of padded ones.
     parts = zip(*(x.split([wave.end - wave.begin for wave in order.waves], 1) for x in rows), strict=True)
     for wave, inputs in zip(order.waves, map(list, parts), strict=True):
-        if wave.gather is None:
+        gather = wave.gather
+        if gather is None and inherited is not None:
+            states, gather = inherited
+        if gather is None:
             out, states = run(inputs, None, wave)
         else:
             assert states is not None
-            initial = inherit(states, wave.gather)
-            with gathered_again(initial, states, wave.gather.parents):
+            initial = inherit(states, gather)
+            with gathered_again(initial, states, gather.parents):
                 out, states = run(inputs, initial, wave)
+        if walked is not None and keeps:
+            assert states is not None
+            walked.keep_state(key, wave.end, states)
         results.append(out)
     found = torch.cat(results, 1)
     if order.places is not None:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from dualkv.integrations import masks
 from dualkv.integrations.recurrent import kernels
 from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
+from dualkv.integrations.recurrent.walked import Walked
 from dualkv.integrations.recurrent.waves import Wave
 from dualkv.layout import Layout
 
@@ -178,9 +179,9 @@ def _for(own: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
     return inspect.unwrap(own) if x.device.type == "cpu" else own
 
 
-def _checked(layout: Any, given: dict[str, Any]) -> Layout:
+def _checked(layout: Any, given: dict[str, Any]) -> Layout | Walked:
     """The layout of a packed call; refuses what would continue or separate sequences beside it."""
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, Layout | Walked):
         raise ValueError(
             f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout: recurrent layers do not run with sequence"
             " parallelism, because a rank would need the states of the rows of all ranks before it"
@@ -213,10 +214,15 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
         activation = {"activation": given["activation"]} if "activation" in given else {}
         x = given["hidden_states"]
+        weight, bias = given["weight"], given.get("bias")
         conv = kernels.convolution(given.get("activation"), x.device)
-        if conv is None:
-            return convolve(_for(own, x), layout, x, given["weight"], given.get("bias"), **activation)
-        return convolve_at_once(conv, layout, x, given["weight"], given.get("bias"), **activation)
+
+        def run(layout: Layout, x: Tensor) -> Tensor:
+            if conv is None:
+                return convolve(_for(own, x), layout, x, weight, bias, **activation)
+            return convolve_at_once(conv, layout, x, weight, bias, **activation)
+
+        return layout.convolve(run, x, weight.shape[-1] - 1) if isinstance(layout, Walked) else run(layout, x)
 
     return call
 
@@ -360,7 +366,7 @@ def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _lightning_scan(layout: Layout, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
+def _lightning_scan(layout: Layout | Walked, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
     """q, k, v [1, T, H, D] and slope [H, 1, 1] -> [1, T, H, D]: state = exp(-slope) * state + k v^T, out = q state."""
     if not layout.num_tokens:
         return torch.zeros_like(rows[2])

@@ -108,10 +108,15 @@ class Windows(NamedTuple):
     cu_seqlens_cpu: torch.Tensor
 
 
-def order(layout: Layout, device: torch.device) -> Order:
-    """The waves of a layout."""
+def order(layout: Layout, device: torch.device, keep: bool = False) -> Order:
+    """The waves of a layout. keep: all of them keep their final states."""
     segments = segments_of(layout.offsets, layout.parent)
-    return segments.cached(("recurrent order", device), lambda: _order(segments, device))
+    return segments.cached(("recurrent order", device, keep), lambda: _order(segments, device, keep))
+
+
+def of_first_wave(segments: Segments) -> IntArray:
+    """The segments with tokens that have no ancestor with tokens."""
+    return np.flatnonzero(_depths(segments)[1][:-1] == 0)
 
 
 def windows(layout: Layout, back: int, device: torch.device) -> Windows:
@@ -120,16 +125,23 @@ def windows(layout: Layout, back: int, device: torch.device) -> Windows:
     return segments.cached(("recurrent windows", back, device), lambda: _windows(segments, back, device))
 
 
-def _order(segments: Segments, device: torch.device) -> Order:
-    lengths, parent, n = segments.lengths, segments.parent, len(segments.parent)
-    filled = lengths > 0
+def _depths(segments: Segments) -> tuple[IntArray, IntArray]:
+    """[S + 1] of each segment the nearest ancestor with tokens, and how many of them there are; -1: none, and for an
+    empty segment."""
+    parent, n, filled = segments.parent, len(segments.parent), segments.lengths > 0
     above = np.full(n + 1, -1)  # the nearest ancestor with tokens; the last entry is of -1
     depth = np.full(n + 1, -1)  # ancestors with tokens; -1 for an empty segment
     for level in segments.levels:
         up = parent[level]
         above[level] = np.where((up >= 0) & filled[up], up, above[up])
         depth[level] = np.where(filled[level], depth[above[level]] + 1, -1)
+    return above, depth
 
+
+def _order(segments: Segments, device: torch.device, keep: bool) -> Order:
+    lengths, n = segments.lengths, len(segments.parent)
+    filled = lengths > 0
+    above, depth = _depths(segments)
     waves: list[Wave] = []
     rows: list[IntArray] = []
     place = np.zeros(n, np.int64)  # of each segment in its wave
@@ -144,7 +156,7 @@ def _order(segments: Segments, device: torch.device) -> Order:
             counts = np.bincount(parents, minlength=before)
             gather = Gather(torch.from_numpy(parents).to(device), torch.from_numpy(counts).to(device))
         end = begin + int(lengths[chosen].sum())
-        waves.append(Wave(begin, end, lengths[chosen], gather, bool(has_children[chosen].any()), device))
+        waves.append(Wave(begin, end, lengths[chosen], gather, keep or bool(has_children[chosen].any()), device))
         first = np.cumsum(lengths[chosen]) - lengths[chosen]
         rows.append(np.arange(end - begin) + np.repeat(segments.offsets[chosen] - first, lengths[chosen]))
         begin, before = end, len(chosen)

@@ -18,11 +18,13 @@ from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, uns
 from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.data.packing import pack_padded
 from dualkv.integrations import losses, media
+from dualkv.integrations.checkpointing import keep_attention
 from dualkv.integrations.transformers import disable, enable
 from dualkv.integrations.trl.models import (
     Batch,
     call_with_aux_loss,
     count_rows,
+    enable_all,
     refuse_model,
     refuse_prompt_learning,
 )
@@ -58,6 +60,11 @@ class PackedGroups(Base):
     More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
     model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
 
+    Args:
+        model, args, kwargs: TRL's.
+        fast: as for :func:`dualkv.integrations.transformers.enable`, for the policy. Its gradient checkpointing then is
+            what `enable` makes of it; a limit of memory is set in one process on a GPU.
+
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, or prompt-learning PEFT; in training for images in
@@ -66,8 +73,9 @@ class PackedGroups(Base):
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         refuse_model(model)
+        self._fast = fast
         super().__init__(model, *args, **kwargs)
         if self._is_vlm and not media.families(self.model):
             raise ValueError(
@@ -75,9 +83,7 @@ class PackedGroups(Base):
                 " to run packed: use TRL's own trainer"
             )
         refuse_prompt_learning(self.model)
-        enable(self.model)
-        if self.ref_model is not None:
-            enable(self.ref_model)
+        enable_all(self, fast)
         losses.warn_of_trl(self)
 
     @profiling_decorator
@@ -127,6 +133,8 @@ class PackedGroups(Base):
             "dualkv": batch.layout,
             **batch.media,
         }
+        if self._fast and torch.is_grad_enabled():
+            keep_attention(self.accelerator.unwrap_model(model))  # TRL switches checkpointing off and on again
         with self.accelerator.autocast():
             if with_aux_loss:
                 outputs, aux_loss = call_with_aux_loss(model, self.accelerator.unwrap_model(model), inputs)
@@ -158,7 +166,7 @@ class PackedGroups(Base):
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
-            enable(self.model)
+            enable(self.model, fast=self._fast)
 
 
 class GRPOTrainer(PackedGroups, trl.GRPOTrainer):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dualkv.integrations import models
+from dualkv.integrations.experts import load_balancing_loss
+from dualkv.integrations.transformers import enable
 from dualkv.layout import Layout
 
 Batch = dict[str, Any]
@@ -36,6 +36,13 @@ def refuse_prompt_learning(model: Any) -> None:
                 f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
                 "which packed groups do not support: use TRL's own trainer, or an adapter such as LoRA"
             )
+
+
+def enable_all(trainer: Any, fast: bool) -> None:
+    """Enables the policy, `fast` or not, and the reference model of a trainer."""
+    enable(trainer.model, fast=fast)
+    if trainer.ref_model is not None:
+        enable(trainer.ref_model)
 
 
 def without_adapters(model: Any) -> Any:
@@ -69,16 +76,4 @@ def call_with_aux_loss(model: Callable[..., Any], plain: nn.Module, inputs: Batc
         outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
     finally:
         hook.remove()
-    config = cast(Any, plain).config.get_text_config()
-    times = _times(inputs["dualkv"]).to(inputs["input_ids"].device)[None]
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss = load_balancing_loss_func(found[0], experts, config.num_experts_per_tok, times)
-    return outputs, cast(torch.Tensor, loss)
-
-
-def _times(layout: Layout) -> torch.Tensor:
-    """[T] the number of rollouts that each packed row belongs to: for a prompt's row the number of its responses."""
-    offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
-    times = np.bincount(parent[parent >= 0], minlength=len(parent))
-    times[parent >= 0] = 1
-    return torch.from_numpy(np.repeat(times, np.diff(offsets)))
+    return outputs, load_balancing_loss(plain, found[0], inputs["dualkv"])

@@ -8,8 +8,7 @@ import torch
 from trl.experimental.online_dpo import OnlineDPOTrainer as Padded
 
 from dualkv.data.packing import pack_padded
-from dualkv.integrations.transformers import enable
-from dualkv.integrations.trl.models import refuse_model, refuse_prompt_learning
+from dualkv.integrations.trl.models import enable_all, refuse_model, refuse_prompt_learning
 
 
 class OnlineDPOTrainer(Padded):
@@ -19,19 +18,21 @@ class OnlineDPOTrainer(Padded):
     "objective/non_score_reward", "objective/rlhf_reward" and "objective/entropy" of TRL's trainer add up log-probs of
     padding behind an answer too. Here padding counts as 0.
 
+    Args:
+        model, args, kwargs: TRL's.
+        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
+
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, and
             prompt-learning PEFT; in training for images, and prompts that the limit of TRL (`max_length`) cuts to
             nothing.
     """
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_prompt_learning(self.model)
-        enable(self.model)
-        if self.ref_model is not None:
-            enable(self.ref_model)
+        enable_all(self, fast)
 
     def _forward(
         self,

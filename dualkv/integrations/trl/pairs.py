@@ -27,6 +27,7 @@ from dualkv.integrations.trl.models import (
     Batch,
     call_with_aux_loss,
     count_rows,
+    enable_all,
     refuse_model,
     refuse_prompt_learning,
     without_adapters,
@@ -48,6 +49,10 @@ class DPOTrainer(trl.DPOTrainer):
     More metrics, one value for each call of a model: "dualkv/tokens_packed", "dualkv/tokens_padded" and
     "dualkv/dedup_ratio", as for :class:`PackedGroups`.
 
+    Args:
+        model, args, kwargs: TRL's.
+        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
+
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             dataset with images, or prompt-learning PEFT; in training for inputs other than text.
@@ -55,8 +60,9 @@ class DPOTrainer(trl.DPOTrainer):
 
     _packed = False
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         refuse_model(model)
+        self._fast = fast
         super().__init__(model, *args, **kwargs)
         if self._is_vision_dataset:
             raise ValueError("train_dataset has images: pairs are packed as text alone, use TRL's own trainer")
@@ -65,9 +71,9 @@ class DPOTrainer(trl.DPOTrainer):
     def _pack(self) -> None:
         if not self._packed:
             refuse_prompt_learning(self.model)
+            enable_all(self, self._fast)
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    enable(model)
                     pack_head(without_adapters(self.accelerator.unwrap_model(model)), self)
             self._packed = True
 
@@ -84,18 +90,22 @@ class RewardTrainer(trl.RewardTrainer):
 
     More metrics, as for :class:`DPOTrainer`.
 
+    Args:
+        model, args, kwargs: TRL's.
+        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
+
     Raises:
         ValueError: by the constructor for a model whose decoder :func:`dualkv.integrations.transformers.enable`
             refuses, a head other than transformers' usual one, or prompt-learning PEFT; in training for inputs other
             than text.
     """
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         if isinstance(model, str):
             refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_prompt_learning(self.model)
-        pack_score(without_adapters(self.model), self)
+        pack_score(without_adapters(self.model), self, fast)
 
 
 def pack_head(model: Any, trainer: Any) -> None:
@@ -157,12 +167,13 @@ def _packed_head(
     return FusedCausalLMOutput(**made, label_mask=scored, aux_loss=aux_loss)
 
 
-def pack_score(model: Any, trainer: Any) -> None:
+def pack_score(model: Any, trainer: Any, fast: bool = False) -> None:
     """Lets a model with transformers' usual head of sequence classification compute shared prefixes once.
 
     Args:
         model: without wrappers; its decoder is enabled here.
         trainer: gets the metrics.
+        fast: as for `enable`.
 
     Raises:
         ValueError: a head of another kind, a decoder that is refused.
@@ -174,7 +185,7 @@ def pack_score(model: Any, trainer: Any) -> None:
         )
     decoder = getattr(model, model.base_model_prefix)
     models.refuse(decoder)
-    enable(decoder)
+    enable(decoder, fast=fast)
     padded = model.forward
 
     @functools.wraps(getattr(padded, "__func__", padded))

@@ -145,8 +145,13 @@ class PacksBatches:
             "mfu_hardware": packed.flops(self._counter) * passes / 3 / peak,
             "mfu_effective": replicated.flops(self._counter) * passes / 3 / peak,
         }
+        metrics |= self._more_metrics()
         result["metrics"].update({f"dualkv/{name}": [value] for name, value in metrics.items()})
         return result
+
+    def _more_metrics(self) -> dict[str, float]:
+        """Of an engine alone."""
+        return {}
 
 
 def packed_parts(

@@ -232,6 +232,7 @@ class PackedRollouts:
         value: [M] int64: for each response token, the index in `head_rows` of the row that predicts it.
         sequence_rows: [M] int64: for each response token, the row that predicts it among the rows of the replicated
             sequences, concatenated in the order of the micro-batch.
+        packed_rows: [rows] int64: for each row of the replicated sequences, the packed row.
         position_ids: [rows, T] int64 of models that see images, of text first; None where veRL sends one row.
         media: inputs of the model for the images of all prompts, each once.
     """
@@ -242,6 +243,7 @@ class PackedRollouts:
     head_rows: torch.Tensor
     value: torch.Tensor
     sequence_rows: torch.Tensor
+    packed_rows: torch.Tensor
     position_ids: torch.Tensor | None
     media: dict[str, torch.Tensor]
 
@@ -270,7 +272,8 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
     p, r = rollouts.prompt_lens, rollouts.response_lens
     tree = rollouts.packed_once.tree()
     sequence_rows = np.repeat(np.cumsum(p + r) - r - 1, r) + positions(r)
-    predicts = tree_rows(tree)[sequence_rows]
+    packed_rows = tree_rows(tree)
+    predicts = packed_rows[sequence_rows]
     is_head = np.zeros(tree.offsets[-1], bool)
     is_head[predicts] = True
     arrays = (
@@ -279,18 +282,21 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
         np.flatnonzero(is_head),
         (np.cumsum(is_head) - 1)[predicts],
         sequence_rows,
+        packed_rows,
     )
-    input_ids, source, head_rows, value, of_sequences = (torch.from_numpy(x) for x in arrays)
+    input_ids, source, head_rows, value, of_sequences, of_packed = (torch.from_numpy(x) for x in arrays)
     position_ids = None
     if data["position_ids"].dim() == 3:
         replicated = _host(data["position_ids"].values())  # [rows, tokens]
         cuts = np.cumsum(p + r)[:-1]
-        of_packed = np.stack([tree_tokens(tree, np.split(row, cuts)) for row in replicated])
-        if not np.array_equal(of_packed[:, tree_rows(tree)], replicated):
+        once = np.stack([tree_tokens(tree, np.split(row, cuts)) for row in replicated])
+        if not np.array_equal(once[:, packed_rows], replicated):
             raise ValueError("position_ids differ between rollouts with equal prompts, expected equal positions")
-        position_ids = torch.from_numpy(of_packed)
+        position_ids = torch.from_numpy(once)
     media = _modalities(data)
     leaders = tree.source[np.flatnonzero(tree.parent < 0)]
     of_prompts = extract_multi_modal_inputs([media[i] for i in leaders]) if media else {}
     layout = Layout.from_segments(tree.offsets, tree.parent)
-    return PackedRollouts(input_ids, layout, source, head_rows, value, of_sequences, position_ids, of_prompts)
+    return PackedRollouts(
+        input_ids, layout, source, head_rows, value, of_sequences, of_packed, position_ids, of_prompts
+    )

@@ -23,7 +23,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import media, models, recurrent, transformers
+from dualkv.integrations import fused, media, models, recurrent, transformers
 from dualkv.integrations.media import Placed
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
@@ -35,8 +35,8 @@ from dualkv.sequence_parallel import Shard, padded
 FSDP = ["fsdp", "fsdp2"]
 STRATEGIES = [*FSDP, "megatron"]
 OTHERS = ["veomni", "torchtitan", "automodel", "fsdp_turbo"]
-# In `model.fused_kernel_options`: the results that checkpointed layers keep.
-KEEP = "dualkv_keep"
+# In `model.fused_kernel_options`: the results that checkpointed layers keep; whether what surrounds attention is fused.
+KEEP, FAST = "dualkv_keep", "dualkv_fast"
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
 OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttention)}
@@ -95,8 +95,12 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         # before the checks of `enable` (prepend).
         decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self._leave_decoder)
+        options = self.model_config.fused_kernel_options or {}
+        fast = bool(options.get(FAST, False))
+        if fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
+            fused.fuse(module)
         if self.model_config.enable_gradient_checkpointing:
-            transformers.recompute_layers(module, (self.model_config.fused_kernel_options or {}).get(KEEP, "nothing"))
+            transformers.recompute_layers(module, options.get(KEEP, "attention" if fast else "nothing"))
         return module
 
     def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -12,6 +12,7 @@ from functools import partial
 from math import lcm
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,21 +22,31 @@ from torch import nn
 from verl.models.mcore.model_forward_fused import FusedOutputProcessorContext, fused_output_processor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
+from verl.utils.megatron.router_replay_utils import (
+    is_moe_layer,
+    iter_model_routers,
+    merge_nested_router_maps,
+    pp_gather,
+    set_model_router_replay_action,
+)
 from verl.utils.megatron_utils import unwrap_model
+from verl.utils.seqlen_balancing import restore_dynamic_batch
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.integrations import megatron
 from dualkv.integrations.megatron_configs import refuse
+from dualkv.integrations.verl import routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
-from dualkv.integrations.verl.data import PackedRollouts
+from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import padded
 
+PACKED_ROWS = "dualkv_rows"  # of a micro-batch, among its settings: rows of all ranks, with those that pad them
 # Attributes of veRL's engine configuration: values that packed groups need, and why.
 NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "context_parallel_size": ((1,), "the rows of a packed group are not split over ranks in veRL yet"),
-    "dynamic_context_parallel": ((False,), "the rows of a packed group are not split over ranks in veRL yet"),
+    "dynamic_context_parallel": ((False,), "all context-parallel ranks share the rows of a packed group"),
     "virtual_pipeline_model_parallel_size": ((None, 1), "packed groups do not run through interleaved stages in veRL"),
     "use_megatron_fsdp": ((False,), "it has not been tried"),
 }
@@ -54,10 +65,13 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             behind that for its layers. Every rank raises the same error.
     """
 
-    row_ranks = 1
+    mini_layer_topk_idx_list: list[torch.Tensor]  # veRL's: routes that are recorded, of each micro-batch
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         self._head_rows: torch.Tensor | None = None  # of the packed micro-batch that the model runs now
+        self._replay: RouterReplayAction | None = None  # what routers do with routes in the batch that runs now
+        self._routes = [0, 0]  # rows of the batch whose routes several rollouts recorded; those of them that differ
+        self.row_ranks = engine_config.context_parallel_size
         self._read_options(model_config)
         _refuse(model_config, engine_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
@@ -71,10 +85,13 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             ("fp8", "rows are not padded to its blocks"),
             ("fp4", "rows are not padded to its blocks"),
             ("multi_latent_attention", "veRL replaces methods of these layers, which was not tried"),
-            ("calculate_per_token_loss", "gradients would be divided by tokens of replicated sequences"),
         ):
             if getattr(config, name, None):
                 raise ValueError(f"{name} is {getattr(config, name)!r}, expected none: {why}")
+        mode = self.engine_config.router_replay.mode
+        if mode != "disabled" and not config.num_moe_experts:
+            why = "no layer has experts"
+            raise ValueError(f"actor.megatron.router_replay.mode is {mode!r}, expected 'disabled': {why}")
 
     def _build_megatron_module(self) -> list[nn.Module]:
         modules: list[nn.Module] = super()._build_megatron_module()
@@ -96,11 +113,25 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        fused = bool(self.engine_config.use_fused_kernels)
-        planned = self._plan(data, "images are not packed on strategy megatron", _objection(data) if fused else "")
+        mode, recorded = self.engine_config.router_replay.mode, None
+        replayed = tu.get_non_tensor_data(data, "enable_routing_replay", False)
+        records = replayed and forward_only and mode == "R2" and data.get(routes.ROUTES, None) is None
+        error = routes.objection(data, mode, self._shapes_of_routes()) if replayed and not records else ""
+        if self.engine_config.use_fused_kernels:
+            error = error or _objection(data)
+        planned = self._plan(data, "images are not packed on strategy megatron", error)
         if planned is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
         rollouts, parts = planned
+        if self.tf_config.calculate_per_token_loss:
+            self._count_rows(data, rollouts, parts)
+        self._routes = [0, 0]
+        self._replay = None
+        if records:
+            self.mini_layer_topk_idx_list = []
+        if replayed:
+            self._replay = RouterReplayAction.RECORD if records else RouterReplayAction.REPLAY_FORWARD
+            RouterReplay.set_global_router_replay_action(self._replay)
         finish = partial(self.postprocess_micro_batch_func, forward_only=forward_only, loss_function=loss_function)
         outputs = get_forward_backward_func()(
             forward_step_func=partial(self._packed_step, count=len(parts), finish=finish),
@@ -111,11 +142,59 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if records:
+            of_stage = merge_nested_router_maps(self.mini_layer_topk_idx_list)
+            recorded = restore_dynamic_batch(pp_gather(of_stage, self.tf_config), parts)
+        if replayed:
+            RouterReplay.clear_global_indices()
+            RouterReplay.clear_global_router_replay_action()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
         # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
-        return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+        found = postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+        if recorded is not None:
+            found["model_output"][routes.ROUTES] = recorded
+        return found
+
+    def _shapes_of_routes(self) -> list[tuple[int, int]]:
+        """(layers, experts of a token): of all layers, or of those with experts."""
+        config = self.tf_config
+        with_experts = sum(is_moe_layer(config, i) for i in range(config.num_layers))
+        return [(n, config.moe_router_topk) for n in sorted({with_experts, config.num_layers})]
+
+    def _more_metrics(self) -> dict[str, float]:
+        shared, differing = self._routes
+        replays = self._replay is RouterReplayAction.REPLAY_FORWARD
+        return {"routes_differing": differing / max(shared, 1)} if replays else {}
+
+    # ------------------------------------------------------------------ rows of ranks
+    def _ranks(self) -> tuple[int, int]:
+        """(rank, ranks) that share the rows of a micro-batch: context parallel, within it sequence parallel."""
+        rank, ranks = parallel_state.get_context_parallel_rank(), self.row_ranks
+        if self.tf_config.sequence_parallel:
+            tensor = parallel_state.get_tensor_model_parallel_world_size()
+            rank, ranks = rank * tensor + parallel_state.get_tensor_model_parallel_rank(), ranks * tensor
+        return rank, ranks
+
+    def _added(self, rows: int) -> int:
+        """Rows behind a micro-batch's, so that every rank has equally many."""
+        bucket = self.engine_config.pad_to_length_bucket if self.engine_config.pad_to_length else 1
+        return -rows % lcm(self._ranks()[1], bucket)
+
+    def _count_rows(self, data: TensorDict, rollouts: Rollouts, parts: list[list[int]]) -> None:
+        """Tells veRL by how many rows megatron-core will divide gradients, on all data-parallel ranks together."""
+        of_parts = (int(rollouts.select(np.array(part)).packed_once.tree().offsets[-1]) for part in parts)
+        total = torch.tensor(sum(rows + self._added(rows) for rows in of_parts), device=get_device_id())
+        torch.distributed.all_reduce(total, group=self.get_data_parallel_group())
+        tu.assign_non_tensor(data, routed_num_tokens=total.item())
+
+    def _routed_num_tokens(self, data: TensorDict) -> torch.Tensor:
+        rows = tu.get_non_tensor_data(data, PACKED_ROWS, None)
+        if rows is None:
+            found: torch.Tensor = super()._routed_num_tokens(data)
+            return found
+        return torch.tensor(rows, device=get_device_id())
 
     # ------------------------------------------------------------------ a micro-batch
     def _packed_step(
@@ -139,29 +218,29 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         device = micro_batch["input_ids"].device
         tu.assign_non_tensor(micro_batch, num_micro_batch=count)
         gpt = unwrap_model(model)
-        ranks, rank = (1, 0)
-        if gpt.config.sequence_parallel:
-            ranks = parallel_state.get_tensor_model_parallel_world_size()
-            rank = parallel_state.get_tensor_model_parallel_rank()
-        multiple = lcm(ranks, self.engine_config.pad_to_length_bucket if self.engine_config.pad_to_length else 1)
-        added = -len(packed.input_ids) % multiple
-        layout = padded(packed.layout.to(device), added)
-        head = HeadRows.of(packed.head_rows, rank, layout.num_tokens // ranks, ranks).to(device)
+        rank, ranks = self._ranks()
+        added = self._added(len(packed.input_ids))
+        groups = megatron.PackedGroups(padded(packed.layout.to(device), added))
+        shard = groups.shard
+        tu.assign_non_tensor(micro_batch, **{PACKED_ROWS: groups.layout.num_tokens})
+        head = HeadRows.of(packed.head_rows, rank, groups.layout.num_tokens // ranks, ranks).to(device)
 
         def of_head(values: torch.Tensor, fill: Any) -> torch.Tensor:
-            """[1, K * ranks]: of values [T] those of the head's rows."""
+            """[1, K * ranks]: of values [T] those of the head's rows, of this context-parallel rank."""
             found = values.new_full((1, len(head.rows) * ranks), fill)
             found[0, head.values] = values[packed.head_rows.to(values.device)]
-            return found
+            return found.chunk(shard.world_size, 1)[shard.rank]
 
         input_ids = packed.input_ids.to(device)
         labels = of_head(input_ids.roll(-1), 0)
         inputs = {
-            "input_ids": nn.functional.pad(input_ids, (0, added))[None],
+            "input_ids": groups.split(input_ids[None]),
             "position_ids": None,
             "attention_mask": None,
-            "packed_seq_params": megatron.PackedGroups(layout),
+            "packed_seq_params": groups,
         }
+        if self._replay is RouterReplayAction.REPLAY_FORWARD:
+            self._set_routes(gpt, micro_batch, packed, groups.layout.num_tokens)
         fused = bool(self.engine_config.use_fused_kernels)
         if fused:
             inputs |= self._of_fused_head(gpt, micro_batch, labels)
@@ -170,6 +249,10 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             output = model(**inputs)
         finally:
             self._head_rows = None
+        if self._replay is RouterReplayAction.RECORD:
+            self.mini_layer_topk_idx_list.append(self._recorded(gpt, micro_batch, packed))
+        elif self._replay:  # layers that are computed again in the backward take the routes of their micro-batch
+            set_model_router_replay_action(gpt, RouterReplayAction.REPLAY_BACKWARD)
         if gpt.post_process:
             if fused:
                 values = {"log_probs": output.log_probs}
@@ -181,8 +264,41 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
                 of_rows = of_segments.to(device).expand(len(lengths)).repeat_interleave(lengths)
                 values = self._of_head(output, labels, of_head(of_rows, 1.0), micro_batch)
             sequences = micro_batch["input_ids"]
-            output = {k: packed.to_sequences(v.flatten()[head.values], sequences) for k, v in values.items()}
+            whole = {name: shard.join(value.flatten()) for name, value in values.items()}
+            output = {name: packed.to_sequences(value[head.values], sequences) for name, value in whole.items()}
         return output, partial(finish, data=micro_batch)
+
+    def _set_routes(self, gpt: nn.Module, micro_batch: TensorDict, packed: PackedRollouts, rows: int) -> None:
+        """Gives this rank's routers the experts of its share of `rows`."""
+        mode = self.engine_config.router_replay.mode
+        found = routes.packed(micro_batch, mode, packed.packed_rows.numpy(), rows)
+        self._routes = [self._routes[0] + found.shared, self._routes[1] + found.differing]
+        rank, ranks = self._ranks()
+        mine = slice(rank * (rows // ranks), (rank + 1) * (rows // ranks))
+        experts, known = found.experts[mine].to(get_device_id()), found.known[mine]
+        mask = None if known.all() else known.to(get_device_id())
+        set_model_router_replay_action(gpt, RouterReplayAction.REPLAY_FORWARD)
+        for number, router in iter_model_routers(gpt):
+            layer = number - 1
+            if experts.shape[1] != self.tf_config.num_layers:  # those with experts alone
+                layer = sum(is_moe_layer(self.tf_config, i) for i in range(layer))
+            router.set_target_indices(experts[:, layer], replay_mask=mask)
+
+    def _recorded(self, gpt: nn.Module, micro_batch: TensorDict, packed: PackedRollouts) -> torch.Tensor:
+        """Nested [rows, layers, k] int16 on the host: where routers of this stage sent the rows of each rollout."""
+        routers = [router for _, router in sorted(iter_model_routers(gpt), key=lambda found: found[0])]
+        rows = len(packed.input_ids) + self._added(len(packed.input_ids))
+        if routers:
+            found = torch.stack([router.recorded_topk_idx for router in routers], 1).to(torch.int32)
+            if self.tf_config.sequence_parallel:
+                found = _of_all(found, parallel_state.get_tensor_model_parallel_group())
+            found = _of_all(found, parallel_state.get_context_parallel_group())
+        else:
+            found = torch.empty(rows, 0, self.tf_config.moe_router_topk, dtype=torch.int32)
+        if len(found) != rows:
+            raise ValueError(f"routers recorded {len(found)} rows, expected {rows}, the packed ones of all ranks")
+        of_sequences = found.cpu().to(torch.int16)[packed.packed_rows]
+        return torch.nested.nested_tensor_from_jagged(of_sequences, micro_batch["input_ids"].offsets().cpu())
 
     def _of_head(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, micro_batch: TensorDict
@@ -217,6 +333,13 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         }
 
 
+def _of_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """x [n, ...] -> [ranks * n, ...], without a gradient."""
+    found = x.new_empty(torch.distributed.get_world_size(group) * len(x), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(found, x.contiguous(), group=group)
+    return found
+
+
 def _objection(data: TensorDict) -> str:
     """Why veRL's fused heads do not compute a batch; empty if they do."""
     if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False):
@@ -238,11 +361,6 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             raise ValueError(
                 f"actor.megatron.{name} is {value!r}, model.model_type={MODEL_TYPE} expects {values[0]!r}: {why}"
             )
-    if engine_config.router_replay.mode != "disabled":
-        raise ValueError(
-            f"actor.megatron.router_replay.mode is {engine_config.router_replay.mode!r}, model.model_type={MODEL_TYPE}"
-            " expects 'disabled': rollouts of one prompt may have recorded different routes, and a packed row has one"
-        )
     if model_config.mtp.enable:
         raise ValueError(
             f"model.mtp.enable is True, model.model_type={MODEL_TYPE} expects False: the next token of a packed row is"
@@ -252,7 +370,13 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
         raise ValueError(
             f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried"
         )
-    keep = (model_config.fused_kernel_options or {}).get("dualkv_keep", "nothing")
+    options = model_config.fused_kernel_options or {}
+    if options.get("dualkv_fast", False):
+        raise ValueError(
+            "fused_kernel_options.dualkv_fast is True, strategy megatron has fused kernels of its own: set"
+            " actor.megatron.override_transformer_config"
+        )
+    keep = options.get("dualkv_keep", "nothing")
     if keep != "nothing":
         raise ValueError(
             f"fused_kernel_options.dualkv_keep is {keep!r}, strategy megatron has settings of its own: set"

@@ -13,7 +13,7 @@ from tools.bench.megatron_costs import Group, Model
 
 def test_all_ways_compute_the_same() -> None:
     model = Model(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=8, vocabulary=64)
-    run = bench.Run(model, 2, 3, 1, 4, torch.float32, False, torch.device("cpu"))
+    run = bench.Run(model, 2, 3, 1, 1, 4, torch.float32, False, torch.device("cpu"))
     cases = {"one": Group(4, 6, 3), "two": Group(2, 5, 4, groups=2)}
     with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
         *_, (figures, _) = bench.measure(run, cases, list(bench.WAYS))
@@ -25,3 +25,4 @@ def test_all_ways_compute_the_same() -> None:
     assert [len(shares[ranks]) for ranks in ("2", "4", "8")] == [2, 4, 8]
     for of_ranks in shares.values():
         assert abs(sum(share["part_of_flops"] for share in of_ranks) - 1) < 1e-6
+        assert all(share["part_of_seconds"] > 0 for share in of_ranks)

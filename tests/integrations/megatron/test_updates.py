@@ -43,7 +43,7 @@ YARN = {
 def check(found: Any) -> None:
     logp, gradients = found
     assert logp is None or logp < 1e-5
-    assert gradients < 1e-5
+    assert gradients < 2e-5  # that of a softmax offset adds up all rows, whose parts cancel out
 
 
 # ---------------------------------------------------------------- one rank
@@ -124,7 +124,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by scenario."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.ranks", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(COUNT)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
 from tools import filed
@@ -54,3 +55,27 @@ def test_three_ways_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert figures["mean_log_prob_difference_to_first"] < 1e-5
         assert figures["seconds"]["median"] > 0
     assert ways["padded"]["gradient_norm"] > 1e-3
+
+
+def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of several turns: tool outputs do not count, and TRL's tree shares more than prompts."""
+    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
+    names = ["trace-search-0-n6-x0.02", "trace-tau2-1-n2-t3-x0.02"]
+    path = tmp_path / "trl.json"
+    bench_trl.main(path, model="tiny", layers=1, trace=names, dtype="float32", steps=1, distance=names[0])
+    found = filed.read(path)["traces"]
+    assert list(found) == names
+    for made in found.values():
+        ways = made["ways"]
+        assert list(ways) == ["padded", "tree", "packed"]
+        for figures in ways.values():
+            assert figures["loss"] == pytest.approx(ways["padded"]["loss"], rel=1e-5, abs=1e-6)
+            assert figures["mean_log_prob_difference_to_first"] < 1e-5
+    search, tau2 = (found[name]["ways"] for name in names)
+    assert search["padded"]["gradients_from_fp32"] < 1e-6
+    assert 0 < search["packed"]["gradients_from_fp32"] < 1e-4
+    assert "gradients_from_fp32" not in tau2["packed"]
+    assert search["packed"]["rows"] < search["padded"]["rows"]
+    assert tau2["tree"]["rows"] < tau2["packed"]["rows"]
+    with pytest.raises(typer.BadParameter, match="nothing"):
+        bench_trl.main(path, model="tiny", trace=["nothing"])

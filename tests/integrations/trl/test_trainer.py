@@ -123,6 +123,32 @@ def assert_equal_updates(packed: Run, padded: Run) -> None:
         assert_close(name, packed.weights[name], weight, 1e-4)
 
 
+class Fast(GRPOTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, fast=True, **kwargs)
+
+
+def test_a_fast_training_is_the_padded_one(folder: Path) -> None:
+    """With a reference model; layers keep attention in every update, though TRL switches checkpointing off and on."""
+    kept = []
+
+    class Watched(Fast):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            layers = self.accelerator.unwrap_model(model).get_decoder().layers
+            kept.extend(layer._gradient_checkpointing_func.keywords.get("context_fn") for layer in layers)
+            return loss
+
+    settings: dict[str, Any] = {"beta": 0.04, "steps_per_generation": 4}
+    packed = train(Watched, folder, **settings)
+    padded = train(Padded, folder, **settings)
+    assert kept
+    assert all(kept)
+    assert largest(packed.logps, padded.logps) < 1e-5
+    assert_equal_updates(packed, padded)
+    assert_equal_metrics(packed, padded)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
     settings = dict(RUNS[name])

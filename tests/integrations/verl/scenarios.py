@@ -155,9 +155,17 @@ BENCH_ROWS = [
     BENCH | {"max_tokens": 30},  # less than a rollout
 ]
 
+OF_TRACE = {"trace": "trace-tau2-1-n3-t3-x0.02", "micro_batch": None, "max_tokens": 400, "dtype": "fp32"}
+TRACE_ROWS = [
+    STOCK_BENCH | OF_TRACE | {"attention": "ragged"},
+    BENCH | OF_TRACE,
+    BENCH | OF_TRACE | {"trace": "trace-swe-kept-1-n3-t4-x0.02", "max_tokens": 900},  # by the same worker
+]
+
 # What must be survived, and what veRL has to compute itself.
 ONE_MORE: dict[str, dict[str, Any]] = {
     "bench": {"run": "bench", "rows": BENCH_ROWS},
+    "bench-traces": {"run": "bench", "rows": TRACE_ROWS, "distance": OF_TRACE["trace"]},
     "training": {"run": "training"},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},
@@ -187,9 +195,16 @@ TWO_MORE: dict[str, dict[str, Any]] = {
 
 FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
+# By themselves, because other models of a process get the fused rotary embedding too.
+FAST: dict[str, dict[str, Any]] = {
+    "fast": PACKED | {"fast": True, "keep": "attention", "budget": TIGHT},
+    "fast-fsdp1": PACKED | {"fast": True, "strategy": "fsdp", "checkpointing": False},
+}
+
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
+    "fast": (1, FAST),
 }

@@ -111,6 +111,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
+        | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
@@ -188,7 +189,49 @@ def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
     with patch.object(reference, "forward", wraps=reference.forward) as attention:
         found["metrics"] = train(worker, data)
-    return found | {"weights": weights(worker), "attention_calls": attention.call_count}
+    modules = worker.engine.module.modules() if s.get("fast") else ()
+    compiled = sum(module._compiled_call_impl is not None for module in modules)
+    return found | {"weights": weights(worker), "attention_calls": attention.call_count, "compiled": compiled}
+
+
+def replayed(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """The same with routers that replay routes: those of the old log-probs (R2), or drawn ones (R3)."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    tu.assign_non_tensor(data, enable_routing_replay=True)
+    found: dict[str, Any] = {"before": weights(worker)}
+    if s["router_replay"] == "R3":
+        data["routed_experts"] = drawn_routes(s, data)
+    else:
+        scoring = data.clone()
+        tu.assign_non_tensor(scoring, compute_loss=False)
+        rank, recorded = worker.engine.get_data_parallel_rank(), worker.infer_batch(scoring)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        found_here = None if recorded is None else recorded["routed_experts"]
+        dist.all_gather_object(of_ranks, (rank, found_here))  # veRL's trainer hands them on
+        data["routed_experts"] = next(x for of, x in of_ranks if of == rank and x is not None)
+    found |= score(worker, data)
+    return found | {"metrics": train(worker, data), "weights": weights(worker)}
+
+
+def not_routed(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Routers that are to replay routes, without any."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    tu.assign_non_tensor(data, enable_routing_replay=True)
+    return score(worker, data)
+
+
+def drawn_routes(s: dict[str, Any], data: TensorDict) -> torch.Tensor:
+    """Two of four experts for each row and layer; equal at the shared rows of prompts, but for the rollouts of
+    `s["differing"]`. Every other rollout has none for its last row, as inference engines record them."""
+    found = []
+    prompts, rows = ([len(x) for x in data[name].unbind()] for name in ("prompts", "input_ids"))
+    for i, (prompt, count) in enumerate(zip(prompts, rows, strict=True)):
+        parts = [(prompt + 1000 * (i in s.get("differing", ())), prompt - 1), (100 + i, count - prompt + 1 - i % 2)]
+        draws = [torch.rand(n, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed, n in parts]
+        found.append(torch.cat(draws).topk(2).indices.short())
+    return nested(found)
 
 
 def scored(s: dict[str, Any], models: Path) -> dict[str, Any]:
@@ -284,7 +327,8 @@ def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
-    return {"rows": list(bench_verl.measure_all([bench_verl.settings_of(row) for row in s["rows"]]))}
+    rows = [bench_verl.settings_of(row) for row in s["rows"]]
+    return {"rows": list(bench_verl.measure_all(rows, s.get("distance")))}
 
 
 def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from verl.models.mcore import model_forward_fused
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy
 from verl.workers.config import EngineRouterReplayConfig, McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 
+from dualkv.integrations.megatron import enable
 from tests.integrations.megatron import cpu
 
 TYPE_OF_TENSOR = torch.Tensor.type
@@ -63,7 +64,9 @@ def _norm(_cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any)
 
 def _layers(self: Any, vp_stage: int | None = None) -> Any:
     self.has_vp_stage = True
-    return get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, vp_stage=vp_stage)
+    # Of local attention only ours takes context parallelism.
+    return enable(spec) if self.config.context_parallel_size > 1 else spec
 
 
 def _names(self: Any, model: Any, consider_ep: bool = True) -> dict[str, str]:

@@ -23,6 +23,8 @@ MEGATRON = {"strategy": "megatron"}
 STOCK: dict[str, Any] = MEGATRON | {"packed": False}
 PACKED: dict[str, Any] = MEGATRON | {"packed": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+R2 = MOE | {"run": "replayed", "router_replay": "R2"}
+R3 = MOE | {"run": "replayed", "router_replay": "R3"}
 ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-moe": STOCK | MOE,
@@ -30,6 +32,8 @@ ONE: dict[str, dict[str, Any]] = {
     "stock-sum-pi-squared": STOCK | SUM_PI_SQUARED,
     "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
     "stock-turns": STOCK | TURNS,
+    "stock-r2": STOCK | R2,
+    "stock-r3": STOCK | R3,
     "fixed": PACKED,
     "tight": PACKED | {"budget": TIGHT, "transformer": RECOMPUTED},
     "roomy": PACKED | {"budget": ROOMY, "pad_to": 64},
@@ -40,6 +44,9 @@ ONE: dict[str, dict[str, Any]] = {
     "offload": PACKED | {"engine": {"param_offload": True, "optimizer_offload": True}},
     "padded": PACKED | {"padded": True, "budget": TIGHT},
     "trees": TREES | PACKED | {"budget": LONG},
+    "r2": PACKED | R2 | {"budget": TIGHT, "transformer": RECOMPUTED},
+    "r3": PACKED | R3 | {"budget": TIGHT, "transformer": RECOMPUTED},
+    "r3-differing": PACKED | R3 | {"budget": LONG, "differing": [5, 7, 12]},
 }
 TWO: dict[str, dict[str, Any]] = {
     "stock-tp2": STOCK | {"tp": 2},
@@ -51,10 +58,23 @@ TWO: dict[str, dict[str, Any]] = {
     "pp2-moe-fused": PACKED | MOE | {"pp": 2, "fused": "triton"},
     "ep2": PACKED | MOE | {"ep": 2, "budget": TIGHT},
     "dp2": PACKED | ONE_GROUP_AND_FOUR | {"budget": 30},
+    "cp2": PACKED | {"cp": 2, "budget": TIGHT},
+    "cp2-trees-padded": TREES | PACKED | {"cp": 2, "budget": LONG, "pad_to": 7},
+    "cp2-fused": PACKED | {"cp": 2, "fused": "triton", "budget": TIGHT},
+    "cp2-per-token": PACKED | {"cp": 2, "budget": TIGHT, "transformer": {"calculate_per_token_loss": True}},
+    "cp2-r3": PACKED | R3 | {"cp": 2, "budget": TIGHT},
+    "tp2-r2": PACKED | R2 | {"tp": 2, "budget": TIGHT},
+    "pp2-r2": PACKED | R2 | {"pp": 2, "budget": TIGHT},
 }
 FOUR: dict[str, dict[str, Any]] = {
     "tp2-pp2": PACKED | {"tp": 2, "pp": 2, "budget": TIGHT},
     "pp2-dp2": PACKED | ONE_GROUP_AND_FOUR | {"pp": 2, "budget": 30},
+    "cp4": PACKED | {"cp": 4, "budget": TIGHT},
+    "cp2-tp2": PACKED | {"cp": 2, "tp": 2, "budget": TIGHT},
+    "cp2-dp2-per-token": PACKED
+    | ONE_GROUP_AND_FOUR
+    | {"cp": 2, "budget": 30, "transformer": {"calculate_per_token_loss": True}},
+    "cp2-ep2-r2": PACKED | R2 | {"cp": 2, "ep": 2, "budget": TIGHT},
 }
 
 MORE: dict[str, dict[str, Any]] = {
@@ -67,11 +87,13 @@ MORE: dict[str, dict[str, Any]] = {
     "fused-ragged-temperature": PACKED | {"run": "scored", "fused": "triton", "temperature": "ragged", "budget": ROOMY},
     "dropout": PACKED | {"transformer": {"attention_dropout": 0.1}},
     "interleaved-stages": PACKED | {"engine": {"virtual_pipeline_model_parallel_size": 2}},
+    "dynamic-context-parallel": PACKED
+    | {"engine": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64}},
     "keep": PACKED | {"keep": "attention"},
-    "router-replay": PACKED | MOE | {"router_replay": "R2"},
+    "replay-without-experts": PACKED | {"router_replay": "R2"},
+    "replay-without-routes": PACKED | MOE | {"run": "not_routed", "router_replay": "R3", "budget": ROOMY},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
-    "context-parallel": PACKED | {"cp": 2},
     "one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
 }
 

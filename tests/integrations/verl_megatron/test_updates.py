@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dualkv.integrations.verl.routes import objection, packed
+from tests.integrations.verl.rollouts import nested
 from tests.integrations.verl.test_equivalence import SCORES, distance, of_all_ranks, steps
 from tests.integrations.verl_megatron.scenarios import FOUR, ONE, TWO
 
 Results = Callable[[str], list[dict[str, Any]]]
 ALL = ONE | TWO | FOUR
-EXACT = [name for name, s in ALL.items() if "run" not in s and name != "stock"]
-MATTERS = ("model", "temperature", "settings", "turns", "groups")
+EXACT = [name for name, s in ALL.items() if not name.startswith("stock") or name == "stock-tp2"]
+MATTERS = ("model", "temperature", "settings", "turns", "groups", "router_replay")
 
 
 def reference(name: str) -> str:
@@ -65,6 +68,35 @@ def test_micro_batches_are_equal_on_all_ranks(results: Results) -> None:
         assert next(f["metrics"]["dualkv/micro_batches"] for f in results(name) if f["metrics"]) == 2
 
 
+def test_routes_matter(results: Results) -> None:
+    """Those that are drawn are not the model's own, and those recorded before two updates not those after one."""
+    own, *others = (results(name)[0] for name in ("stock-moe", "stock-r2", "stock-r3"))
+    assert all(distance(steps(other), steps(own)) > 0.05 for other in others)
+
+
+def test_routes_that_differ_are_counted(results: Results) -> None:
+    """Of rows that rollouts share; the first rollout's are replayed, as `test_update` checks."""
+    assert results("r3")[0]["metrics"]["dualkv/routes_differing"] == 0
+    assert 0.1 < results("r3-differing")[0]["metrics"]["dualkv/routes_differing"] < 0.9
+    assert "dualkv/routes_differing" not in results("moe")[0]["metrics"]
+
+
+def test_routes_of_shared_rows() -> None:
+    """Two rollouts share two rows: at the first one the order of experts differs, at the second one an expert."""
+    routes = torch.arange(16, dtype=torch.int16).reshape(8, 1, 2)
+    routes[4], routes[5] = routes[0].flip(-1), torch.tensor([2, 9])
+    data = {"input_ids": nested([torch.zeros(4), torch.zeros(4)]), "routed_experts": nested([*routes.split(4)])}
+    found = packed(data, "R2", np.array([0, 1, 2, 3, 0, 1, 4, 5]), 7)
+    assert found.experts[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [12, 13], [14, 15], [0, 0]]
+    assert found.known.tolist() == [True] * 6 + [False]
+    assert (found.shared, found.differing) == (2, 1)
+    assert objection(data, "R2", [(1, 2)]) == ""
+    assert objection(data, "R2", [(3, 2)]).startswith("routed_experts has (layers, experts) (1, 2), expected (3, 2) as")
+    data["routed_experts"] = nested([routes[:3], routes[4:]])
+    assert objection(data, "R3", [(1, 2)]) == ""
+    assert objection(data, "R2", [(1, 2)]) == "routed_experts of rollout 0 has 3 rows, expected 4, its tokens"
+
+
 def test_loss_on_prompts_is_verls(results: Results) -> None:
     found, stock = results("prompt-in-loss")[0], results("stock-prompt-in-loss")[0]
     assert found["said"] == ["dualkv: a batch runs with its prompts replicated, because prompt tokens are in the loss"]
@@ -77,8 +109,9 @@ REFUSED = {
     "fused-ragged-temperature": "the rollouts have 16 temperatures, veRL's fused heads on strategy megatron take one:",
     "dropout": "attention_dropout is 0.1, expected 0:",
     "interleaved-stages": "actor.megatron.virtual_pipeline_model_parallel_size is 2, model.model_type=dualkv expects",
-    "context-parallel": "actor.megatron.context_parallel_size is 2, model.model_type=dualkv expects 1:",
-    "router-replay": "actor.megatron.router_replay.mode is 'R2', model.model_type=dualkv expects 'disabled':",
+    "dynamic-context-parallel": "actor.megatron.dynamic_context_parallel is True, model.model_type=dualkv expects",
+    "replay-without-experts": "actor.megatron.router_replay.mode is 'R2', expected 'disabled': no layer has experts",
+    "replay-without-routes": "router_replay.mode is 'R3' and the batch has no routed_experts, expected those of every",
     "keep": "fused_kernel_options.dualkv_keep is 'attention', strategy megatron has settings of its own:",
 }
 

@@ -1,0 +1,209 @@
+"""Mixtures of experts of transformers on packed rows: losses counted per rollout, and recorded routes replayed.
+
+Packed rows hold a shared token once. A load balancing loss over them therefore counts it once, over separate sequences
+once a rollout: :func:`load_balancing_loss` has both. Routes that an inference engine recorded for each rollout become
+routes of packed rows by :func:`routes_of_rows`, and :func:`replay_routes` makes a model's routers choose them:
+
+    routes = routes_of_rows(batch, recorded).routes
+    with replay_routes(model, routes):
+        loss = ...  # of model(input_ids=batch.input_ids, dualkv=batch.layout)
+        loss.backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+from dualkv.integrations import require
+
+require("transformers")
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from dualkv.arrays import IntArray
+from dualkv.data.packing import PackedBatch
+from dualkv.data.trees import PackedSequences
+from dualkv.layout import Layout
+
+Batch = PackedBatch | PackedSequences
+Count = Literal["rollouts", "rows"]
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # their number, in configurations
+
+
+# ---------------------------------------------------------------- the load balancing loss
+def rollouts_of_rows(batch: Batch | Layout) -> IntArray:
+    """[T] the number of rollouts that each packed row stands for.
+
+    Args:
+        batch: or the layout of prompts with responses, where a response is a rollout.
+
+    Raises:
+        ValueError: a layout of more than two levels, which does not say where rollouts end.
+    """
+    if isinstance(batch, PackedSequences):
+        return np.bincount(batch._rows, minlength=batch.layout.num_tokens)
+    layout = batch if isinstance(batch, Layout) else batch.layout
+    if layout.depth > 2:
+        raise ValueError(f"the layout has {layout.depth} levels, expected the result of dualkv.pack_sequences")
+    offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
+    times = np.bincount(parent[parent >= 0], minlength=len(parent))
+    times[parent >= 0] = 1
+    return np.repeat(times, np.diff(offsets))
+
+
+def load_balancing_loss(
+    model: nn.Module, router_logits: Sequence[torch.Tensor], batch: Batch | Layout, *, count: Count = "rollouts"
+) -> torch.Tensor:
+    """transformers' load balancing loss of a packed call.
+
+    Args:
+        model: a transformers model, whose configuration has the numbers of experts.
+        router_logits: [T, experts] of each layer: `outputs.router_logits` of a call with `output_router_logits=True`.
+        batch: what the model ran.
+        count: "rollouts": each row as often as there are rollouts with it, so that the loss is that of separate
+            sequences; "rows": each row once, which is what a model's own `aux_loss` of packed rows is.
+
+    Returns:
+        A scalar, differentiable. It is not multiplied by the model's coefficient.
+
+    Raises:
+        ValueError: another `count`, a model without experts, logits of another number of rows.
+    """
+    if count not in get_args(Count):
+        raise ValueError(f"count is {count!r}, expected one of {', '.join(get_args(Count))}")
+    config = cast(Any, model).config.get_text_config()
+    experts = next((n for name in EXPERTS if (n := getattr(config, name, None)) is not None), None)
+    if experts is None:
+        raise ValueError(f"{type(model).__name__} has none of {', '.join(EXPERTS)} in its configuration: no experts")
+    total = (batch if isinstance(batch, Layout) else batch.layout).num_tokens
+    if wrong := [len(logits) for logits in router_logits if len(logits) != total]:
+        raise ValueError(f"router_logits has {wrong[0]} rows, the batch has {total}")
+    times = np.ones(total, np.int64) if count == "rows" else rollouts_of_rows(batch)
+    mask = torch.from_numpy(times).to(router_logits[0].device)[None]
+    return cast(torch.Tensor, load_balancing_loss_func(tuple(router_logits), experts, config.num_experts_per_tok, mask))
+
+
+# ---------------------------------------------------------------- routes
+class Routes(NamedTuple):
+    """Recorded routes of packed rows.
+
+    Attributes:
+        routes: [L, T, k] int64 on the host: experts of each row in each layer; -1 where nothing was recorded.
+        differing: the part, 0 to 1, of recorded tokens behind the first record of their row that went to other experts
+            in some layer. A packed row has one route, the first rollout's.
+    """
+
+    routes: torch.Tensor
+    differing: float
+
+
+def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
+    """Routes of packed rows from those that were recorded for each rollout.
+
+    Args:
+        batch: N rollouts.
+        recorded: N tensors [n_i, L, k] of integers: experts of the first n_i tokens of prompt and response, as
+            inference engines return them. A rollout may have fewer records than tokens.
+
+    Raises:
+        ValueError: not one tensor for each rollout, more records than tokens, other numbers of layers or experts.
+    """
+    total = batch.layout.num_tokens
+    rows = [of.numpy() for of in batch.unpack_sequences(torch.arange(total))]
+    if len(recorded) != len(rows):
+        raise ValueError(f"recorded has {len(recorded)} entries for {len(rows)} rollouts, expected as many")
+    if bad := [i for i, of in enumerate(recorded) if of.dim() != 3 or of.shape[1:] != recorded[0].shape[1:]]:
+        shape = tuple(recorded[bad[0]].shape)
+        raise ValueError(f"recorded[{bad[0]}] has shape {shape}, expected [tokens, layers, experts] of equal layers")
+    routes = np.full((total, *recorded[0].shape[1:]), -1, np.int64)
+    known = np.zeros(total, bool)
+    again = other = 0
+    for i, (own, found) in enumerate(zip(rows, recorded, strict=True)):
+        if len(found) > len(own):
+            raise ValueError(f"recorded[{i}] has {len(found)} tokens, its rollout has {len(own)}")
+        own, new = own[: len(found)], found.cpu().numpy().astype(np.int64)
+        before = known[own]
+        again += int(before.sum())
+        differs = np.sort(routes[own[before]], -1) != np.sort(new[before], -1)
+        other += int(differs.any((1, 2)).sum())
+        routes[own[~before]] = new[~before]
+        known[own] = True
+    return Routes(torch.from_numpy(routes).transpose(0, 1).contiguous(), other / again if again else 0.0)
+
+
+def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the modules of transformers that choose the experts of each row, in the order of layers."""
+
+    def is_router(cls: type) -> bool:
+        names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
+        return any(name.lower().endswith("topkrouter") for name in names)
+
+    return [(name, module) for name, module in model.named_modules() if is_router(type(module))]
+
+
+@contextmanager
+def replay_routes(model: nn.Module, routes: torch.Tensor) -> Iterator[None]:
+    """Lets a model's routers choose the given experts; their weights are those that the routers compute for these.
+
+    It has to cover the backward too, where gradient checkpointing runs layers again.
+
+    Args:
+        model: a transformers model; every router of it calls `torch.topk` once for the experts.
+        routes: [L, T, k] integers, of every router in the order of layers; -1 leaves the choice to the router.
+
+    Raises:
+        ValueError: other numbers of routers, a router that runs other rows or does not choose by `torch.topk`; by the
+            call of this function and by the call of the model.
+    """
+    found = routers(model)
+    if routes.dim() != 3 or len(routes) != len(found):
+        raise ValueError(f"routes has shape {tuple(routes.shape)}, expected [{len(found)}, T, k]: one for each router")
+    replaced = []
+    try:
+        for (name, module), own in zip(found, routes, strict=True):
+            if "forward" in vars(module):
+                raise ValueError(f"{name} has a forward of its own: its routes cannot be replayed")
+            cast(Any, module).forward = _replayed(name, module.forward, own)
+            replaced.append(module)
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _replayed(name: str, own: Callable[..., Any], routes: torch.Tensor) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Chosen(routes) as chosen:
+            found = own(*args, **kwargs)
+        if chosen.times != 1:
+            rows, k = routes.shape
+            raise ValueError(
+                f"{name} chose {k} experts for {rows} rows {chosen.times} times by torch.topk, expected once"
+            )
+        return found
+
+    return forward
+
+
+class _Chosen(TorchFunctionMode):
+    """Within it `torch.topk(scores [T, experts], k)` returns the given experts and their scores."""
+
+    def __init__(self, routes: torch.Tensor) -> None:
+        super().__init__()
+        self.routes, self.times = routes, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or found.indices.shape != self.routes.shape:
+            return found
+        self.times += 1
+        routes = self.routes.to(found.indices.device)
+        experts = torch.where(routes < 0, found.indices, routes)
+        scores = args[0] if args else (kwargs or {})["input"]
+        return torch.return_types.topk((scores.gather(-1, experts), experts))  # type: ignore[attr-defined]

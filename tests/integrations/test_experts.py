@@ -1,0 +1,162 @@
+"""Mixtures of experts on packed rows: losses per rollout and replayed routes, against separate sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dualkv
+
+tf = pytest.importorskip("transformers")
+
+from dualkv.integrations.experts import (  # noqa: E402
+    load_balancing_loss,
+    replay_routes,
+    rollouts_of_rows,
+    routers,
+    routes_of_rows,
+)
+from dualkv.integrations.transformers import enable, recompute_layers  # noqa: E402
+from tests.integrations.test_branches import SEQUENCES  # noqa: E402
+from tests.integrations.test_transformers import double_throughout  # noqa: E402
+from tests.integrations.tiny import assert_close, gradients, make_featured, make_model  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    return make_featured(name, 4, dtype) if name == "gpt_oss" else make_model(name, dtype)
+
+
+def packed() -> dualkv.PackedSequences:
+    return dualkv.pack_sequences(SEQUENCES)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_load_balancing_loss_is_that_of_separate_sequences(name):
+    """transformers' own loss of the padded sequences, and its gradients; counted by rows it is another one."""
+    batch = packed()
+    width = max(map(len, SEQUENCES))
+    ids, mask = torch.zeros(2, len(SEQUENCES), width, dtype=torch.int64)
+    for i, sequence in enumerate(SEQUENCES):
+        ids[i, : len(sequence)] = torch.tensor(sequence)
+        mask[i, : len(sequence)] = 1
+    with double_throughout(name):
+        model = make(name).train()
+        wanted = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+        wanted.backward()
+        expected = {key: gradient.clone() for key, gradient in gradients(model).items()}
+        model.zero_grad()
+        out = enable(model)(input_ids=batch.input_ids, dualkv=batch.layout, output_router_logits=True)
+        found = load_balancing_loss(model, out.router_logits, batch)
+        found.backward()
+        assert_close("loss", found, wanted, 1e-6)  # a sum in fp32 within transformers
+        for key, gradient in gradients(model).items():
+            assert_close(key, gradient, expected[key], 1e-5)
+        by_rows = load_balancing_loss(model, out.router_logits, batch, count="rows")
+        assert_close("rows", by_rows, out.aux_loss, 1e-6)
+        assert abs(by_rows - wanted) > 1e-4 * wanted
+
+
+def test_rollouts_of_rows():
+    batch = packed()
+    times = rollouts_of_rows(batch)
+    assert times.sum() == sum(map(len, SEQUENCES))
+    assert all((times[batch._rows[: len(SEQUENCES[0])]] >= 2).tolist()), "the first rollout is there twice"
+    groups = dualkv.pack([[5, 6, 7], [8, 9]], [[[1], [2, 3], []], [[4]]])
+    rows = groups.unpack_sequences(torch.arange(groups.layout.num_tokens))
+    assert (rollouts_of_rows(groups) == np.bincount(torch.cat(rows))).all()
+    assert (rollouts_of_rows(groups.layout) == rollouts_of_rows(groups)).all()
+    assert batch.layout.depth > 2
+    with pytest.raises(ValueError, match="levels"):
+        rollouts_of_rows(batch.layout)
+
+
+def recorded_routes(layers: int, experts: int, k: int) -> list[torch.Tensor]:
+    """Random ones, equal for equal beginnings of rollouts."""
+    found = []
+    for sequence in SEQUENCES:
+        seeds = [hash(tuple(sequence[: i + 1])) % 2**32 for i in range(len(sequence))]
+        draws = [np.random.default_rng(seed) for seed in seeds]
+        found.append(np.stack([[d.permutation(experts)[:k] for _ in range(layers)] for d in draws]))
+    return [torch.from_numpy(routes) for routes in found]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_replayed_routes_are_those_of_separate_sequences(name):
+    batch = packed()
+    with double_throughout(name):
+        model = enable(make(name)).train()
+        config = model.config
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        recorded = recorded_routes(len(routers(model)), experts, config.num_experts_per_tok)
+        alone = []
+        weights = torch.randn(config.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for sequence, routes in zip(SEQUENCES, recorded, strict=True):
+            with replay_routes(model, routes.transpose(0, 1)):
+                hidden = model.model(input_ids=torch.tensor([sequence])).last_hidden_state[0]
+                (hidden * weights).sum().backward()
+            alone.append(hidden.detach())
+        expected = {key: gradient.clone() for key, gradient in gradients(model).items()}
+        model.zero_grad()
+        recompute_layers(model, "nothing")
+        found, differing = routes_of_rows(batch, recorded)
+        assert differing == 0
+        with replay_routes(model, found):
+            hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
+            rows = batch.unpack_sequences(hidden)
+            sum((row * weights).sum() for row in rows).backward()
+        for row, wanted in zip(rows, alone, strict=True):
+            assert_close("hidden", row.detach(), wanted, 1e-12)
+        for key, gradient in gradients(model).items():
+            assert_close(key, gradient, expected[key], 1e-10)
+        other = model.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
+        assert (other - hidden).abs().max() > 1e-3, "the routers' own choice is another one, and back"
+
+
+def test_recorded_routes_of_rollouts_that_differ_or_lack_some():
+    batch = packed()
+    recorded = recorded_routes(2, 4, 2)
+    recorded[2] = recorded[2].clone()
+    recorded[2][:3] = (recorded[2][:3] + 1) % 4
+    recorded[5] = recorded[5][:1]
+    found = routes_of_rows(batch, recorded)
+    rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
+    again = sum(map(len, recorded)) - len(torch.unique(torch.cat(rows))) + len(SEQUENCES[5]) - 1
+    changed = sum(bool((recorded[2][i].sort(-1)[0] != recorded[0][i].sort(-1)[0]).any()) for i in range(3))
+    assert found.differing == pytest.approx(changed / again)
+    assert changed > 0
+    assert (found.routes[:, rows[0]] == recorded[0].transpose(0, 1)).all(), "the first rollout's"
+    assert (found.routes[:, rows[5][1:]] == -1).all()
+    with pytest.raises(ValueError, match="recorded has 1 entries"):
+        routes_of_rows(batch, recorded[:1])
+    with pytest.raises(ValueError, match=r"recorded\[5\] has 9 tokens"):
+        routes_of_rows(batch, [*recorded[:5], torch.zeros(9, 2, 2), recorded[6]])
+    with pytest.raises(ValueError, match=r"recorded\[1\] has shape"):
+        routes_of_rows(batch, [recorded[0], recorded[1][:, :1], *recorded[2:]])
+
+
+def test_own_choice_where_nothing_was_recorded_and_refusals():
+    batch = packed()
+    model = enable(make_model("qwen3_moe"))
+    given = {"input_ids": batch.input_ids, "dualkv": batch.layout}
+    wanted = model.model(**given).last_hidden_state
+    k, layers = model.config.num_experts_per_tok, len(routers(model))
+    none = torch.full((layers, batch.layout.num_tokens, k), -1)
+    with replay_routes(model, none):
+        assert torch.equal(model.model(**given).last_hidden_state, wanted)
+    with pytest.raises(ValueError, match="for each router"), replay_routes(model, none[:1]):
+        pass
+    with pytest.raises(ValueError, match="0 times"), replay_routes(model, none[:, :-1]):
+        model.model(**given)
+    assert torch.equal(model.model(**given).last_hidden_state, wanted), "nothing of it is left"
+    logits = [torch.zeros(3, 4)]
+    with pytest.raises(ValueError, match="'tokens'"):
+        load_balancing_loss(model, logits, batch, count="tokens")
+    with pytest.raises(ValueError, match="3 rows"):
+        load_balancing_loss(model, logits, batch)
+    with pytest.raises(ValueError, match="no experts"):
+        load_balancing_loss(make_model(), logits, batch)
