@@ -86,8 +86,7 @@ def load_balancing_loss(
         raise ValueError(f"router_logits has {wrong[0]} rows, the batch has {total}")
     times = np.ones(total, np.int64) if count == "rows" else rollouts_of_rows(batch)
     mask = torch.from_numpy(times).to(router_logits[0].device)[None]
-    logits = cast(Any, tuple(router_logits))
-    return cast(torch.Tensor, load_balancing_loss_func(logits, experts, config.num_experts_per_tok, mask))
+    return cast(torch.Tensor, load_balancing_loss_func(tuple(router_logits), experts, config.num_experts_per_tok, mask))
 
 
 # ---------------------------------------------------------------- routes
@@ -207,4 +206,4 @@ class _Chosen(TorchFunctionMode):
         routes = self.routes.to(found.indices.device)
         experts = torch.where(routes < 0, found.indices, routes)
         scores = args[0] if args else (kwargs or {})["input"]
-        return torch.return_types.topk((scores.gather(-1, experts), experts))
+        return torch.return_types.topk((scores.gather(-1, experts), experts))  # type: ignore[attr-defined]
