@@ -150,7 +150,8 @@ def heads_of_config(config: Any, where: str) -> Heads:
         if OF_HEADS & set(fields):
             own = {name: fields.get(name, found[name]) for name in found if name in OF_HEADS}
             _check_heads(own, f"{where}, layer {layer},")
-            others.append(Heads(*own.values(), () if kinds.get(layer) == "full_attention" else features))
+            shape = own["num_attention_heads"], own["num_key_value_heads"], own["head_dim"]
+            others.append(Heads(*shape, () if kinds.get(layer) == "full_attention" else features))
     of_v = None if head_dim_v == head_dim else head_dim_v
     return Heads(heads, kv_heads, head_dim, features, of_v, tuple(dict.fromkeys(others)))
 

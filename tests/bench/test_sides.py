@@ -105,7 +105,7 @@ def fake_peers(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
 
-    def flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
+    def flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa, kernel_options):
         i = torch.arange(q.shape[2])
         seen = block_mask.mask_mod(0, 0, i[:, None], i)
         if score_mod is None:
@@ -187,6 +187,28 @@ def test_trees_and_caps(fake_peers, name, features, direction):
     expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
     with torch.no_grad():
         assert run.run_checked(sides.SIDES[name](made, direction), expected) < 1e-5
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_flex_beyond_head_dim_256_takes_blocks_that_fit(fake_peers, monkeypatch, direction):
+    tried, computes = [], flex_attention.flex_attention
+
+    def flex(*qkv, **given):
+        tried.append(given["kernel_options"])
+        if given["kernel_options"] == sides.FLEX_WIDE[0]:
+            raise RuntimeError(f"{sides.TOO_LARGE}. OutOfMemoryError: out of resource")
+        return computes(*qkv, **given)
+
+    monkeypatch.setattr(flex_attention, "flex_attention", flex)
+    made = Fp32Inputs(parse("9:3,2").with_shape(heads=2, kv_heads=1, head_dim=264))
+    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(*leaves, made.layout)
+    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    with torch.no_grad():
+        assert run.run_checked(sides.SIDES["flex"](made, direction), expected) < 1e-5
+    assert tried[0] == sides.FLEX_WIDE[0]
+    assert tried[1:]
+    assert all(options == sides.FLEX_WIDE[1] for options in tried[1:])
 
 
 @pytest.mark.parametrize("direction", ["bwd", "both"])

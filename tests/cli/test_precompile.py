@@ -117,7 +117,7 @@ def test_layers_of_two_head_dims(tmp_path):
     path = tmp_path / "c.json"
     published = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
     path.write_text(json.dumps(published))
-    assert heads_of(str(path)) == Heads(8, 1, 256, (), None, (full,))
+    assert heads_of(str(path)) == Heads(8, 4, 256, (), None, (full,))
     path.write_text(json.dumps({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 520}))
     with pytest.raises(ValueError, match=r"asks for layers of head dim 520, which dualkv does not compute"):
         heads_of(str(path))

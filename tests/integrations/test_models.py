@@ -60,7 +60,7 @@ def test_every_reason_is_said_with_its_layers(written: Any) -> None:
     found = models.examine(written({"model_type": "deepseek_v4"}))
     assert found.architecture == "DeepseekV4ForCausalLM"
     counts = [sentence.rpartition(" (")[2] for sentence in found.refusals if sentence.endswith("layers)")]
-    assert counts == ["23 such layers)", "20 such layers)", "43 such layers)"]
+    assert counts == ["23 such layers)", "20 such layers)"]
 
 
 @pytest.mark.parametrize(
