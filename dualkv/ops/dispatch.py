@@ -181,7 +181,7 @@ def _fwd(
     sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    chosen = backends.choose(q, v, softcap, None, backend)
+    chosen = backends.choose(q, v, softcap, None, backend, deterministic)
     return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)
 
 
@@ -193,8 +193,8 @@ def _bwd(
 ) -> Gradients:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
-    chosen = backends.choose(q, v, softcap, dlse, backend)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    chosen = backends.choose(q, v, softcap, dlse, backend, deterministic)
     call = dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, *features, dlse
     return _requested(gradients, backends.backward(chosen, *call))
 

@@ -31,11 +31,19 @@ MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 
 # ---------------------------------------------------------------- which calls
-def unsupported(q: torch.Tensor) -> str | None:
-    """Why no kernel serves q [T, H, D], or None. All layouts, head dims, GQA ratios and features are served."""
+ORDERED = 256  # largest head dim whose dq has been the same in every run: beyond, some runs differed by rounding
+
+
+def unsupported(q: torch.Tensor, v: torch.Tensor | None = None, deterministic: bool = False) -> str | None:
+    """Why no kernel serves q [T, H, D] and v [T, Hk, Dv] (None: D), or None. All layouts, head dims, GQA ratios and
+    features are served, but for deterministic gradients beyond head dim ORDERED."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
-    return device_unsupported(q.device)
+    if reason := device_unsupported(q.device):
+        return reason
+    if deterministic and max(q.shape[2], q.shape[2] if v is None else v.shape[2]) > ORDERED:
+        return f"deterministic gradients of head dims above {ORDERED}"
+    return None
 
 
 @cache
