@@ -51,6 +51,9 @@ OF_IMAGES = ("MllamaTextCrossAttention",)
 # Heads that make one row of logits for a whole input.
 POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
 
+# Models that make the masks of their decoder with a rule for blocks of images, also of text alone.
+OWN_MASKS = ("Gemma4UnifiedModel",)
+
 
 # ---------------------------------------------------------------- the attention modules of a model
 Route = tuple[AttentionInterface, Callable[..., Any]]
@@ -242,6 +245,11 @@ def objections(model: nn.Module) -> Iterator[str]:
             yield (
                 f"{type(module).__name__} makes one row of logits for its whole input, which packed sequences share:"
                 " use a head that makes one for each token (ForTokenClassification)"
+            )
+        if any(c.__name__ in OWN_MASKS for c in type(module).__mro__):
+            yield (
+                f"{type(module).__name__} makes masks with a rule of its own, which dualkv.attention cannot compute:"
+                " enable its text model"
             )
     for decoder in decoders(model):
         config, name = decoder.config, type(decoder).__name__

@@ -10,6 +10,7 @@ from torch import nn
 
 tf = pytest.importorskip("transformers")
 
+from dualkv.integrations import layers  # noqa: E402
 from dualkv.integrations.transformers import disable, enable  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     EXPERTS,
@@ -228,6 +229,13 @@ def test_a_model_that_adds_to_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: torch.cat([make(**kwargs)] * 6, 1))
     with pytest.raises(ValueError, match="or the model makes its own attention mask or position bias"):
         enable(make_model(), check=False)(input_ids=IDS, dualkv=LAYOUT)
+
+
+def test_a_model_that_makes_its_own_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    monkeypatch.setattr(layers, "OWN_MASKS", (type(model.model).__name__,))
+    with pytest.raises(ValueError, match="makes masks with a rule of its own, .* enable its text model"):
+        enable(model)
 
 
 def test_a_model_without_an_attention_implementation_is_refused() -> None:
