@@ -234,7 +234,7 @@ def test_a_model_that_adds_to_the_mask_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_model_that_makes_its_own_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     monkeypatch.setattr(layers, "OWN_MASKS", (type(model.model).__name__,))
-    with pytest.raises(ValueError, match="makes masks with a rule of its own, .* enable its text model"):
+    with pytest.raises(ValueError, match=r"makes masks with a rule of its own, .* enable its text model"):
         enable(model)
 
 
