@@ -48,7 +48,7 @@ def test_the_ops_on_a_gpu(monkeypatch, kernel, head_dim, head_dim_v, gradients):
     module = hopper if kernel else composition
     for name in ("forward", "backward"):
         monkeypatch.setattr(module, name, taking(getattr(reference, name)))
-    monkeypatch.setattr(hopper, "unsupported", lambda q: None if kernel else "this test")
+    monkeypatch.setattr(hopper, "unsupported", lambda *_: None if kernel else "this test")
     monkeypatch.setattr(composition, "unsupported", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device_of", lambda q: nullcontext())
     torch.manual_seed(0)

@@ -330,7 +330,7 @@ PLANTED = [
         "steps of the other CTA are counted as own",
         "bwd_narrow d96 window",
         "bwd_window.py",
-        "return own + cutlass.select_(self.is_own(row.flags, self.rank()), Int32(1), Int32(0))",
+        "return own + cutlass.select_(self.is_own(row.flags, self.key_rank()), Int32(1), Int32(0))",
         "return own + 1",
     ),
     one(
@@ -399,10 +399,8 @@ PLANTED = [
         "O is stored before all warps wrote it",
         FWD,
         "fwd.py",
-        "            cute.arch.fence_view_async_shared()\n"
-        "            cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)\n"
-        "            if part.thread",
-        "            cute.arch.fence_view_async_shared()\n            if part.thread",
+        "            cute.arch.fence_view_async_shared()\n            self.sync_rows(wg)\n",
+        "            cute.arch.fence_view_async_shared()\n",
     ),
     one(
         "the recompute pass stores O while it is being stored",

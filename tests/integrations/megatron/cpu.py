@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -65,13 +66,22 @@ def rank(store: dist.Store, number: int = 0, count: int = 1) -> Iterator[None]:
     with on_cpu():
         dist.init_process_group("gloo", store=store, rank=number, world_size=count)
         yield
-        parallel_state.destroy_model_parallel()
+        close_groups()
         dist.destroy_process_group()
+
+
+def close_groups() -> None:
+    """Ends megatron-core's groups of ranks, which `destroy_model_parallel` leaves open: each has threads that poll."""
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # models hold groups, too
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, interleaved: int | None = None) -> None:
     """Groups of ranks of these sizes in the place of those before."""
-    parallel_state.destroy_model_parallel()
+    close_groups()
     parallel_state.initialize_model_parallel(
         tp, pp, interleaved, context_parallel_size=cp, expert_model_parallel_size=ep
     )

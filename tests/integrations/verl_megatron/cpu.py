@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from mbridge.core.bridge import Bridge
 from mbridge.core.llm_bridge import LLMBridge
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -115,7 +115,7 @@ def on_cpu() -> Iterator[None]:
 
 def configurations(s: dict[str, Any], batching: dict[str, Any], actor: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Of the engine, its optimizer and the actor, from a scenario, in fp32."""
-    parallel_state.destroy_model_parallel()
+    cpu.close_groups()
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
         use_dynamic_bsz="budget" in s,
