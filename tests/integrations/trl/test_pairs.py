@@ -127,8 +127,8 @@ def test_what_dpo_refuses(tmp_path: Path) -> None:
     tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     with pytest.raises(ValueError, match=r"the PEFT adapter 'default' \(PROMPT_TUNING\) puts tokens of its own"):
         dpo(DPOTrainer, tmp_path, peft=tuning)
-    make_model("mistral", head_dim=512).save_pretrained(tmp_path / "wide")
-    with pytest.raises(ValueError, match="has head dim 512"):
+    make_model("mistral", head_dim=520).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match="has head dim 520"):
         dpo(DPOTrainer, tmp_path, model="wide")
 
 
@@ -166,8 +166,8 @@ def test_rewards(tmp_path: Path, settings: dict[str, Any], peft: Any) -> None:
 
 
 def test_what_rewards_refuse(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has head dim 512"):
-        rewards(RewardTrainer, tmp_path, scorer("Mistral", head_dim=512))
+    with pytest.raises(ValueError, match="has head dim 520"):
+        rewards(RewardTrainer, tmp_path, scorer("Mistral", head_dim=520))
     with pytest.raises(ValueError, match="GPT2ForSequenceClassification is no GenericForSequenceClassification"):
         rewards(
             RewardTrainer,
