@@ -14,7 +14,15 @@ from tests.bench.fake import Fp32Inputs
 from tools.bench import composition
 
 EARLIER = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 from dualkv.ops.reference import backward as _backward, forward
+
+@dataclass
+class Part:
+    rows: int
 
 def backward(*call):
     *others, deterministic = call

@@ -8,6 +8,7 @@ every sequence replicated through FlashAttention-2, and FlexAttention compiled f
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ def load(path: Path) -> ModuleType:
     if found is None or found.loader is None or not path.is_file():
         raise ValueError(f"--before is {str(path)!r}, expected a Python file")
     module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses look there for the module's names
     found.loader.exec_module(module)
     return module
 
