@@ -79,8 +79,10 @@ def test_a_limit_of_memory_belongs_to_fast() -> None:
         DemoSettings(memory=8)
     with pytest.raises(ValueError, match="memory is 0, expected a positive"):
         DemoSettings(fast=True, memory=0)
+    rotary = modeling_qwen3.apply_rotary_pos_emb
     with pytest.raises(ValueError, match="memory is 8 GiB for a model on cpu"):
         run_demo(DemoSettings(fast=True, memory=8, **SMALL))
+    assert modeling_qwen3.apply_rotary_pos_emb is rotary
 
 
 def test_rollouts_from_a_file_agree(tmp_path: Path) -> None:
