@@ -74,7 +74,7 @@ def check(q, k, v, layout, num_sms=None):
     error, plain_error = out.double() - want, plain.double() - want
     assert error.abs().max() <= 2 * plain_error.abs().max() + 1e-5
     assert error.norm() <= 2 * plain_error.norm() + 1e-5 * want.norm()
-    # Scores are sums of D products in fp32: beyond 100 their own rounding passes 1e-4, with 512 products twice that.
+    # Scores are sums of D products in fp32: beyond 100 their own rounding passes 1e-4. 512: 1.1e-4 seen.
     rounding = max(1.0, q.shape[2] / 256) * want_lse.abs().max().item() / 100
     assert (lse - want_lse).abs().max() <= 1e-4 * max(1.0, rounding)
 

@@ -40,10 +40,10 @@ YARN = {
 }
 
 
-def check(found: Any) -> None:
+def check(found: Any, bound: float = 1e-5) -> None:
     logp, gradients = found
     assert logp is None or logp < 1e-5
-    assert gradients < 2e-5  # that of a softmax offset adds up all rows, whose parts cancel out
+    assert gradients < bound
 
 
 # ---------------------------------------------------------------- one rank
@@ -77,7 +77,8 @@ def check(found: Any) -> None:
     ids=lambda settings: " ".join(key for key in settings if key not in LATENT) or " ".join(settings),
 )
 def test_one_rank(settings: dict[str, Any]) -> None:
-    check(packed_against_replicated(**settings))
+    # The gradient of a softmax offset was 1.2e-5 off. Whether by rounding alone was not shown in float64.
+    check(packed_against_replicated(**settings), 2e-5 if settings.get("softmax_type") == "learnable" else 1e-5)
 
 
 def test_another_layout_computes_something_else() -> None:

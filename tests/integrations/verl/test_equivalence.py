@@ -77,8 +77,8 @@ def test_updates(name: str, results: Results) -> None:
     assert len(compared) >= 3
     for metric in compared:
         assert found[0]["metrics"][metric] == pytest.approx(stock["metrics"][metric], rel=1e-5)
-    # AdamW's first steps go by the sign of a gradient: a vision tower's smallest ones made 1.1e-4 on some processors.
-    bound = 2e-4 if "images" in name else 1e-4
+    # On one kind of processor 1.08e-4, on another below 1e-4, with the same code. Whether it is rounding is not shown.
+    bound = 2e-4 if name == "images-2.5" else 1e-4
     for f in found:
         assert distance(f["weights"], stock["weights"]) < bound
         assert distance(steps(f), steps(stock)) < 1e-2
