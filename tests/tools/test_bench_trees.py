@@ -164,9 +164,10 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
         "| trace-search-0 | 6.00 | not measured | 1.00, 50 | not measured |  |",
     ]
     way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
-    record = {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": {"padded": way}, "error": "out of memory"}}}
+    ways = {"padded": way, "tree": {"error": "out of memory"}}
+    record = {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}
     (tmp_path / "trl-h200-traces.json").write_text(filed.text(record))
-    assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | not measured | not measured | 2.00e-02 |"]
+    assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed | not measured | 2.00e-02 |"]
 
 
 def test_distance(sizes):

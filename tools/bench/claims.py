@@ -197,6 +197,12 @@ def trl(load: Load) -> str:
     for trace, made in load("trl-h200-traces")["traces"].items():
         rows.append([trace, f"{made['share_ratio']:.2f}"])
         ways = [made["ways"].get(way) for way in names]
-        rows[-1] += [f"{w['seconds']['median']:.2f}, {w['peak_gib']:.0f}" if w else "not measured" for w in ways]
+        rows[-1] += [_way(w) for w in ways]
         rows[-1].append(" / ".join(f"{w['gradients_from_fp32']:.2e}" for w in ways if w and "gradients_from_fp32" in w))
     return markdown_table(["trace", "share ratio", *(f"{name}: s, GiB" for name in names.values()), "from fp32"], rows)
+
+
+def _way(made: dict[str, Any] | None) -> str:
+    if made is None:
+        return "not measured"
+    return "failed" if "error" in made else f"{made['seconds']['median']:.2f}, {made['peak_gib']:.0f}"

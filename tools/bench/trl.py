@@ -12,7 +12,7 @@
 Prompts, responses and weights are random; responses have between half and all of the given length. `--trace` takes the
 sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with tool outputs in
 TRL's mask of them. Trainers on packed rows share prompts; what lies behind them is shared by the tree alone. Gradients
-on the trace of `--distance` are compared with those of the padded way in fp32. Each way starts from
+on the traces of `--distance` are compared with those of the padded way in fp32. Each way starts from
 the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the step, while the
 other two make theirs in each step.
 """
@@ -241,48 +241,61 @@ def steps_of(
 
 
 def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Figures of each way by its name, after each of them."""
+    """Figures of each way by its name, after each of them; of a way that failed, why."""
     packing.register_tree_attention()
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4
-    rollouts, found, reference = make_rollouts(s), {}, None
-    exact: list[torch.Tensor] = []
-    if s.distance:
-        for _, model, step, _ in steps_of(
-            replace(s, ways=["padded"], dtype="float32", attention="sdpa"), rollouts, device
-        ):
-            step()[0].backward()
-            exact = [p.grad for p in model.parameters() if p.grad is not None]
-    for way, model, step, seconds in steps_of(s, rollouts, device):
-        peak = PeakMemory(device)
-        each = []
-        for _ in range(s.steps + 1):
-            model.zero_grad(set_to_none=True)
-            _wait(device)
-            start = time.perf_counter()
-            with peak.measured():
-                loss, logp, rows = step()
-                loss.backward()
-                _wait(device)
-            each.append(time.perf_counter() - start)
-        norms = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None])
-        reference = logp if reference is None else reference
-        found[way] = {
-            "rows": rows,
-            "seconds": {**seconds, "first": each[0], "each": each[1:], "median": statistics.median(each[1:])},
-            "peak_gib": None if peak.bytes is None else peak.bytes / 2**30,
-            "loss": loss.item(),
-            "gradient_norm": norms.norm().item(),
-            "mean_log_prob_difference_to_first": (logp - reference).abs().mean().item(),
-        }
-        if exact:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            away = sum(float((g.float() - x).double().square().sum()) for g, x in zip(gradients, exact, strict=True))
-            found[way]["gradients_from_fp32"] = (away / sum(float(x.double().square().sum()) for x in exact)) ** 0.5
-            del gradients
+    rollouts, found = make_rollouts(s), dict[str, Any]()
+    exact = gradients_in_fp32(s, rollouts, device) if s.distance else []
+    reference: torch.Tensor | None = None
+    for way in s.ways:
+        gc.collect()
+        try:
+            found[way], logp = of_way(replace(s, ways=[way]), rollouts, device, exact)
+            reference = logp if reference is None else reference
+            found[way]["mean_log_prob_difference_to_first"] = (logp - reference).abs().mean().item()
+        except Exception as error:  # out of memory, say: the others are still worth recording
+            found[way] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
         print(way, json.dumps(found[way]), flush=True)
         yield found
-        del model, step, loss, logp
+
+
+def gradients_in_fp32(s: Settings, rollouts: Rollouts, device: torch.device) -> list[torch.Tensor]:
+    """Of the padded way."""
+    settings = replace(s, ways=["padded"], dtype="float32", attention="sdpa")
+    _, model, step, _ = next(steps_of(settings, rollouts, device))
+    step()[0].backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def of_way(
+    s: Settings, rollouts: Rollouts, device: torch.device, exact: list[torch.Tensor]
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Figures and log-probs of the only way of `s`; with `exact` the distance of its gradients from those, by norms."""
+    _, model, step, seconds = next(steps_of(s, rollouts, device))
+    peak = PeakMemory(device)
+    each = []
+    for _ in range(s.steps + 1):
+        model.zero_grad(set_to_none=True)
+        _wait(device)
+        start = time.perf_counter()
+        with peak.measured():
+            loss, logp, rows = step()
+            loss.backward()
+            _wait(device)
+        each.append(time.perf_counter() - start)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    found = {
+        "rows": rows,
+        "seconds": {**seconds, "first": each[0], "each": each[1:], "median": statistics.median(each[1:])},
+        "peak_gib": None if peak.bytes is None else peak.bytes / 2**30,
+        "loss": loss.item(),
+        "gradient_norm": torch.stack([g.float().norm() for g in gradients]).norm().item(),
+    }
+    if exact:
+        away = sum(float((g.float() - x).double().square().sum()) for g, x in zip(gradients, exact, strict=True))
+        found["gradients_from_fp32"] = (away / sum(float(x.double().square().sum()) for x in exact)) ** 0.5
+    return found, logp
 
 
 def _wait(device: torch.device) -> None:
@@ -304,7 +317,9 @@ def main(
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
     layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
     trace: Annotated[list[str] | None, typer.Option(help="Their sequences, in place of groups.")] = None,
-    distance: Annotated[str | None, typer.Option(help="Compare gradients with fp32 on this trace, first.")] = None,
+    distance: Annotated[
+        list[str] | None, typer.Option(help="Further traces, first, whose gradients are compared with fp32.")
+    ] = None,
 ) -> None:
     """Measure forward and backward of one micro-batch; print and write the figures."""
     if model not in CONFIGS:
@@ -314,7 +329,7 @@ def main(
     ways = list(WAYS) if ways is None else ways
     if not set(ways) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
-    names = list(dict.fromkeys([*([distance] if distance else []), *(trace or [])]))
+    names = list(dict.fromkeys([*(distance or []), *(trace or [])]))
     if unknown := [name for name in names if traces.parse(name) is None]:
         raise typer.BadParameter(f"{unknown[0]!r} is no trace")
     given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
@@ -332,7 +347,7 @@ def main(
         shared = Found.of_trace(cast(traces.Trace, traces.parse(name))).shared
         found[name] = {"share_ratio": Gain.of(shared).ratio, "ways": {}}
         try:
-            for figures in measure(replace(settings, trace=name, distance=name == distance), device):
+            for figures in measure(replace(settings, trace=name, distance=name in (distance or [])), device):
                 found[name]["ways"] = figures
                 record.write({**about, "traces": found})
         except Exception as error:  # out of memory, say: the others are still worth recording

@@ -332,7 +332,7 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     return data
 
 
-def gradients_on(s: Settings, worker: Any) -> dict[str, torch.Tensor]:
+def gradients_on(s: Settings, worker: Any, on_host: bool = False) -> dict[str, torch.Tensor]:
     """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made."""
     set_loss(worker, s, **UNCLIPPED)
     engine, found = worker.engine, dict[str, torch.Tensor]()
@@ -344,7 +344,8 @@ def gradients_on(s: Settings, worker: Any) -> dict[str, torch.Tensor]:
     def keep() -> float:
         for name, weight in engine.module.named_parameters():
             gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-            found[name.replace("_checkpoint_wrapped_module.", "")] = gradient.float().clone()
+            where = "cpu" if on_host else gradient.device
+            found[name.replace("_checkpoint_wrapped_module.", "")] = gradient.to(where, torch.float32, copy=True)
         engine.optimizer_zero_grad()
         return 0.0
 
@@ -357,8 +358,11 @@ def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     """||found - wanted|| / ||wanted||, over all gradients."""
     if found.keys() != wanted.keys():
         raise ValueError(f"gradients of other parameters: {sorted(found.keys() ^ wanted.keys())[:3]}")
-    away = sum(float((found[name] - x).double().square().sum()) for name, x in wanted.items())
-    return float((away / sum(float(x.double().square().sum()) for x in wanted.values())) ** 0.5)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for name, x in found.items():
+        exact = wanted[name].to(x.device)
+        sums += torch.stack([y.double().square().sum() for y in (x - exact, exact)]).cpu()
+    return float((sums[0] / sums[1]).sqrt())
 
 
 def claim_memory() -> None:
@@ -426,19 +430,21 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
     }
 
 
-def measure_all(rows: list[Settings], distance_on: str | None = None) -> Iterator[dict[str, Any]]:
+def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
 
-    `distance_on` names a trace: the first row that a worker serves gets the distance of its gradients there from those
-    of veRL's own engine in fp32, by norms.
+    `distance_on` names traces: their rows get the distance of gradients from those of veRL's own engine in fp32, by
+    norms, before the worker makes any step. The host keeps the gradients in fp32.
     """
     worker: Any = None
     of: Settings | None = None
-    exact: dict[str, torch.Tensor] | None = None
-    if distance_on is not None:
-        first = replace(rows[0], engine=Engine.VERL, attention="ragged", dtype="fp32", trace=distance_on)
+    exact: dict[str, dict[str, torch.Tensor]] = {}
+    distances: dict[str, float] = {}
+    if distance_on:
+        first = replace(rows[0], engine=Engine.VERL, attention="ragged", dtype="fp32", trace=distance_on[0])
         worker = build(replace(first, head="torch"))
-        exact, worker = gradients_on(first, worker), None
+        exact = {name: gradients_on(replace(first, trace=name), worker, True) for name in distance_on}
+        worker = None
     for s in rows:
         start = time.perf_counter()
         try:
@@ -450,12 +456,13 @@ def measure_all(rows: list[Settings], distance_on: str | None = None) -> Iterato
                 worker = build(s)
                 of = s
             built = time.perf_counter()
-            distance = None
-            if fresh and exact is not None:
-                distance = apart(gradients_on(replace(s, trace=distance_on), worker), exact)
+            if fresh:
+                distances = {
+                    name: apart(gradients_on(replace(s, trace=name), worker), wanted) for name, wanted in exact.items()
+                }
             found = measure(s, worker, fresh)
-            if distance is not None:
-                found["gradients_from_fp32"] = distance
+            if s.trace in distances:
+                found["gradients_from_fp32"] = distances[s.trace]
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
         except Exception as error:  # out of memory, say, which comes to all ranks alike
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
@@ -538,7 +545,9 @@ def main(
     updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
     trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None,
-    distance: Annotated[str | None, typer.Option(help="Compare gradients with fp32 on this trace.")] = None,
+    distance: Annotated[
+        list[str] | None, typer.Option(help="Compare gradients with fp32 on these traces, of which there are rows.")
+    ] = None,
     rows: Annotated[
         Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
     ] = None,
@@ -546,6 +555,8 @@ def main(
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
     given = {name: value for name, value in locals().items() if name not in ("json_to", "rows", "distance")}
     listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
+    if unknown := sorted({*(distance or [])} - {s.trace for s in listed if s.trace}):
+        raise typer.BadParameter(f"--distance is {', '.join(unknown)}, expected traces of rows")
     if get_device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")

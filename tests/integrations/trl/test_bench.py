@@ -62,7 +62,7 @@ def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
     names = ["trace-search-0-n6-x0.02", "trace-tau2-1-n2-t3-x0.02"]
     path = tmp_path / "trl.json"
-    bench_trl.main(path, model="tiny", layers=1, trace=names, dtype="float32", steps=1, distance=names[0])
+    bench_trl.main(path, model="tiny", layers=1, trace=names, dtype="float32", steps=1, distance=names[:1])
     found = filed.read(path)["traces"]
     assert list(found) == names
     for made in found.values():
@@ -79,3 +79,13 @@ def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tau2["tree"]["rows"] < tau2["packed"]["rows"]
     with pytest.raises(typer.BadParameter, match="nothing"):
         bench_trl.main(path, model="tiny", trace=["nothing"])
+
+
+def test_a_way_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured."""
+    monkeypatch.setattr(bench_trl, "of_tree", lambda *_: 1 / 0)
+    path = tmp_path / "trl.json"
+    bench_trl.main(path, model="tiny", layers=1, trace=["trace-search-0-n3-x0.02"], dtype="float32", steps=1)
+    ways = filed.read(path)["traces"]["trace-search-0-n3-x0.02"]["ways"]
+    assert ways["tree"] == {"error": "ZeroDivisionError: division by zero"}
+    assert {"padded", "packed"} == {way for way, made in ways.items() if "seconds" in made}

@@ -156,16 +156,18 @@ BENCH_ROWS = [
 ]
 
 OF_TRACE = {"trace": "trace-tau2-1-n3-t3-x0.02", "micro_batch": None, "max_tokens": 400, "dtype": "fp32"}
+KEPT = OF_TRACE | {"trace": "trace-swe-kept-1-n3-t4-x0.02", "max_tokens": 900}
 TRACE_ROWS = [
     STOCK_BENCH | OF_TRACE | {"attention": "ragged"},
     BENCH | OF_TRACE,
-    BENCH | OF_TRACE | {"trace": "trace-swe-kept-1-n3-t4-x0.02", "max_tokens": 900},  # by the same worker
+    BENCH | KEPT,  # by the same worker
+    BENCH | KEPT | {"trace": "trace-grpo-0-n4-x0.02"},
 ]
 
 # What must be survived, and what veRL has to compute itself.
 ONE_MORE: dict[str, dict[str, Any]] = {
     "bench": {"run": "bench", "rows": BENCH_ROWS},
-    "bench-traces": {"run": "bench", "rows": TRACE_ROWS, "distance": OF_TRACE["trace"]},
+    "bench-traces": {"run": "bench", "rows": TRACE_ROWS, "distance": [OF_TRACE["trace"], KEPT["trace"]]},
     "training": {"run": "training"},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},
