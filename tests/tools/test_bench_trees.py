@@ -166,7 +166,7 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
     way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
     ways = {"padded": way, "tree": {"error": "out of memory"}}
     record = {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}
-    (tmp_path / "trl-h200-traces.json").write_text(filed.text(record))
+    (tmp_path / "trl-h200-traces-near.json").write_text(filed.text(record))
     assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed | not measured | 2.00e-02 |"]
 
 

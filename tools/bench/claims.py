@@ -137,7 +137,7 @@ def _ours(claim: Claim, load: Load) -> Iterator[str]:
                 elif _kind(made["trace"]) in claim.kinds:
                     yield from _over(made, "replicated")
     with contextlib.suppress(FileNotFoundError):
-        for trace, (stock, ours) in verl_pairs(load("verl-h200-traces")["rows"]).items():
+        for trace, (stock, ours) in verl_pairs(load(VERL[0])["rows"]).items():
             if _kind(trace) in claim.kinds and stock is not None and ours is not None:
                 speed = stock["seconds"]["median"] / ours["seconds"]["median"]
                 yield f"{speed:.2f}x in veRL (`{trace}`)"
@@ -161,6 +161,24 @@ def _over(made: dict[str, Any], way: str) -> Iterator[str]:
 
 # ---------------------------------------------------------------- veRL and TRL
 Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
+# Records: updates of traces, and gradients on smaller ones.
+VERL = "verl-h200-traces", "verl-h200-traces-near"
+TRL = "trl-h200-traces", "trl-h200-traces-near"
+
+
+def _parts(load: Load, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The records that there are.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(load(name))
+    if not found:
+        raise FileNotFoundError(names[0])
+    return found
 
 
 def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
@@ -175,7 +193,7 @@ def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
 def verl(load: Load) -> str:
     """Updates of both engines: seconds, memory, gradients."""
     rows = []
-    for trace, pair in verl_pairs(load("verl-h200-traces")["rows"]).items():
+    for trace, pair in verl_pairs([row for run in _parts(load, VERL) for row in run["rows"]]).items():
         stock, ours = pair
         ratio = f"{ours['metrics']['dualkv/dedup_ratio']:.2f}" if ours else "not measured"
         speed = f"{stock['seconds']['median'] / ours['seconds']['median']:.2f}x" if stock and ours else "not measured"
@@ -194,7 +212,7 @@ def trl(load: Load) -> str:
     """Forward and backward of a micro-batch in TRL's ways: seconds, memory, gradients."""
     names = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV, prompts"}
     rows = []
-    for trace, made in load("trl-h200-traces")["traces"].items():
+    for trace, made in (item for run in _parts(load, TRL) for item in run["traces"].items()):
         rows.append([trace, f"{made['share_ratio']:.2f}"])
         ways = [made["ways"].get(way) for way in names]
         rows[-1] += [_way(w) for w in ways]

@@ -218,26 +218,27 @@ def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
     return step
 
 
-def steps_of(
-    s: Settings, rollouts: Rollouts, device: torch.device
-) -> Iterator[tuple[str, Any, Step, dict[str, float]]]:
-    """Name, model and step of each way, one after another: a model goes before the next one comes."""
-    for way in s.ways:
-        settings = dict(CONFIGS[s.model]) | ({} if s.layers is None else {"num_hidden_layers": s.layers})
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
-        torch.manual_seed(0)
-        with device:
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[s.dtype])
-        model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else s.attention)
-        seconds: dict[str, float] = {}
-        if way == "tree":
-            step = of_tree(model, rollouts, seconds)
-        else:
-            step = of_trainer(GRPOTrainer if way == "packed" else trl.GRPOTrainer, model, s, rollouts)
-        if s.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        yield way, model, step, seconds
+def make_step(
+    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: bool = False
+) -> tuple[Any, Step, dict[str, float]]:
+    """Model and step of a way, and the time of making its rows; `exact`: in fp32, of weights rounded to the dtype."""
+    settings = dict(CONFIGS[s.model]) | ({} if s.layers is None else {"num_hidden_layers": s.layers})
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
+    torch.manual_seed(0)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[s.dtype])
+    if exact:
+        model.float()
+    model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else "sdpa" if exact else s.attention)
+    seconds: dict[str, float] = {}
+    if way == "tree":
+        step = of_tree(model, rollouts, seconds)
+    else:
+        step = of_trainer(GRPOTrainer if way == "packed" else trl.GRPOTrainer, model, s, rollouts)
+    if s.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model, step, seconds
 
 
 def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -251,7 +252,7 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     for way in s.ways:
         gc.collect()
         try:
-            found[way], logp = of_way(replace(s, ways=[way]), rollouts, device, exact)
+            found[way], logp = of_way(way, s, rollouts, device, exact)
             reference = logp if reference is None else reference
             found[way]["mean_log_prob_difference_to_first"] = (logp - reference).abs().mean().item()
         except Exception as error:  # out of memory, say: the others are still worth recording
@@ -262,17 +263,16 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
 
 def gradients_in_fp32(s: Settings, rollouts: Rollouts, device: torch.device) -> list[torch.Tensor]:
     """Of the padded way."""
-    settings = replace(s, ways=["padded"], dtype="float32", attention="sdpa")
-    _, model, step, _ = next(steps_of(settings, rollouts, device))
+    model, step, _ = make_step("padded", s, rollouts, device, True)
     step()[0].backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def of_way(
-    s: Settings, rollouts: Rollouts, device: torch.device, exact: list[torch.Tensor]
+    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: list[torch.Tensor]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Figures and log-probs of the only way of `s`; with `exact` the distance of its gradients from those, by norms."""
-    _, model, step, seconds = next(steps_of(s, rollouts, device))
+    """Figures and log-probs of a way; with `exact` the distance of its gradients from those, by norms."""
+    model, step, seconds = make_step(way, s, rollouts, device)
     peak = PeakMemory(device)
     each = []
     for _ in range(s.steps + 1):

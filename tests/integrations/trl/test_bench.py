@@ -81,6 +81,13 @@ def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bench_trl.main(path, model="tiny", trace=["nothing"])
 
 
+def test_gradients_in_fp32_are_those_of_the_same_weights(tmp_path: Path) -> None:
+    path, name = tmp_path / "trl.json", "trace-search-0-n3-x0.02"
+    bench_trl.main(path, model="tiny", layers=1, ways=["padded", "packed"], distance=[name], steps=1)
+    ways = filed.read(path)["traces"][name]["ways"]
+    assert all(1e-4 < made["gradients_from_fp32"] < 0.05 for made in ways.values()), ways
+
+
 def test_a_way_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are measured."""
     monkeypatch.setattr(bench_trl, "of_tree", lambda *_: 1 / 0)
