@@ -426,9 +426,12 @@ def _compat_call(case):
     mask = torch.from_numpy(compat_mask(context, own, q_lens, case.causal)).to(case.device)
     q, kc, vc, kd, vd = tensors
     # Copies of the context add gradients that were rounded on their own. Without a mask PyTorch's attention runs, a
-    # sequence at a time, and rounds the gradient of each query head before it adds up those of a KV head.
+    # sequence at a time, and rounds the gradient of each query head before it adds up those of a KV head. On a GPU that
+    # is its memory-efficient attention where values have another head dim, which rounds dS times the scale.
     roundings = 2.0 if case.causal else 4.0
-    want = dense.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), mask, scale, dout, roundings)
+    keys, values = torch.cat([kc, kd]), torch.cat([vc, vd])
+    scaled_dS = not case.causal and case.device == "cuda" and len(set(case.head_dims)) == 2
+    want = dense.attention(q, keys, values, mask, scale, dout, roundings, scaled_dS=scaled_dS)
     return call, want, set()
 
 

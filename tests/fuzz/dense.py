@@ -44,12 +44,12 @@ class Result:
         return worst.item()
 
 
-def attention(q, k, v, mask, scale, dout, roundings=1.0, dlse=None, sinks=None, softcap=None):
+def attention(q, k, v, mask, scale, dout, roundings=1.0, dlse=None, sinks=None, softcap=None, scaled_dS=False):
     """{out, lse, dq, dk, dv}: a Result each; with sinks dsinks too.
 
     q, dout [Tq, H, D], k, v [Tk, Hk, D] of any one dtype; mask [Tq, Tk] bool, True where a query sees a key, at least
     one a query; dlse [H, Tq], sinks [H] of any dtype. `roundings` multiplies u, for computations that round partial
-    results too.
+    results too; `scaled_dS`: that round scale dS, which may be subnormal in fp16, and not dS.
     """
     info = torch.finfo(q.dtype)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -92,7 +92,8 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0, dlse=None, sinks=None, 
     ds = p * (dp - delta)
     delta_error = (dout.abs() * out_bound).sum(-1, keepdim=True) + sums * delta_size
     ds_error = 2 * u * ds.abs() + p * ((r + sums) * (dp_size + delta_size) + delta_error)
-    ds_error += tiny * (1 + dp_size + delta_size) * seen
+    smallest = max(1.0, 1 / scale) if scaled_dS else 1.0  # in units of tiny: what dS is rounded to at least
+    ds_error += tiny * (smallest + dp_size + delta_size) * seen
     ds, ds_error = ds * slope, ds_error * slope + slope_error * (ds.abs() + ds_error)
     dq, dk, dv = scale * ds @ k, scale * ds.mT @ q, p.mT @ dout
     dq_bound = scale * (ds_error + sums * ds.abs()) @ k.abs()
