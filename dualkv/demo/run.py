@@ -30,7 +30,7 @@ from dualkv.demo.pictures import check_config, with_pictures
 from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DTYPES, DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
-from dualkv.integrations.transformers import disable, recompute_layers
+from dualkv.integrations.transformers import recompute_layers
 from dualkv.models import in_dtype, load_model
 from dualkv.progress import Track, untracked
 
@@ -294,7 +294,6 @@ class _Demo:
         if settings.dtype not in TOLERANCE if settings.check is None else settings.check:
             truth = self.truth(self.given or trained_on[0])
             to_truth = {way: differences(trace.gradients[0], truth, device=device) for way, trace in traces.items()}
-        disable(self.model)  # a fused rotary embedding is that of other models too
         verdicts = {way: judge(settings.dtype, updates[way], to_truth, way) for way in others}
         same = None
         if self.given is None:

@@ -262,13 +262,7 @@ class PolicyTrainer:
                 if way != "replicated":
                     enable(each, deterministic=deterministic, fast=fast)
         if self._fast and memory is not None:
-            try:
-                recompute_layers(model, "attention", memory=memory)
-            except ValueError:
-                for each in (model, reference):  # other models would get their fused rotary embedding
-                    if each is not None:
-                        disable(each)
-                raise
+            recompute_layers(model, "attention", memory=memory)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
         self._warm = model.device.type == "cpu"  # nothing there is made at a first call

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import cache, partial
 from importlib.util import find_spec
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from dualkv.integrations import layers
 
 ROTARY = "apply_rotary_pos_emb"
 _CHANGES = "_dualkv_fused"  # attribute of a fused decoder: of each changed module the names added and the values before
-_OWN: dict[str, Any] = {}  # transformers' rotary embedding, by modeling file
+_compiled = cache(partial(torch.compile, dynamic=True))  # one of each function, whatever is fused again
 
 
 def is_fused(model: nn.Module) -> bool:
@@ -27,21 +29,21 @@ def fuse(model: nn.Module) -> None:
     """Runs the elementwise parts of every layer in fused kernels, with the rounding of these kernels.
 
     They are Liger's where `liger_kernel` is installed, knows the model's type and the model is on a GPU. Otherwise
-    norms, gated MLPs and the rotary embedding go through `torch.compile`, each by itself. The rotary embedding is a
-    function of transformers' modeling file, so other models of this type in the process get the fused one too.
+    norms, gated MLPs and the rotary embedding go through `torch.compile`, each by itself. Other models of the process
+    do not change.
     """
     unfuse(model)
     for decoder in layers.decoders(model):
         file = sys.modules[type(decoder).__module__]
         names, before = dict(vars(file)), {name: dict(vars(m)) for name, m in decoder.named_modules()}
-        if ROTARY in names:
-            _OWN.setdefault(file.__name__, names[ROTARY])
-        if not _by_liger(model, decoder):
-            _compile(decoder, file)
-        rotary = getattr(file, ROTARY, None)
-        vars(file).update(names)  # Liger also replaces classes, which models made later would get
-        if rotary is not None:
-            setattr(file, ROTARY, rotary)
+        if _by_liger(model, decoder):
+            rotary = vars(file).get(ROTARY)
+            vars(file).update(names)  # Liger replaces functions and classes of all models
+            _set_rotary(decoder, rotary)
+        else:
+            for module in _pieces(decoder):
+                module.compile(dynamic=True)
+            _set_rotary(decoder)
         changes = {}
         for name, module in decoder.named_modules():
             now, was = vars(module), before[name]
@@ -59,9 +61,6 @@ def unfuse(model: nn.Module) -> None:
             for key in added & attributes.keys():  # a copy of a compiled module is not compiled
                 del attributes[key]
             attributes.update(changed)
-        file = type(decoder).__module__
-        if file in _OWN:
-            setattr(sys.modules[file], ROTARY, _OWN.pop(file))
 
 
 def _by_liger(model: nn.Module, decoder: nn.Module) -> bool:
@@ -79,11 +78,23 @@ def _by_liger(model: nn.Module, decoder: nn.Module) -> bool:
     return True
 
 
-def _compile(decoder: nn.Module, file: Any) -> None:
-    if hasattr(file, ROTARY):
-        setattr(file, ROTARY, torch.compile(getattr(file, ROTARY), dynamic=True))
-    for module in _pieces(decoder):
-        module.compile(dynamic=True)
+def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
+    """Lets the attention layers of this model alone call another rotary embedding.
+
+    It is a global name of transformers' modeling file. So each layer's forward becomes the same code with global names
+    of its own. A layer whose forward has been replaced already (Accelerate's hooks) stays as it is.
+
+    rotary: the file's own, compiled, if it is None.
+    """
+    for module in layers.attention_modules(decoder):
+        forward = type(module).forward
+        if "forward" not in vars(module) and ROTARY in forward.__code__.co_names:
+            names = dict(forward.__globals__)
+            names[ROTARY] = rotary or _compiled(names[ROTARY])
+            del names["__name__"]  # a model that is compiled as a whole would look in the file instead
+            own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+            own.__kwdefaults__ = forward.__kwdefaults__
+            vars(module)["forward"] = MethodType(own, module)
 
 
 def _pieces(decoder: nn.Module) -> Iterator[nn.Module]:

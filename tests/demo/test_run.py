@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.qwen3 import modeling_qwen3
 
 import dualkv.demo.update
 from dualkv.data.packing import PackedBatch
@@ -66,12 +65,10 @@ def test_live_rollouts_agree(algorithm: str, dtype: str) -> None:
     assert packed.tokens[0] == 2 * 40 + result.response_tokens[0]
 
 
-def test_fast_agrees_and_leaves_nothing_behind() -> None:
+def test_fast_agrees() -> None:
     """Fused pieces, compiled log-probs, attention kept."""
-    rotary = modeling_qwen3.apply_rotary_pos_emb
     result = run_demo(DemoSettings(fast=True, **SMALL | {"steps": 1}))
     assert result.exact is True
-    assert modeling_qwen3.apply_rotary_pos_emb is rotary
 
 
 def test_a_limit_of_memory_belongs_to_fast() -> None:
@@ -79,10 +76,8 @@ def test_a_limit_of_memory_belongs_to_fast() -> None:
         DemoSettings(memory=8)
     with pytest.raises(ValueError, match="memory is 0, expected a positive"):
         DemoSettings(fast=True, memory=0)
-    rotary = modeling_qwen3.apply_rotary_pos_emb
     with pytest.raises(ValueError, match="memory is 8 GiB for a model on cpu"):
         run_demo(DemoSettings(fast=True, memory=8, **SMALL))
-    assert modeling_qwen3.apply_rotary_pos_emb is rotary
 
 
 def test_rollouts_from_a_file_agree(tmp_path: Path) -> None:

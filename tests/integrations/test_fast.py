@@ -187,24 +187,55 @@ def test_limits_that_mean_nothing_are_refused() -> None:
         recompute_layers(make_model(), memory=40)
 
 
+def rotaries(model: Any) -> list[Any]:
+    """The rotary embedding that each attention layer calls."""
+    return [m.forward.__globals__[fused.ROTARY] for name, m in model.named_modules() if name.endswith("self_attn")]
+
+
 def test_fast_is_undone() -> None:
-    model = make_deep(2)
-    file = fused.sys.modules[type(model.get_decoder()).__module__]
-    rotary, before = file.apply_rotary_pos_emb, {name: dict(vars(m)) for name, m in model.named_modules()}
+    """And it is of one model, not of others of its type."""
+    model, other = make_deep(2), make_deep(2)
+    before, rotary = {name: dict(vars(m)) for name, m in model.named_modules()}, rotaries(model)[0]
     enable(model, fast=True)
     assert fused.is_fused(model)
-    assert file.apply_rotary_pos_emb is not rotary
+    assert len({*rotaries(model)} - {rotary}) == 1
+    assert rotaries(other) == [rotary] * 2
     pieces = {n.rpartition(".")[2] for n, m in model.named_modules() if m._compiled_call_impl is not None}
     assert pieces == {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm", "mlp"}
     copied = copy.deepcopy(model)
+    for each in (copied, model):
+        attention = each.get_decoder().layers[1].self_attn
+        assert attention.forward.__self__ is attention
     for some in (copied, model):
         disable(some)
         assert not fused.is_fused(some)
         assert all(m._compiled_call_impl is None for m in some.modules())
-    assert file.apply_rotary_pos_emb is rotary
+        assert rotaries(some) == [rotary] * 2
     for name, module in model.get_decoder().layers.named_modules():  # transformers' notes of checkpointing stay
         noted = {"_gradient_checkpointing_func", "gradient_checkpointing"}
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
+
+
+def test_ligers_rotary_embedding_is_that_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger puts it, and classes of its own, into transformers' modeling file."""
+    model, other = make_model("llama"), make_model("llama")
+    file, rotary = fused.sys.modules[type(model).__module__], rotaries(model)[0]
+    names = dict(vars(file))
+
+    def liger(*_: Any) -> None: ...
+
+    liger.__module__ = "liger_kernel.transformers.rope"
+    monkeypatch.setattr(
+        fused, "_by_liger", lambda *_: vars(file).update({fused.ROTARY: liger, "LlamaMLP": None}) or True
+    )
+    fused.fuse(model)
+    assert vars(file) == names
+    assert rotaries(model) == [liger] * 2
+    assert rotaries(other) == [rotary] * 2
+    assert checkpointing._overwritten_products(model) is not None
+    assert checkpointing._overwritten_products(other) is None
+    fused.unfuse(model)
+    assert rotaries(model) == [rotary] * 2
 
 
 def test_fast_computes_the_same() -> None:
@@ -215,6 +246,8 @@ def test_fast_computes_the_same() -> None:
         logits = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
         logits.square().mean().backward()
         grads.append([logits.detach(), *(p.grad for p in model.parameters())])
-        disable(model)
+        if fast:  # and compiled as a whole, into one graph
+            whole = torch.compile(model, backend="eager", fullgraph=True)
+            torch.testing.assert_close(whole(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, logits)
     for plain, quick in zip(*grads, strict=True):
         torch.testing.assert_close(quick, plain, rtol=1e-4, atol=1e-5)
