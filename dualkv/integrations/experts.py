@@ -21,6 +21,7 @@ from dualkv.integrations import require
 require("transformers")
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -122,20 +123,39 @@ def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
     if bad := [i for i, of in enumerate(recorded) if of.dim() != 3 or of.shape[1:] != recorded[0].shape[1:]]:
         shape = tuple(recorded[bad[0]].shape)
         raise ValueError(f"recorded[{bad[0]}] has shape {shape}, expected [tokens, layers, experts] of equal layers")
-    routes = np.full((total, *recorded[0].shape[1:]), -1, np.int64)
-    known = np.zeros(total, bool)
-    again = other = 0
-    for i, (own, found) in enumerate(zip(rows, recorded, strict=True)):
-        if len(found) > len(own):
-            raise ValueError(f"recorded[{i}] has {len(found)} tokens, its rollout has {len(own)}")
-        own, new = own[: len(found)], found.cpu().numpy().astype(np.int64)
-        before = known[own]
-        again += int(before.sum())
-        differs = np.sort(routes[own[before]], -1) != np.sort(new[before], -1)
-        other += int(differs.any((1, 2)).sum())
-        routes[own[~before]] = new[~before]
-        known[own] = True
-    return Routes(torch.from_numpy(routes).transpose(0, 1).contiguous(), other / again if again else 0.0)
+    if bad := [i for i, (own, found) in enumerate(zip(rows, recorded, strict=True)) if len(found) > len(own)]:
+        i = bad[0]
+        raise ValueError(f"recorded[{i}] has {len(recorded[i])} tokens, its rollout has {len(rows[i])}")
+    of_records = np.concatenate([own[: len(found)] for own, found in zip(rows, recorded, strict=True)])
+    routes, differs = first_of_rows(of_records, torch.cat([found.cpu() for found in recorded]), total)
+    again = len(of_records) - len(np.unique(of_records))
+    return Routes(routes.transpose(0, 1).contiguous(), int(differs.sum()) / again if again else 0.0)
+
+
+def first_of_rows(rows: IntArray, recorded: torch.Tensor, total: int) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    """The first route that is recorded for each packed row, and which records differ from it.
+
+    Args:
+        rows: [M] the packed row of each record.
+        recorded: [M, L, k] integers on the host, experts of each record.
+        total: T, of the packed rows.
+
+    Returns:
+        [T, L, k] int64, -1 where nothing was recorded; [M], whether a record goes to other experts in some layer, in
+        whatever order.
+    """
+    known, first = np.unique(rows, return_index=True)
+    source = np.full(total, -1)
+    source[known] = first
+    others = np.flatnonzero(source[rows] != np.arange(len(rows)))
+    a, b = (recorded[torch.from_numpy(x)] for x in (others, source[rows[others]]))
+    unequal = (a != b).flatten(1).any(1)  # few as a rule, of which some are the same experts in another order
+    a, b = (x[unequal].sort(-1).values for x in (a, b))
+    differs = np.zeros(len(rows), bool)
+    differs[others[unequal.numpy()]] = (a != b).flatten(1).any(1).numpy()
+    routes = torch.full((total, *recorded.shape[1:]), -1, dtype=torch.int64)
+    routes[torch.from_numpy(known)] = recorded[torch.from_numpy(first)].long()
+    return routes, differs
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
