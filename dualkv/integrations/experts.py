@@ -21,7 +21,6 @@ from dualkv.integrations import require
 require("transformers")
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -29,6 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from dualkv.arrays import IntArray
 from dualkv.data.packing import PackedBatch
+from dualkv.data.rows import first_of_rows
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
 
@@ -130,32 +130,6 @@ def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
     routes, differs = first_of_rows(of_records, torch.cat([found.cpu() for found in recorded]), total)
     again = len(of_records) - len(np.unique(of_records))
     return Routes(routes.transpose(0, 1).contiguous(), int(differs.sum()) / again if again else 0.0)
-
-
-def first_of_rows(rows: IntArray, recorded: torch.Tensor, total: int) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
-    """The first route that is recorded for each packed row, and which records differ from it.
-
-    Args:
-        rows: [M] the packed row of each record.
-        recorded: [M, L, k] integers on the host, experts of each record.
-        total: T, of the packed rows.
-
-    Returns:
-        [T, L, k] int64, -1 where nothing was recorded; [M], whether a record goes to other experts in some layer, in
-        whatever order.
-    """
-    known, first = np.unique(rows, return_index=True)
-    source = np.full(total, -1)
-    source[known] = first
-    others = np.flatnonzero(source[rows] != np.arange(len(rows)))
-    a, b = (recorded[torch.from_numpy(x)] for x in (others, source[rows[others]]))
-    unequal = (a != b).flatten(1).any(1)  # few as a rule, of which some are the same experts in another order
-    a, b = (x[unequal].sort(-1).values for x in (a, b))
-    differs = np.zeros(len(rows), bool)
-    differs[others[unequal.numpy()]] = (a != b).flatten(1).any(1).numpy()
-    routes = torch.full((total, *recorded.shape[1:]), -1, dtype=torch.int64)
-    routes[torch.from_numpy(known)] = recorded[torch.from_numpy(first)].long()
-    return routes, differs
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:

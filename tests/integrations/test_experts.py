@@ -13,7 +13,6 @@ import dualkv
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations.experts import (  # noqa: E402
-    first_of_rows,
     load_balancing_loss,
     replay_routes,
     rollouts_of_rows,
@@ -138,14 +137,6 @@ def test_recorded_routes_of_rollouts_that_differ_or_lack_some():
         routes_of_rows(batch, [*recorded[:5], torch.zeros(9, 2, 2), recorded[6]])
     with pytest.raises(ValueError, match=r"recorded\[1\] has shape"):
         routes_of_rows(batch, [recorded[0], recorded[1][:, :1], *recorded[2:]])
-
-
-def test_first_record_of_a_row():
-    """At row 0 the order of experts differs, at row 1 an expert; nothing is recorded for row 3."""
-    recorded = torch.tensor([[[0, 1]], [[2, 3]], [[1, 0]], [[3, 9]], [[4, 5]], [[2, 9]]], dtype=torch.int16)
-    routes, differs = first_of_rows(np.array([0, 1, 0, 1, 2, 1]), recorded, 4)
-    assert routes[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
-    assert differs.tolist() == [False, False, False, True, False, True]
 
 
 def test_own_choice_where_nothing_was_recorded_and_refusals():

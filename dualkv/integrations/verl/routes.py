@@ -15,7 +15,7 @@ import torch
 from verl.utils.megatron.router_replay_utils import build_r3_replay_mask
 
 from dualkv.arrays import IntArray
-from dualkv.integrations.experts import first_of_rows
+from dualkv.data.rows import first_of_rows
 
 ROUTES = "routed_experts"
 
