@@ -1,10 +1,11 @@
-"""From values of tokens, end to end, to one row per rollout."""
+"""From values of tokens, end to end, to one row per rollout; and values of shared rows from those of rollouts."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray, ranges
@@ -33,3 +34,29 @@ def as_rows(values: torch.Tensor, lens: IntArray, form: Form, width: int, paddin
     return torch.nested.nested_tensor_from_jagged(
         values, offsets, min_seqlen=int(lens.min()), max_seqlen=int(lens.max())
     )
+
+
+def first_of_rows(rows: IntArray, recorded: torch.Tensor, total: int) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    """The first route that is recorded for each packed row, and which records differ from it.
+
+    Args:
+        rows: [M] the packed row of each record.
+        recorded: [M, L, k] integers on the host, experts of each record.
+        total: T, of the packed rows.
+
+    Returns:
+        [T, L, k] int64, -1 where nothing was recorded; [M], whether a record goes to other experts in some layer, in
+        whatever order.
+    """
+    known, first = np.unique(rows, return_index=True)
+    source = np.full(total, -1)
+    source[known] = first
+    others = np.flatnonzero(source[rows] != np.arange(len(rows)))
+    a, b = (recorded[torch.from_numpy(x)] for x in (others, source[rows[others]]))
+    unequal = (a != b).flatten(1).any(1)  # few as a rule, of which some are the same experts in another order
+    a, b = (x[unequal].sort(-1).values for x in (a, b))
+    differs = np.zeros(len(rows), bool)
+    differs[others[unequal.numpy()]] = (a != b).flatten(1).any(1).numpy()
+    routes = torch.full((total, *recorded.shape[1:]), -1, dtype=torch.int64)
+    routes[torch.from_numpy(known)] = recorded[torch.from_numpy(first)].long()
+    return routes, differs

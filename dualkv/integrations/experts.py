@@ -28,6 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from dualkv.arrays import IntArray
 from dualkv.data.packing import PackedBatch
+from dualkv.data.rows import first_of_rows
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
 
@@ -122,20 +123,13 @@ def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
     if bad := [i for i, of in enumerate(recorded) if of.dim() != 3 or of.shape[1:] != recorded[0].shape[1:]]:
         shape = tuple(recorded[bad[0]].shape)
         raise ValueError(f"recorded[{bad[0]}] has shape {shape}, expected [tokens, layers, experts] of equal layers")
-    routes = np.full((total, *recorded[0].shape[1:]), -1, np.int64)
-    known = np.zeros(total, bool)
-    again = other = 0
-    for i, (own, found) in enumerate(zip(rows, recorded, strict=True)):
-        if len(found) > len(own):
-            raise ValueError(f"recorded[{i}] has {len(found)} tokens, its rollout has {len(own)}")
-        own, new = own[: len(found)], found.cpu().numpy().astype(np.int64)
-        before = known[own]
-        again += int(before.sum())
-        differs = np.sort(routes[own[before]], -1) != np.sort(new[before], -1)
-        other += int(differs.any((1, 2)).sum())
-        routes[own[~before]] = new[~before]
-        known[own] = True
-    return Routes(torch.from_numpy(routes).transpose(0, 1).contiguous(), other / again if again else 0.0)
+    if bad := [i for i, (own, found) in enumerate(zip(rows, recorded, strict=True)) if len(found) > len(own)]:
+        i = bad[0]
+        raise ValueError(f"recorded[{i}] has {len(recorded[i])} tokens, its rollout has {len(rows[i])}")
+    of_records = np.concatenate([own[: len(found)] for own, found in zip(rows, recorded, strict=True)])
+    routes, differs = first_of_rows(of_records, torch.cat([found.cpu() for found in recorded]), total)
+    again = len(of_records) - len(np.unique(of_records))
+    return Routes(routes.transpose(0, 1).contiguous(), int(differs.sum()) / again if again else 0.0)
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -11,18 +11,21 @@ Cases: of :data:`CASES`. Ways:
 - stock: replicated, the head on all rows, as megatron-core computes its loss from labels.
 - shares: of the first case, what each context-parallel rank computes, one after the other, without exchanges.
 
-`torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks with tensor and with context
-parallelism: the time of a packed update, then log-probs and gradients of a small model against one GPU.
+`torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks, of which one of :data:`LAYOUTS`
+after the other is made: the time of a packed update, then log-probs and gradients of a small model against one GPU.
+Tensor and context parallelism divide a group. Pipeline stages run :data:`GROUPS` of them, a micro-batch each, by
+megatron-core's schedule. Data-parallel ranks run one each, and megatron-core's DistributedDataParallel adds gradients.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
@@ -76,8 +79,8 @@ def start() -> None:
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def make_model(run: Run, tp: int = 1, cp: int = 1) -> Any:
-    """A GPTModel from an enabled local spec, in new groups of ranks."""
+def make_model(run: Run, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
+    """This rank's part of a GPTModel from an enabled local spec, in new groups of ranks."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -87,7 +90,7 @@ def make_model(run: Run, tp: int = 1, cp: int = 1) -> Any:
 
     start()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
     shape = run.model
@@ -110,6 +113,11 @@ def make_model(run: Run, tp: int = 1, cp: int = 1) -> Any:
         bf16=run.dtype == torch.bfloat16,
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=run.dtype,
+        variable_seq_lengths=pp > 1,
+        moe_token_dispatcher_type="alltoall",  # the other one refuses that, in models without experts too
+        batch_p2p_comm=run.device.type == "cuda",
         use_cpu_initialization=run.device.type == "cpu",
         gradient_accumulation_fusion=False,
         bias_activation_fusion=run.fused,
@@ -122,6 +130,7 @@ def make_model(run: Run, tp: int = 1, cp: int = 1) -> Any:
     model = GPTModel(
         config, spec, shape.vocabulary, 1 << 20, position_embedding_type="rope", rotary_base=1_000_000,
         share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
     return model.to(run.device, run.dtype).train()
 
@@ -174,12 +183,22 @@ def rollouts(run: Run, group: Group) -> tuple[list[torch.Tensor], list[list[torc
     return prompts, [[draw((group.response_len,)) for _ in range(group.responses)] for _ in prompts]
 
 
-def packed_steps(run: Run, model: Any, group: Group, share: tuple[int, int] | None = None) -> list[Step]:
-    """One for all groups. With `share`, (rank, ranks), those of this rank, whatever there is of other ranks."""
+def weights_of(run: Run, group: Group) -> torch.Tensor:
+    """Of the log-probs in the loss, [groups, response tokens of a group]."""
+    drawn = torch.randn(group.tokens, generator=torch.Generator().manual_seed(1)) / group.tokens
+    return drawn.view(group.groups, -1).to(run.device)
+
+
+def packed_steps(
+    run: Run, model: Any, group: Group, share: tuple[int, int] | None = None, own: slice = slice(None)
+) -> list[Step]:
+    """One for all groups, or for `own` of them. With `share`, (rank, ranks), those of this rank, whatever there is of
+    other ranks."""
     from dualkv.integrations.megatron import PackedGroups
 
-    batch = dualkv.pack(*rollouts(run, group)).to(run.device)
-    weights = torch.randn(group.tokens, generator=torch.Generator().manual_seed(1)).to(run.device) / group.tokens
+    prompts, responses = rollouts(run, group)
+    batch = dualkv.pack(prompts[own], responses[own]).to(run.device)
+    weights = weights_of(run, group)[own].flatten()
 
     def step() -> torch.Tensor:
         packed = PackedGroups(batch.layout)
@@ -204,7 +223,7 @@ def replicated_steps(run: Run, model: Any, group: Group, head_on_all_rows: bool,
     """One for each `at_once` sequences."""
     prompts, responses = rollouts(run, group)
     ids = torch.stack([torch.cat([p, r]) for p, rs in zip(prompts, responses, strict=True) for r in rs]).to(run.device)
-    weights = torch.randn(group.tokens, generator=torch.Generator().manual_seed(1)).to(run.device) / group.tokens
+    weights = weights_of(run, group).flatten()
     positions = torch.arange(ids.shape[1], device=run.device).expand(at_once, -1)
     asked = slice(group.prompt_len - 1, -1)  # rows that predict a response
 
@@ -349,8 +368,73 @@ def shares(run: Run, model: Any, group: Group, ranks: int, whole: float | None) 
 
 # ---------------------------------------------------------------- several GPUs
 SMALL = Model(layers=2, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=8192)
-SMALL_GROUP = Group(6, 700, 90, groups=3)
-LAYOUTS = {"tensor": {"tp": 2}, "context": {"cp": 2}}
+SMALL_GROUP = Group(6, 700, 90, groups=4)
+LAYOUTS = {"tensor": {"tp": 2}, "context": {"cp": 2}, "pipeline": {"pp": 2}, "data": {}}
+GROUPS = {"pipeline": 4, "data": 2}  # in an update of all ranks; of the others one
+
+
+def pipelined_step(run: Run, model: Any, group: Group) -> Step:
+    """All groups, a micro-batch each, by megatron-core's schedule; log-probs on the last stage, else none."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from dualkv.integrations.megatron import PackedGroups
+
+    batches = [dualkv.pack([p], [rs]).to(run.device) for p, rs in zip(*rollouts(run, group), strict=True)]
+    weights = weights_of(run, group)
+
+    def step() -> torch.Tensor:
+        found = [torch.zeros(0, device=run.device)]
+
+        def forward(given: Iterator[Any], stage: Any) -> Any:
+            batch, weight = next(given)
+            packed = PackedGroups(batch.layout)
+            out = hidden_states(stage, batch.input_ids, batch.position_ids, None, packed_seq_params=packed)
+
+            def loss(hidden: torch.Tensor) -> Any:
+                logp = torch.cat(
+                    batch.unpack(logprobs(stage, hidden[batch.predict_rows, 0], batch.targets, run.chunk_size))
+                )
+                found.append(logp.detach())
+                return (logp * weight).sum() * len(batches), {}  # megatron-core divides by the number of micro-batches
+
+            return out, loss
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(zip(batches, weights, strict=True)),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=batches[0].input_ids.shape[1],  # groups are equal
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return torch.cat(found)
+
+    return step
+
+
+def data_parallel_step(run: Run, model: Any, group: Group) -> Step:
+    """This rank's groups; the gradients of all ranks, added up, are `main_grad` of the parameters."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model.config.calculate_per_token_loss = True  # gradients are added up; without it their mean is taken
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    (own,) = packed_steps(run, model, group, own=slice(dist.get_rank(), None, dist.get_world_size()))
+
+    def step() -> torch.Tensor:
+        wrapped.zero_grad_buffer()
+        logp = own()
+        wrapped.finish_grad_sync()
+        return logp
+
+    return step
+
+
+def steps_of(run: Run, model: Any, kind: str, group: Group) -> list[Step]:
+    if kind == "pipeline":
+        return [pipelined_step(run, model, group)]
+    return [data_parallel_step(run, model, group)] if kind == "data" else packed_steps(run, model, group)
 
 
 def shard(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -364,34 +448,45 @@ def shard(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor
 
 def against_one_rank(run: Run, kind: str) -> dict[str, float]:
     """The largest difference of log-probs; and ||gradient - expected|| / ||expected|| over all weights."""
-    group = SMALL_GROUP
+    group, rank, ranks = SMALL_GROUP, dist.get_rank(), dist.get_world_size()
 
-    def of(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def of(model: Any, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.zero_grad()
-        logp = torch.cat([step() for step in packed_steps(run, model, group)])
-        return logp, {name: p.grad for name, p in model.named_parameters()}
+        logp = torch.cat([step() for step in steps_of(run, model, kind, group)])
+        return logp, {n: p.main_grad if kind == "data" else p.grad for n, p in model.named_parameters()}
 
     alone = make_model(run)
     weights = {name: p.detach() for name, p in alone.named_parameters()}
-    expected_logp, expected = of(alone)
+    expected_logp, expected = of(alone, "one")
     several = make_model(run, **LAYOUTS[kind])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def part_of(wanted: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Of this rank, for its parameter of that name."""
+        if kind == "pipeline":  # a stage counts its own layers
+            first = rank * run.model.layers // ranks
+            name = re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) + first), name)
+        return shard(name, wanted[name], rank, ranks) if kind == "tensor" else wanted[name]
+
     with torch.no_grad():
         for name, p in several.named_parameters():
-            p.copy_(shard(name, weights[name], rank, ranks) if kind == "tensor" else weights[name])
-    logp, gradients = of(several)
-    sums = torch.zeros(2, device=run.device)
+            p.copy_(part_of(weights, name))
+    logp, gradients = of(several, kind)
+    if kind == "data":
+        expected_logp = expected_logp.view(group.groups, -1)[rank::ranks].flatten()
+    apart = logp - expected_logp[: len(logp)]  # only the last stage has log-probs, of all groups
+    sums = torch.zeros(4, device=run.device)
     for name, gradient in gradients.items():
-        truth = expected[name]
-        if kind == "tensor":
-            truth = shard(name, truth, rank, ranks)
-        if kind == "context" or "q_layernorm" in name or "k_layernorm" in name:  # of this rank's rows, or heads
-            dist.all_reduce(gradient)
-        sums += torch.stack([(x.double() ** 2).sum().float() for x in (gradient - truth, truth)])
+        truth = part_of(expected, name)
+        if kind == "context" or (kind == "tensor" and ("q_layernorm" in name or "k_layernorm" in name)):
+            dist.all_reduce(gradient)  # of this rank's rows, or heads
+        sums[:2] += torch.stack([(x.double() ** 2).sum().float() for x in (gradient - truth, truth)])
+    sums[2:] = torch.stack([apart.double().square().sum().float(), apart.new_tensor(len(apart))])
     dist.all_reduce(sums)
+    largest = torch.stack([x.abs().max() for x in (apart, apart.new_zeros(1)) if len(x)]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     return {
-        "logp": float((logp - expected_logp).abs().max()),
-        "logp_rms": float((logp - expected_logp).double().square().mean().sqrt()),
+        "logp": float(largest),
+        "logp_rms": float((sums[2] / sums[3]).sqrt()),
         "gradients": float((sums[0] / sums[1]).sqrt()),
     }
 
@@ -400,15 +495,17 @@ def measure_ranks(run: Run, group: Group) -> Iterator[tuple[dict[str, Any], Any]
     """The figures of this rank, after each of them, and what is new in them; those of rank 0 are recorded."""
     figures: dict[str, Any] = {"ranks": dist.get_world_size(), "group": asdict(group), "check": {}, "rows": {}}
     for kind in ("one", *LAYOUTS):
+        groups = replace(group, groups=GROUPS.get(kind, 1) * group.groups)
 
-        def once(kind: str = kind) -> dict[str, Any]:
+        def once(kind: str = kind, groups: Group = groups) -> dict[str, Any]:
             model = make_model(run, **LAYOUTS.get(kind, {}))
-            return timed(model, packed_steps(run, model, group), run.repeats, group.rows(True))[0]
+            return timed(model, steps_of(run, model, kind, groups), run.repeats, groups.rows(True))[0]
 
         figures["rows"][kind] = tried(once)
         one = figures["rows"]["one"].get("median")
         if one and "median" in figures["rows"][kind]:
-            figures["rows"][kind]["times_as_fast"] = one / figures["rows"][kind]["median"]
+            figures["rows"][kind]["groups"] = groups.groups
+            figures["rows"][kind]["times_as_fast"] = one * GROUPS.get(kind, 1) / figures["rows"][kind]["median"]
         yield figures, {kind: figures["rows"][kind]}
     for dtype in (torch.float32, torch.bfloat16):
         for kind in LAYOUTS:

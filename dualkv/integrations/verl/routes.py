@@ -15,6 +15,7 @@ import torch
 from verl.utils.megatron.router_replay_utils import build_r3_replay_mask
 
 from dualkv.arrays import IntArray
+from dualkv.data.rows import first_of_rows
 
 ROUTES = "routed_experts"
 
@@ -78,20 +79,8 @@ def packed(data: Any, mode: str, packed_rows: IntArray, total: int) -> PackedRou
     if mode == "R3":
         replayed = build_r3_replay_mask(data["input_ids"], data["response_mask"]).values().cpu().numpy()
         recorded, packed_rows = recorded[replayed], packed_rows[replayed]
-    known, first, sharing = np.unique(packed_rows, return_index=True, return_counts=True)
-    source = np.full(total, -1)
-    source[known] = recorded[first]
-    others = np.flatnonzero(source[packed_rows] != recorded)
-    a, b = (routes[torch.from_numpy(x[others])] for x in (recorded, source[packed_rows]))
-    unequal = (a != b).flatten(1).any(1)  # few as a rule, of which some are the same experts in another order
-    others = others[unequal.numpy()]
-    a, b = (x[unequal].sort(-1).values for x in (a, b))
-    differs = (a != b).flatten(1).any(1).numpy()
-    experts = routes.new_zeros(total, *routes.shape[1:], dtype=torch.int64)
-    experts[torch.from_numpy(known)] = routes[torch.from_numpy(recorded[first])].long()
-    return PackedRoutes(
-        experts,
-        torch.from_numpy(source >= 0),
-        int((sharing > 1).sum()),
-        len(np.unique(packed_rows[others][differs])),
-    )
+    experts, differs = first_of_rows(packed_rows, routes[torch.from_numpy(recorded)], total)
+    times = np.bincount(packed_rows, minlength=total)
+    known = torch.from_numpy(times > 0)
+    experts[~known] = 0
+    return PackedRoutes(experts, known, int((times > 1).sum()), len(np.unique(packed_rows[differs])))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -26,3 +30,17 @@ def test_all_ways_compute_the_same() -> None:
     for of_ranks in shares.values():
         assert abs(sum(share["part_of_flops"] for share in of_ranks) - 1) < 1e-6
         assert all(share["part_of_seconds"] > 0 for share in of_ranks)
+
+
+def test_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.bench_ranks", str(file)]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[3])
+    figures = json.loads(file.read_text())
+    assert {kind: made["groups"] for kind, made in figures["rows"].items()} == {
+        "one": 1, "tensor": 1, "context": 1, "pipeline": 4, "data": 2,
+    }  # fmt: skip
+    exact = {name: found for name, found in figures["check"].items() if name.endswith("float32")}
+    assert len(exact) == len(bench.LAYOUTS)
+    assert all(found["logp"] < 1e-5 and found["gradients"] < 1e-5 for found in exact.values()), exact
+    assert any(found["gradients"] > 0 for found in exact.values()), exact
