@@ -47,8 +47,12 @@ class PartPipeline(Pipeline):
             self.full.expect(stage.index, num_bytes)
 
     def release_to(self, stage: Stage, cta: Int32) -> None:
-        """This warp has read the part; the CTA that sent it hears of it."""
+        """This warp has read the part; the CTA that sent it hears of it.
+
+        The fence waits for the loads: an arrival in another CTA may overtake loads that are under way.
+        """
         cute.arch.sync_warp()
+        cute.arch.fence_acq_rel_cta()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty[stage.index], cta)
 

@@ -181,7 +181,7 @@ def _fwd(
     sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    chosen = backends.choose(q, v, softcap, None, backend, deterministic)
+    chosen = backends.choose(q, v, softcap, None, backend)
     return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)
 
 
@@ -194,7 +194,7 @@ def _bwd(
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    chosen = backends.choose(q, v, softcap, dlse, backend, deterministic)
+    chosen = backends.choose(q, v, softcap, dlse, backend, backward=True)
     call = dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, *features, dlse
     return _requested(gradients, backends.backward(chosen, *call))
 

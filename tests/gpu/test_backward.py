@@ -287,12 +287,7 @@ def test_items_of_a_fixed_order_come_from_a_counter(head_dim, monkeypatch):
     assert all(count == items > 50 for count, items in counts), counts
 
 
-NOT_ORDERED = pytest.mark.xfail(reason="dq differs in some runs, so the ops do not call it", strict=False)
-
-
-@pytest.mark.parametrize(
-    "head_dim", [pytest.param(d, marks=NOT_ORDERED if d > hopper.ORDERED else ()) for d in HEAD_DIMS]
-)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_fixed_order_while_other_work_holds_the_device(head_dim):
     """Eager and from a graph, on a side stream, where clusters begin as products of matrices leave multiprocessors."""
     layout = Layout.from_lengths([3000, 100], [[400] * 9, [700] * 2])

@@ -351,13 +351,13 @@ def gpu(monkeypatch):
 
 
 def test_the_first_that_serves(gpu, monkeypatch):
-    def first(*given, softcap=None, dlse=None, deterministic=False, head_dim=256, **settings):
+    def first(*given, softcap=None, dlse=None, backward=False, head_dim=256, **settings):
         q = gpu(*given, **settings)
         q.shape = (5, 4, head_dim)
-        return backends.first(q, q, softcap, dlse, deterministic)[0]
+        return backends.first(q, q, softcap, dlse, backward)[0]
 
-    assert first((9, 0)) == first((9, 0), deterministic=True) == first((9, 0), head_dim=512) == "hopper"
-    assert first((9, 0), deterministic=True, head_dim=264) == "reference"
+    assert first((9, 0)) == first((9, 0), backward=True) == first((9, 0), head_dim=512) == "hopper"
+    assert first((9, 0), backward=True, head_dim=264) == "reference"
     assert first((10, 0)) == first((10, 3)) == "cudnn"
     assert first((10, 0), dlse=True) == "flash"  # head dim 256
     assert first((10, 0), False) == first((8, 6)) == first((12, 0)) == "flash"
@@ -384,9 +384,7 @@ def test_by_hand(gpu, monkeypatch):
     with pytest.raises(ValueError, match="backend is 'flash', which does not serve softcap"):
         chosen("flash", 3.0)
     wide = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 512)})
-    with pytest.raises(
-        ValueError, match="'hopper', which does not serve deterministic gradients of head dims above 256"
-    ):
+    with pytest.raises(ValueError, match="'hopper', which does not serve gradients of head dims above 256"):
         backends.choose(q, wide, None, None, "hopper", True)
     narrow = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 128)})
     with pytest.raises(ValueError, match=r"'cudnn', which does not serve values of another head dim on .* 9\.0"):
