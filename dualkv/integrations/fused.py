@@ -17,7 +17,6 @@ from dualkv.integrations import layers
 
 ROTARY = "apply_rotary_pos_emb"
 _CHANGES = "_dualkv_fused"  # attribute of a fused decoder: of each changed module the names added and the values before
-_compiled = cache(partial(torch.compile, dynamic=True))  # one of each function, whatever is fused again
 
 
 def is_fused(model: nn.Module) -> bool:
@@ -86,11 +85,12 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
 
     rotary: the file's own, compiled, if it is None.
     """
+    compiled = cache(partial(torch.compile, dynamic=True))  # one for all layers
     for module in layers.attention_modules(decoder):
         forward = type(module).forward
         if "forward" not in vars(module) and ROTARY in forward.__code__.co_names:
             names = dict(forward.__globals__)
-            names[ROTARY] = rotary or _compiled(names[ROTARY])
+            names[ROTARY] = rotary or compiled(names[ROTARY])
             del names["__name__"]  # a model that is compiled as a whole would look in the file instead
             own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
             own.__kwdefaults__ = forward.__kwdefaults__
