@@ -50,6 +50,8 @@ ONE: dict[str, dict[str, Any]] = {
     "no-checkpointing": PACKED | {"checkpointing": False},
     "keep-attention": PACKED | {"keep": "attention"},
     "keep-products": PACKED | MOE | {"keep": "products"},
+    "fast": PACKED | {"fast": True, "keep": "attention", "budget": TIGHT},
+    "fast-fsdp1": PACKED | {"fast": True, "strategy": "fsdp", "checkpointing": False},
     "bucket": PACKED | {"pad_to": 64},
     "offload": PACKED | {"engine": {"param_offload": True, "optimizer_offload": True}},
     "no-remove-padding": PACKED | {"remove_padding": False},
@@ -197,16 +199,9 @@ TWO_MORE: dict[str, dict[str, Any]] = {
 
 FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
-# By themselves, because other models of a process get the fused rotary embedding too.
-FAST: dict[str, dict[str, Any]] = {
-    "fast": PACKED | {"fast": True, "keep": "attention", "budget": TIGHT},
-    "fast-fsdp1": PACKED | {"fast": True, "strategy": "fsdp", "checkpointing": False},
-}
-
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
-    "fast": (1, FAST),
 }

@@ -184,7 +184,8 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------- scenarios: on all ranks, each gives what it has
 def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """Log-probs and entropy, then two updates."""
-    worker = make_worker(s, models)
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # kernels are the GPU suite's
+        worker = make_worker(s, models)
     data = rollouts_of(s, worker)
     found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
     with patch.object(reference, "forward", wraps=reference.forward) as attention:
