@@ -75,7 +75,7 @@ def test_compiled_in_one_graph(name: str) -> None:
     model = enable(make_featured(name, 5), check=False)
     ids = token_ids(LAYOUT)
     expected = model(input_ids=ids, dualkv=LAYOUT).logits
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_ids=ids, dualkv=LAYOUT).logits, expected)
 
 
