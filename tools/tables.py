@@ -9,7 +9,7 @@ import contextlib
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import parse
-from tools import filed
+from tools import filed, zoo_rows
 from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
 from tools.ncu import show as ncu
@@ -498,34 +498,15 @@ def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) ->
     return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, commit {run['commit'][:7]}"]
 
 
-def zoo() -> str:
-    """Model types of transformers by what became of them, and why."""
-    run = _load("zoo")
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for kind, result in run["types"].items():
-        kinds.setdefault((result["outcome"], result.get("reason", "")), []).append(kind)
-    outcomes = ["exact", "wrong", "refused", "not built"]
-    order = sorted(kinds, key=lambda key: (outcomes.index(key[0]), -len(kinds[key]), key[1]))
-    rows = [
-        [outcome, reason, str(len(kinds[outcome, reason])), _names(kinds[outcome, reason])] for outcome, reason in order
-    ]
-    where = f"transformers {run['transformers']}, {run['date'][:10]}, commit {run['commit'][:7]},"
-    minutes = f"{run['seconds'] / 60:.0f} minutes in {run['workers']} processes:"
-    return f"{where} {minutes}\n\n{markdown_table(['', 'reason', 'number', 'model types'], rows)}"
-
-
-def _names(kinds: Iterable[str]) -> str:
-    return ", ".join(f"`{kind}`" for kind in kinds)
-
-
 def _verl(*names: str) -> list[verl_rows.Row]:
     return [row for name in names for row in _load(f"verl-h200-{name}")["rows"]]
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
-    "zoo": zoo,
-    "zoo-features": lambda: _names(kind for kind, found in _load("zoo")["types"].items() if found.get("features")),
+    "zoo": lambda: zoo_rows.table(_load("zoo")),
+    "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
+    "zoo-features": lambda: zoo_rows.with_features(_load("zoo")),
     "updates": updates,
     "replicated": replicated,
     "speeds": speeds,

@@ -3,8 +3,8 @@
 Each type is built from its default configuration (see SETTINGS), shrunk to other sizes than the self-check's, with
 random weights. Logits and gradients of packed groups and of a packed tree are compared with those of the replicated
 sequences, without the self-check. Then `enable` runs on the whole type with its self-check. The exit code is 1 if a
-type is wrong: `enable` accepts it, and packed calls differ or raise. The record, `--json docs/results/zoo.json`, makes
-tables of docs/transformers.md (`python -m tools.tables`).
+type is wrong: `enable` accepts it, and packed calls differ or raise. The records, `--json docs/results/zoo.json` and
+`zoo-newest.json`, make tables of docs/transformers.md (`python -m tools.tables`).
 """
 
 from __future__ import annotations
@@ -246,6 +246,7 @@ REASONS = {  # of a refusal, by what its sentence says
     "no causal attention that goes through transformers' registry": r"has no causal attention",
     "cross-attention, or layers that are not causal": r"is not causal self-attention",
     "encoder-decoder": r"is an encoder-decoder model",
+    "masks with a rule of the model's own": r"makes masks with a rule of its own",
     "layers of other kinds ({})": r"layer \d+ of \w+ is (\w+), dualkv",
     "head dim {}": r"has head dim (\d+)",
     "decoder layers are not handed keyword arguments": r"is not handed the layout",
