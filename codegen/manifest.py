@@ -1,9 +1,8 @@
 """The record of every compiled kernel's registers, memory and instructions: a change shows without a GPU.
 
 `python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
-with `--check` it compares instead. The CPU tests (tests/codegen/test_manifest.py) compile a part of the kernels and
-check that the sources are those which the record was compiled from. `-k` of these tests chooses kernels; this program
-always takes all of them.
+with `--check` it compares instead, all or those that `--only` names. The CPU tests (tests/codegen/test_manifest.py)
+compile a part of the kernels and check that the sources are those which the record was compiled from.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dualkv.integrations import layers
+from dualkv.integrations import fused, layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -143,7 +143,7 @@ def _ranks() -> int:
 def _overwritten_products(model: nn.Module) -> str | None:
     """Why products cannot be kept: Liger's kernel rotates q and k in place, unseen by PyTorch, here twice."""
     for name, module, _ in layers.decoder_layers(model):
-        rotate = inspect.unwrap(module.forward).__globals__.get("apply_rotary_pos_emb")
+        rotate = inspect.unwrap(module.forward).__globals__.get(fused.ROTARY)
         if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
             return (
                 f"{name} ({type(module).__name__}) rotates its projections in place by Liger's kernel, which keep="
