@@ -88,7 +88,7 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
     compiled = cache(partial(torch.compile, dynamic=True))  # one for all layers
     for module in layers.attention_modules(decoder):
         forward = type(module).forward
-        if "forward" not in vars(module) and ROTARY in forward.__code__.co_names:
+        if "forward" not in vars(module) and isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names:
             names = dict(forward.__globals__)
             names[ROTARY] = rotary or compiled(names[ROTARY])
             del names["__name__"]  # a model that is compiled as a whole would look in the file instead
