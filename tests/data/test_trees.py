@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import dualkv
 from dualkv import Layout, pack, pack_sequences, plan_sequences
+from dualkv.data.packing import IGNORED
 from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
 from dualkv.layout import Segments
 from dualkv.prefixes import shared_prefixes
@@ -169,6 +170,42 @@ def test_the_way_back(sequences, min_shared, random):
     assert [x.tolist() for x in batch.unpack(batch.input_ids[0][batch.predict_rows])] == before
     counts = torch.unique(batch.predict_rows, return_counts=True)[1]
     assert counts.tolist() == batch._tokens_of_row.tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_one_label_a_row(sequences, min_shared, random):
+    """What heads of one label a row compute is what each sequence alone asks for."""
+    masks = [[False, *(random.random() < 0.6 for _ in s[1:])] for s in sequences]
+    if not any(map(any, masks)):
+        return
+    batch = pack_sequences(sequences, masks, min_shared=min_shared, labels="roll")
+    assert [x.tolist() for x in batch.unpack_sequences(batch.input_ids)] == sequences
+    assert [x.tolist() for x in batch.unpack_sequences(batch.position_ids)] == [list(range(len(s))) for s in sequences]
+    asked = batch.unpack_sequences(batch.labels)
+    for labels, s, mask in zip(asked, sequences, masks, strict=True):
+        for label, token, counts in zip(labels.tolist(), s[1:], mask[1:], strict=False):
+            assert label == token or (label == IGNORED and not counts)
+    want = [[t for t, m in zip(s, mask, strict=True) if m] for s, mask in zip(sequences, masks, strict=True)]
+    assert [x.tolist() for x in batch.unpack(batch.labels[0][batch.predict_rows])] == want
+    gathered = pack_sequences(sequences, masks, min_shared=min_shared)
+    more = batch.layout.num_tokens - gathered.layout.num_tokens
+    assert 0 <= more < len(sequences)
+    with pytest.raises(ValueError, match=r"labels needs sequences packed with labels='roll', these have labels='gath"):
+        gathered.labels  # noqa: B018
+    assert batch.to("meta").label_style == "roll"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_label_a_row_takes_the_rows_of_pack(seed):
+    """Where prompts alone are shared: one row more for each response, one less for each prompt."""
+    rng = np.random.default_rng(seed)
+    prompts = [[p, *rng.integers(0, 9, n).tolist()] for p, n in enumerate(rng.integers(0, 6, 3))]
+    responses = [[[r, *rng.integers(0, 9, n).tolist()] for r, n in enumerate(rng.integers(0, 4, 3))] for _ in prompts]
+    packed = pack(prompts, responses, labels="roll")
+    batch = pack_sequences([p + r for p, group in zip(prompts, responses, strict=True) for r in group], labels="roll")
+    assert batch.layout == packed.layout or any(len(p) == 1 for p in prompts)
+    assert torch.equal(batch.input_ids, packed.input_ids)
 
 
 def test_attention_and_gradients_are_those_of_the_sequences_alone():

@@ -7,7 +7,7 @@ shuffles the rollouts of a generation batch over its micro-batches, the rollouts
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +16,21 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from dualkv.data.media import OF_TOKENS, grouped
-from dualkv.data.packing import pack_padded
 from dualkv.integrations import losses, media
 from dualkv.integrations.checkpointing import keep_attention
 from dualkv.integrations.transformers import disable, enable
 from dualkv.integrations.trl.models import (
     Batch,
-    call_with_aux_loss,
+    at_tokens,
+    call,
     count_rows,
     enable_all,
+    joined,
+    pack_rollouts,
+    prefix_tree,
     refuse_model,
     refuse_prompt_learning,
+    tokens_of_rows,
 )
 
 Base: Any = object  # stands for the trainer that follows the mixin
@@ -123,31 +127,17 @@ class PackedGroups(Base):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """One micro-batch as one packed row."""
         at = ids.shape[1] - response_width
-        batch = pack_padded(
-            ids[:, :at], mask[:, :at], ids[:, at:], mask[:, at:], labels="roll", media=of_prompts or None
-        )
-        count_rows(self, batch.layout, ids)
-        inputs = {
-            "input_ids": batch.input_ids,
-            "shift_labels": batch.labels,
-            "dualkv": batch.layout,
-            **batch.media,
-        }
+        response_mask = mask[:, at:]
+        batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
+        count_rows(self, batch, ids)
         if self._fast and torch.is_grad_enabled():
             keep_attention(self.accelerator.unwrap_model(model))  # TRL switches checkpointing off and on again
         with self.accelerator.autocast():
-            if with_aux_loss:
-                outputs, aux_loss = call_with_aux_loss(model, self.accelerator.unwrap_model(model), inputs)
-            else:
-                outputs, aux_loss = model(**inputs, fused_lm_head=True), None
-
-        def padded(values: torch.Tensor) -> torch.Tensor:  # [1, T] -> [B, R]
-            return cast(torch.Tensor, batch.unpack(values[0].index_select(0, batch.predict_rows), "padded"))
-
+            outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
         # A reference model's head makes no entropies.
         return (
-            padded(outputs.log_probs),
-            outputs.entropy if outputs.entropy is None else padded(outputs.entropy),
+            at_tokens(outputs.log_probs, batch, response_mask),
+            None if outputs.entropy is None else at_tokens(outputs.entropy, batch, response_mask),
             aux_loss,
         )
 
@@ -212,11 +202,12 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
 
 
 def _regrouped(batches: list[Batch]) -> list[Batch]:
-    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other.
+    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other, and
+    within these groups those whose responses begin alike.
 
     Args:
-        batches: with "prompt_ids" and "prompt_mask" [B, P]; images as TRL joins them. Values without a first dimension
-            are equal in all batches.
+        batches: with "prompt_ids" and "prompt_mask" [B, P], "completion_ids" and "completion_mask" [B, R]; images as
+            TRL joins them. Values without a first dimension are equal in all batches.
     """
     whole: Batch = {}
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
@@ -226,11 +217,12 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
             whole[name] = torch.cat(values)
         else:
             whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
-    prompts = torch.cat([whole["prompt_ids"], whole["prompt_mask"].to(whole["prompt_ids"].dtype)], 1).cpu().numpy()
+    prompts, responses = (tokens_of_rows(whole[f"{of}_ids"], whole[f"{of}_mask"]) for of in ("prompt", "completion"))
     of_images = {name: whole[name] for name in OF_IMAGES - COUNTS if whole.get(name) is not None}
     images = [dict(zip(of_images, values, strict=True)) for values in zip(*of_images.values(), strict=True)]
     group = grouped([prompt.tobytes() for prompt in prompts], images)
-    order = np.argsort(group, kind="stable").tolist()
+    place = prefix_tree(joined(prompts, responses)).last  # what begins alike has neighbouring places
+    order = np.lexsort((place, group)).tolist()
     for name, value in whole.items():
         if isinstance(value, list):
             whole[name] = [value[i] for i in order]

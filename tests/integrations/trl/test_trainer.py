@@ -241,6 +241,8 @@ def test_one_text_with_several_images_makes_several_groups() -> None:
         {
             "prompt_ids": torch.tensor([[text] for text in texts[cut]]),
             "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
+            "completion_ids": torch.arange(8)[cut, None],
+            "completion_mask": torch.ones(4, 1, dtype=torch.int64),
             "advantages": torch.arange(8.0)[cut],
             "num_images": [int(k < 2) for k in of_rollouts[cut]],
             "pixel_values": torch.cat([images[k] for k in of_rollouts[cut]]),
