@@ -325,6 +325,22 @@ def test_one_text_with_several_images_makes_several_groups() -> None:
         assert torch.equal(batch["image_grid_thw"], torch.cat([grids[k] for k in kinds]))
 
 
+def test_rollouts_of_a_group_that_begin_alike_follow_each_other() -> None:
+    """Else in the order of TRL's shuffle: those that share less than a segment are not put together."""
+    begins = [(5, 7, 0), (6, 7, 1), (5, 7, 9), (6, 7, 1), (5, 8, 0), (6, 3, 2), (5, 7, 9), (5, 7, 0)]
+    batches = [
+        {
+            "prompt_ids": torch.tensor([[prompt] * 9 for prompt, _, _ in begins[cut]]),
+            "prompt_mask": torch.ones(4, 9, dtype=torch.int64),
+            "completion_ids": torch.tensor([[4, few, *[turn] * 8, i] for i, (_, few, turn) in enumerate(begins)][cut]),
+            "completion_mask": torch.ones(4, 11, dtype=torch.int64),
+            "advantages": torch.arange(8.0)[cut],
+        }
+        for cut in (slice(0, 4), slice(4, 8))
+    ]
+    assert [x for batch in _regrouped(batches) for x in batch["advantages"].tolist()] == [0, 7, 2, 6, 4, 1, 3, 5]
+
+
 # ---------------------------------------------------------------- log-probs of given batches
 # Of each rollout its prompt, by number, and the length of its response: interleaved groups, groups of one, a prompt
 # that is the end of another one, a prompt of one token, an empty response.
