@@ -1,8 +1,9 @@
 """TRL's trainers of sampled groups (GRPO, RLOO, GMPO) on packed groups.
 
 The mixin changes two things. Log-probs and entropies of a micro-batch come from one packed row, in which equal prompts
-are stored once. TRL's own head computes them, and losses and metrics get the padded [B, R] as before. And after TRL
-shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each prompt are put together again.
+are stored once, and turns that rollouts share. TRL's own head computes them, and losses and metrics get the padded
+[B, R] as before. And after TRL shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each
+prompt are put together again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dualkv.integrations.trl.models import (
     prefix_tree,
     refuse_model,
     refuse_prompt_learning,
+    rows_of_tokens,
     tokens_of_rows,
 )
 
@@ -41,7 +43,7 @@ OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_m
 
 
 class PackedGroups(Base):
-    """What makes a trainer of TRL that samples groups compute each prompt of a micro-batch once.
+    """What makes a trainer of TRL that samples groups compute once what the rollouts of a micro-batch share.
 
     It goes before `trl.GRPOTrainer`, `trl.RLOOTrainer` or a subclass of these. Arguments, losses and metrics are TRL's:
 
@@ -50,16 +52,19 @@ class PackedGroups(Base):
 
     Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
     load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
-    too. A prompt takes P - 1 rows and each of its rollouts R + 1. A micro-batch has `per_device_train_batch_size`
-    rollouts, as in TRL. A multiple of `num_generations` splits no group; a group that is split repeats its prompt.
+    too. A prompt takes P - 1 rows and each of its rollouts R + 1. Of text, whatever else rollouts begin with in common
+    is computed once too, such as turns before a branch, if that saves 2 % of the cost or more by the estimate of
+    `dualkv trees`. Then every branch has its own copy of the token before it, and parts of fewer than 8 tokens are
+    repeated. A micro-batch has `per_device_train_batch_size` rollouts, as in TRL. A multiple of `num_generations`
+    splits no group; a group that is split repeats what it shares.
 
-    After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and groups in the
-    order of their first rollout. So the order of groups and of the rollouts in a group comes from TRL's shuffle, and no
-    other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps` an optimizer step
-    takes whole groups, where TRL's takes rollouts of any group.
+    After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and within a group
+    those that begin alike for 8 tokens or more. All else is in the order of TRL's shuffle, groups in the order of their
+    first rollout, and no other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps`
+    an optimizer step takes whole groups, where TRL's takes rollouts of any group.
 
     Images in the prompt are kept once for each group too, in models whose images run packed
-    (:data:`dualkv.integrations.media.FAMILIES`).
+    (:data:`dualkv.integrations.media.FAMILIES`). Micro-batches with images share prompts alone.
 
     More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
     model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
@@ -129,6 +134,7 @@ class PackedGroups(Base):
         at = ids.shape[1] - response_width
         response_mask = mask[:, at:]
         batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
+        rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
         if self._fast and torch.is_grad_enabled():
             keep_attention(self.accelerator.unwrap_model(model))  # TRL switches checkpointing off and on again
@@ -136,8 +142,8 @@ class PackedGroups(Base):
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
         # A reference model's head makes no entropies.
         return (
-            at_tokens(outputs.log_probs, batch, response_mask),
-            None if outputs.entropy is None else at_tokens(outputs.entropy, batch, response_mask),
+            at_tokens(outputs.log_probs, rows, response_mask),
+            None if outputs.entropy is None else at_tokens(outputs.entropy, rows, response_mask),
             aux_loss,
         )
 
@@ -160,11 +166,11 @@ class PackedGroups(Base):
 
 
 class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
-    """`trl.GRPOTrainer` that computes each prompt of a micro-batch once, see :class:`PackedGroups`."""
+    """`trl.GRPOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
 
 
 class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
-    """`trl.RLOOTrainer` that computes each prompt of a micro-batch once, see :class:`PackedGroups`."""
+    """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:

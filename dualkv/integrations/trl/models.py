@@ -64,10 +64,10 @@ def pack_rollouts(
     response_mask: torch.Tensor,
     media: list[Batch] | None = None,
 ) -> PackedBatch | PackedSequences:
-    """A micro-batch for TRL's head, which takes one label a row.
+    """A micro-batch for TRL's head, which takes one label a row: two rollouts share a token if they share the next one.
 
-    Equal prompts are packed once. Without media, everything that rollouts share is packed once where that saves enough
-    more (:func:`dualkv.data.gain.pays_over`); parts of fewer than `MIN_SHARED` tokens are repeated.
+    Equal prompts are packed once. Without media, so is everything else that rollouts begin with in common, if that
+    saves enough (:func:`dualkv.data.gain.pays_over`); then parts of fewer than `MIN_SHARED` tokens are repeated.
 
     Args:
         prompt_ids, prompt_mask, response_ids, response_mask, media: as for :func:`dualkv.pack_padded`.
@@ -102,9 +102,17 @@ def prefix_tree(sequences: list[npt.NDArray[Any]]) -> PrefixTree:
     return read_sequences(sequences, MIN_SHARED)[1].at_least(MIN_SHARED).one_label_a_row().tree()
 
 
-def at_tokens(values: torch.Tensor, batch: PackedBatch | PackedSequences, response_mask: torch.Tensor) -> torch.Tensor:
-    """values [1, T] that rows predict, response_mask [N, R] -> [N, R] where the mask is set, 0 elsewhere."""
-    own = torch.cat(batch.unpack(values[0].index_select(0, batch.predict_rows)))
+def rows_of_tokens(batch: PackedBatch | PackedSequences) -> torch.Tensor:
+    """[M] the packed row that predicts each token of the responses, end to end; a row may predict several of them."""
+    return torch.cat(batch.unpack(batch.predict_rows))
+
+
+def at_tokens(values: torch.Tensor, rows: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """values [1, T] of packed rows, rows [M] of :func:`rows_of_tokens` -> [N, R], 0 where response_mask is not set.
+
+    Gradients of a row that predicts several tokens are summed in a fixed order.
+    """
+    own = values[0][rows]  # the gradient of index_select is summed by atomics
     return own.new_zeros(response_mask.shape).masked_scatter(response_mask != 0, own)
 
 

@@ -33,6 +33,7 @@ from dualkv.integrations.trl.models import (
     pack_rollouts,
     refuse_model,
     refuse_prompt_learning,
+    rows_of_tokens,
     without_adapters,
 )
 
@@ -44,9 +45,10 @@ class DPOTrainer(trl.DPOTrainer):
     """`trl.DPOTrainer` that computes each prompt of a batch once. Arguments, losses and metrics are TRL's.
 
     The answers of a batch to one prompt are one group: the two of a pair, and those of other pairs with equal prompts.
-    The policy and the reference model run packed, precomputed log-probs of the reference too. Log-probs, losses and
-    gradients are those of the padded batch up to rounding; the load balancing loss of a mixture of experts counts each
-    token as often as the padded batch has it.
+    Whatever else sequences begin with in common is computed once too, where :class:`PackedGroups` would. The policy and
+    the reference model run packed, precomputed log-probs of the reference too. Log-probs, losses and gradients are
+    those of the padded batch up to rounding; the load balancing loss of a mixture of experts counts each token as often
+    as the padded batch has it.
 
     More metrics, one value for each call of a model: "dualkv/tokens_packed", "dualkv/tokens_padded" and
     "dualkv/dedup_ratio", as for :class:`PackedGroups`.
@@ -152,12 +154,13 @@ def _packed_head(
     first, end = (torch.where(mask.any(1), mask.byte().argmax(1), len(column)) for mask in (is_token, labelled))
     is_response = is_token & (column >= torch.maximum(end, first + 1)[:, None])
     batch = pack_rollouts(input_ids, is_token & ~is_response, input_ids, is_response)
+    rows = rows_of_tokens(batch)
     count_rows(trainer, batch, input_ids)
     outputs, aux_loss = call(fused, model, batch, output_router_logits)
     scored = labelled[:, 1:]
 
     def padded(values: torch.Tensor) -> torch.Tensor:  # [1, T] -> [N, L - 1]
-        return at_tokens(values, batch, is_response)[:, 1:].masked_fill(~scored, 0)
+        return at_tokens(values, rows, is_response)[:, 1:].masked_fill(~scored, 0)
 
     made = {name: padded(values) for name in PER_TOKEN if (values := outputs.get(name)) is not None}
     return FusedCausalLMOutput(**made, label_mask=scored, aux_loss=aux_loss)
