@@ -208,12 +208,13 @@ def test_one_label_a_row_takes_the_rows_of_pack(seed):
     assert torch.equal(batch.input_ids, packed.input_ids)
 
 
-def test_attention_and_gradients_are_those_of_the_sequences_alone():
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_attention_and_gradients_are_those_of_the_sequences_alone(labels):
     """A shared token takes part in every sequence that passes it: gradients of all of them add up."""
     torch.manual_seed(0)
     sequences = [[5, 6, 7, 1, 2, 3], [5, 6, 7, 1, 2, 4, 4], [5, 6, 8], [5, 6, 7], [9, 9], [5, 6, 7, 1, 2, 3]]
     masks = [[i >= 2 for i in range(len(s))] for s in sequences[:-2]] + [[False, True], [False] * 5 + [True]]
-    batch = pack_sequences(sequences, masks)
+    batch = pack_sequences(sequences, masks, labels=labels)
     assert batch.layout.depth == 4
     embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weights = torch.randn(sum(map(sum, masks)), dtype=torch.float64)  # as advantages: another one for every rollout
