@@ -94,6 +94,17 @@ class SharedPrefixes:
             kept[node] = end[node] if end[node] - above >= min_shared else above
         return replace(self, common=np.array([kept[node] for node in branch], np.int64))
 
+    def one_label_a_row(self) -> SharedPrefixes:
+        """The same sequences, where two of them share a token only if the next one is equal too, or one of them ends.
+
+        So where they branch, each has a copy of the last common token, and all sequences of a row go on with one token.
+        """
+        common = self.common.copy()
+        # Of two neighbours the first one may end there: then it is the other one's prefix, and has no next token.
+        goes_on = common[1:] < self.lengths[self.order[:-1]]
+        common[1:] -= goes_on & (common[1:] > 0)
+        return replace(self, common=common)
+
     def select(self, chosen: IntArray) -> SharedPrefixes:
         """Some of the sequences, in the order of `chosen`, one or more."""
         rank = np.empty(len(self), np.int64)

@@ -68,11 +68,11 @@ def check_plan(batch: PackedSequences, budget: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(SEQUENCES, st.integers(1, 30))
-def test_plans_of_sequences(sequences, budget):
+@given(SEQUENCES, st.integers(1, 30), st.sampled_from(["gather", "roll"]))
+def test_plans_of_sequences(sequences, budget, labels):
     masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
     if any(map(any, masks)):
-        check_plan(dualkv.pack_sequences(sequences, masks), budget)
+        check_plan(dualkv.pack_sequences(sequences, masks, labels=labels), budget)
 
 
 @settings(max_examples=150, deadline=None)

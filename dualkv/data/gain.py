@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dualkv.arrays import IntArray
 from dualkv.prefixes import SharedPrefixes
 
 # 6 FLOP for a weight over 12 for a head and its dim, forward and backward. Qwen3-0.6B has 3,800, Qwen3-8B 23,600: with
@@ -40,17 +41,9 @@ class Gain:
     @classmethod
     def of(cls, shared: SharedPrefixes) -> Gain:
         tree = shared.tree()
-        depth = np.zeros(len(tree.parent), np.int64)
-        for segment, up in enumerate(tree.parent.tolist()):  # parents come first
-            depth[segment] = depth[up] + 1 if up >= 0 else 0
-        end = tree.begin + tree.length
-        return cls(
-            int(shared.lengths.sum()),
-            int(tree.length.sum()),
-            int((shared.lengths * (shared.lengths + 1) // 2).sum()),
-            int((end * (end + 1) // 2 - tree.begin * (tree.begin + 1) // 2).sum()),
-            int((depth * tree.length).sum()),
-        )
+        rows, pairs, borders = _counts(tree.parent, tree.length)
+        before = int((shared.lengths * (shared.lengths + 1) // 2).sum())
+        return cls(int(shared.lengths.sum()), rows, before, pairs, borders)
 
     @property
     def ratio(self) -> float:
@@ -60,8 +53,7 @@ class Gain:
     @property
     def saved(self) -> float:
         """The part of the cost that packing saves, below 1; negative where packing costs."""
-        before = self.replicated_rows + self.replicated_pairs / PAIRS_A_ROW
-        return 1 - (self.rows + (self.pairs + PAIRS_A_BORDER * self.borders) / PAIRS_A_ROW) / before
+        return 1 - _cost(self.rows, self.pairs, self.borders) / _cost(self.replicated_rows, self.replicated_pairs, 0)
 
     @property
     def pays(self) -> bool:
@@ -72,6 +64,27 @@ class Gain:
         if self.pays:
             return f"{says} and saves about {self.saved:.0%} of a pass"
         return f"{says}, which saves less than {MIN_GAIN:.0%} of a pass: rollouts stay as they are"
+
+
+def pays_over(parent: IntArray, length: IntArray, others: tuple[IntArray, IntArray]) -> bool:
+    """Whether segments, `parent` [S] and `length` [S], save enough of the cost of the `others` of equal sequences."""
+    return _cost(*_counts(parent, length)) <= (1 - MIN_GAIN) * _cost(*_counts(*others))
+
+
+def _counts(parent: IntArray, length: IntArray) -> tuple[int, int, int]:
+    """Rows, pairs and borders of segments, parents first."""
+    depth, begin = (np.zeros(len(parent), np.int64) for _ in range(2))
+    for segment, up in enumerate(parent.tolist()):
+        if up >= 0:
+            depth[segment], begin[segment] = depth[up] + (length[up] > 0), begin[up] + length[up]
+    end = begin + length
+    pairs = end * (end + 1) // 2 - begin * (begin + 1) // 2
+    return int(length.sum()), int(pairs.sum()), int((depth * length).sum())
+
+
+def _cost(rows: int, pairs: int, borders: int) -> float:
+    """In rows."""
+    return rows + (pairs + PAIRS_A_BORDER * borders) / PAIRS_A_ROW
 
 
 def if_it_pays(shared: SharedPrefixes) -> tuple[SharedPrefixes, Gain]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray, TokenIds, positive, ranges, sequence_list
-from dualkv.data.packing import PackedBatch
+from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
 from dualkv.data.rows import Form, as_rows, check_unpacked
 from dualkv.layout import Layout
 from dualkv.prefixes import PrefixTree, read_sequences
@@ -37,6 +37,8 @@ class PackedSequences:
     Attributes:
         input_ids: [1, T] int64.
         layout: the segments, of any depth.
+        label_style: "gather": `predict_rows` says which row predicts a token. "roll": branches have their own copies of
+            the token before them, and all tokens that a row predicts are one token.
     """
 
     input_ids: torch.Tensor
@@ -44,6 +46,7 @@ class PackedSequences:
     _rows: IntArray  # [sum of lengths] packed row of each token of each rollout
     _lens: IntArray  # [N] tokens of each rollout
     _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
+    label_style: LabelStyle = "gather"
 
     @classmethod
     def from_batch(
@@ -66,12 +69,13 @@ class PackedSequences:
         if whole:
             lens = np.array([len(r) for r in rows])
             mask = _mask(loss_masks, lens)
-            return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask)
+            return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask, batch.label_style)
         lens = np.array(batch.response_lens)
         masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
         padded = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
         lens = np.array([len(r) for r in rows])
-        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, _some(np.concatenate(padded)))
+        mask = _some(np.concatenate(padded))
+        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask, batch.label_style)
 
     @property
     def device(self) -> torch.device:
@@ -102,6 +106,22 @@ class PackedSequences:
     def targets(self) -> torch.Tensor:
         """[M] int64: the trained tokens, in the order of their rows."""
         return self.input_ids[0].index_select(0, torch.from_numpy(self._trained).to(self.device))
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        """[1, T] int64: `labels[0, t]` is the trained token that row t predicts, -100 where it predicts none.
+
+        Raises:
+            ValueError: in the gather style, where a row predicts the first token of every branch behind it.
+        """
+        if self.label_style == "gather":
+            raise ValueError(
+                "labels needs sequences packed with labels='roll', these have labels='gather', where one row predicts "
+                "the first token of every branch; use predict_rows and targets"
+            )
+        labels = torch.full_like(self.input_ids, IGNORED)
+        labels[0, self.predict_rows] = self.targets  # copies of a token have one row before them, and equal labels
+        return labels
 
     def unpack(
         self, values: torch.Tensor, form: Form = "list", padding_value: float = 0, *, whole: bool = False
@@ -154,10 +174,14 @@ class PackedSequences:
         input_ids = self.input_ids.to(device)
         if input_ids is self.input_ids:
             return self
-        return PackedSequences(input_ids, self.layout.to(input_ids.device), self._rows, self._lens, self._mask)
+        layout = self.layout.to(input_ids.device)
+        return PackedSequences(input_ids, layout, self._rows, self._lens, self._mask, self.label_style)
 
     def __repr__(self) -> str:
-        return f"PackedSequences({self.num_rollouts} rollouts, {len(self._trained)} trained tokens, {self.layout!r})"
+        return (
+            f"PackedSequences({self.num_rollouts} rollouts, {len(self._trained)} trained tokens, "
+            f"labels={self.label_style!r}, {self.layout!r})"
+        )
 
     # ------------------------------------------------------------------ host side
     @cached_property
@@ -199,6 +223,7 @@ def pack_sequences(
     loss_masks: Sequence[Mask] | torch.Tensor | None = None,
     *,
     min_shared: int = 1,
+    labels: LabelStyle = "gather",
     device: torch.device | str | None = None,
 ) -> PackedSequences:
     """Pack whole sequences (prompt, turns and responses of a rollout, end to end), each shared prefix once.
@@ -212,19 +237,23 @@ def pack_sequences(
             first token of a sequence cannot count, because no row predicts it. By default all other tokens count.
         min_shared: a part is shared only if it has at least this many tokens. Shorter parts are repeated, which keeps
             segments long where texts agree in a few tokens by chance.
+        labels: "gather" or "roll", see `PackedSequences.label_style`. With "roll" every branch behind a shared part
+            takes a row more: its copy of the part's last token.
         device: of the batch; by default the device of the tokens.
 
     Raises:
         ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths, masks that count a first token
-            or no token at all, min_shared below 1.
+            or no token at all, min_shared below 1, another label style.
         TypeError: tokens that are not integers.
     """
+    check_label_style(labels)
     host, shared, origin = read_sequences(sequences, min_shared)
-    tree = shared.at_least(min_shared).tree()
+    shared = shared.at_least(min_shared)
+    tree = (shared.one_label_a_row() if labels == "roll" else shared).tree()
     mask = _mask(loss_masks, shared.lengths)
     layout = Layout.from_segments(tree.offsets, tree.parent, origin if device is None else device)
     packed = torch.from_numpy(tree_tokens(tree, host)).to(layout.device)
-    return PackedSequences(packed[None], layout, tree_rows(tree), shared.lengths, mask)
+    return PackedSequences(packed[None], layout, tree_rows(tree), shared.lengths, mask, labels)
 
 
 def plan_sequences(

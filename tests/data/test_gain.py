@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualkv import Layout
-from dualkv.data.gain import MIN_GAIN, PAIRS_A_BORDER, PAIRS_A_ROW, Gain, if_it_pays
+from dualkv.data.gain import MIN_GAIN, PAIRS_A_BORDER, PAIRS_A_ROW, Gain, if_it_pays, pays_over
 from dualkv.prefixes import shared_prefixes
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)
@@ -44,6 +44,21 @@ def test_a_prompt_must_be_worth_sharing(prompt, pays):
     assert kept.tokens == (shared.tokens if pays else shared.lengths.sum())
     assert ("rollouts stay as they are" in str(gain)) is not pays
     assert f"{shared.tokens:,} rows in place of {shared.lengths.sum():,}" in str(gain)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEQUENCES)
+def test_segments_pay_over_the_same_sequences_one_by_one_where_sharing_does(sequences):
+    shared = shared_prefixes([np.array(s) for s in sequences])
+    tree, alone = shared.tree(), np.full(len(shared), -1)
+    assert pays_over(tree.parent, tree.length, (alone, shared.lengths)) is Gain.of(shared).pays
+
+
+def test_an_empty_segment_is_no_border():
+    """As of prompts of one token, whose responses have copies of it. A border would cost 3.4 rows here."""
+    longer = np.array([-1, -1]), np.array([103, 103])
+    assert pays_over(np.array([-1, 0, 0]), np.array([0, 100, 100]), longer)
+    assert not pays_over(np.array([-1, 0, 0]), np.array([1, 100, 100]), longer)
 
 
 def test_nothing_shared_costs_nothing():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import dualkv
 from dualkv import Layout, pack, pack_sequences, plan_sequences
+from dualkv.data.packing import IGNORED
 from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
 from dualkv.layout import Segments
 from dualkv.prefixes import shared_prefixes
@@ -171,12 +172,49 @@ def test_the_way_back(sequences, min_shared, random):
     assert counts.tolist() == batch._tokens_of_row.tolist()
 
 
-def test_attention_and_gradients_are_those_of_the_sequences_alone():
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_one_label_a_row(sequences, min_shared, random):
+    """What heads of one label a row compute is what each sequence alone asks for."""
+    masks = [[False, *(random.random() < 0.6 for _ in s[1:])] for s in sequences]
+    if not any(map(any, masks)):
+        return
+    batch = pack_sequences(sequences, masks, min_shared=min_shared, labels="roll")
+    assert [x.tolist() for x in batch.unpack_sequences(batch.input_ids)] == sequences
+    assert [x.tolist() for x in batch.unpack_sequences(batch.position_ids)] == [list(range(len(s))) for s in sequences]
+    asked = batch.unpack_sequences(batch.labels)
+    for labels, s, mask in zip(asked, sequences, masks, strict=True):
+        for label, token, counts in zip(labels.tolist(), s[1:], mask[1:], strict=False):
+            assert label == token or (label == IGNORED and not counts)
+    want = [[t for t, m in zip(s, mask, strict=True) if m] for s, mask in zip(sequences, masks, strict=True)]
+    assert [x.tolist() for x in batch.unpack(batch.labels[0][batch.predict_rows])] == want
+    gathered = pack_sequences(sequences, masks, min_shared=min_shared)
+    more = batch.layout.num_tokens - gathered.layout.num_tokens
+    assert 0 <= more < len(sequences)
+    with pytest.raises(ValueError, match=r"labels needs sequences packed with labels='roll', these have labels='gath"):
+        gathered.labels  # noqa: B018
+    assert batch.to("meta").label_style == "roll"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_label_a_row_takes_the_rows_of_pack(seed):
+    """Where prompts alone are shared: one row more for each response, one less for each prompt."""
+    rng = np.random.default_rng(seed)
+    prompts = [[p, *rng.integers(0, 9, n).tolist()] for p, n in enumerate(rng.integers(0, 6, 3))]
+    responses = [[[r, *rng.integers(0, 9, n).tolist()] for r, n in enumerate(rng.integers(0, 4, 3))] for _ in prompts]
+    packed = pack(prompts, responses, labels="roll")
+    batch = pack_sequences([p + r for p, group in zip(prompts, responses, strict=True) for r in group], labels="roll")
+    assert batch.layout == packed.layout or any(len(p) == 1 for p in prompts)
+    assert torch.equal(batch.input_ids, packed.input_ids)
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_attention_and_gradients_are_those_of_the_sequences_alone(labels):
     """A shared token takes part in every sequence that passes it: gradients of all of them add up."""
     torch.manual_seed(0)
     sequences = [[5, 6, 7, 1, 2, 3], [5, 6, 7, 1, 2, 4, 4], [5, 6, 8], [5, 6, 7], [9, 9], [5, 6, 7, 1, 2, 3]]
     masks = [[i >= 2 for i in range(len(s))] for s in sequences[:-2]] + [[False, True], [False] * 5 + [True]]
-    batch = pack_sequences(sequences, masks)
+    batch = pack_sequences(sequences, masks, labels=labels)
     assert batch.layout.depth == 4
     embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weights = torch.randn(sum(map(sum, masks)), dtype=torch.float64)  # as advantages: another one for every rollout

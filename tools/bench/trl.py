@@ -11,10 +11,9 @@
 
 Prompts, responses and weights are random; responses have between half and all of the given length. `--trace` takes the
 sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with tool outputs in
-TRL's mask of them. Trainers on packed rows share prompts; what lies behind them is shared by the tree alone. Gradients
-on the traces of `--distance` are compared with those of the padded way in fp32. Each way starts from
-the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the step, while the
-other two make theirs in each step.
+TRL's mask of them. Gradients on the traces of `--distance` are compared with those of the padded way in fp32. Each way
+starts from the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the
+step, while the other two make theirs in each step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """TRL's trainers of sampled groups (GRPO, RLOO, GMPO) on packed groups.
 
 The mixin changes two things. Log-probs and entropies of a micro-batch come from one packed row, in which equal prompts
-are stored once. TRL's own head computes them, and losses and metrics get the padded [B, R] as before. And after TRL
-shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each prompt are put together again.
+are stored once, and turns that rollouts share. TRL's own head computes them, and losses and metrics get the padded
+[B, R] as before. And after TRL shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each
+prompt are put together again.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +17,22 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from dualkv.data.media import OF_TOKENS, grouped
-from dualkv.data.packing import pack_padded
 from dualkv.integrations import losses, media
 from dualkv.integrations.checkpointing import keep_attention
 from dualkv.integrations.transformers import disable, enable
 from dualkv.integrations.trl.models import (
     Batch,
-    call_with_aux_loss,
+    at_tokens,
+    call,
     count_rows,
     enable_all,
+    joined,
+    pack_rollouts,
+    prefix_tree,
     refuse_model,
     refuse_prompt_learning,
+    rows_of_tokens,
+    tokens_of_rows,
 )
 
 Base: Any = object  # stands for the trainer that follows the mixin
@@ -37,7 +43,7 @@ OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_m
 
 
 class PackedGroups(Base):
-    """What makes a trainer of TRL that samples groups compute each prompt of a micro-batch once.
+    """What makes a trainer of TRL that samples groups compute once what the rollouts of a micro-batch share.
 
     It goes before `trl.GRPOTrainer`, `trl.RLOOTrainer` or a subclass of these. Arguments, losses and metrics are TRL's:
 
@@ -46,16 +52,19 @@ class PackedGroups(Base):
 
     Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
     load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
-    too. A prompt takes P - 1 rows and each of its rollouts R + 1. A micro-batch has `per_device_train_batch_size`
-    rollouts, as in TRL. A multiple of `num_generations` splits no group; a group that is split repeats its prompt.
+    too. A prompt takes P - 1 rows and each of its rollouts R + 1. Of text, whatever else rollouts begin with in common
+    is computed once too, such as turns before a branch, if that saves 2 % of the cost or more by the estimate of
+    `dualkv trees`. Then every branch has its own copy of the token before it, and parts of fewer than 8 tokens are
+    repeated. A micro-batch has `per_device_train_batch_size` rollouts, as in TRL. A multiple of `num_generations`
+    splits no group; a group that is split repeats what it shares.
 
-    After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and groups in the
-    order of their first rollout. So the order of groups and of the rollouts in a group comes from TRL's shuffle, and no
-    other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps` an optimizer step
-    takes whole groups, where TRL's takes rollouts of any group.
+    After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and within a group
+    those that begin alike for 8 tokens or more. All else is in the order of TRL's shuffle, groups in the order of their
+    first rollout, and no other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps`
+    an optimizer step takes whole groups, where TRL's takes rollouts of any group.
 
     Images in the prompt are kept once for each group too, in models whose images run packed
-    (:data:`dualkv.integrations.media.FAMILIES`).
+    (:data:`dualkv.integrations.media.FAMILIES`). Micro-batches with images share prompts alone.
 
     More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
     model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
@@ -123,31 +132,18 @@ class PackedGroups(Base):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """One micro-batch as one packed row."""
         at = ids.shape[1] - response_width
-        batch = pack_padded(
-            ids[:, :at], mask[:, :at], ids[:, at:], mask[:, at:], labels="roll", media=of_prompts or None
-        )
-        count_rows(self, batch.layout, ids)
-        inputs = {
-            "input_ids": batch.input_ids,
-            "shift_labels": batch.labels,
-            "dualkv": batch.layout,
-            **batch.media,
-        }
+        response_mask = mask[:, at:]
+        batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
+        rows = rows_of_tokens(batch)
+        count_rows(self, batch, ids)
         if self._fast and torch.is_grad_enabled():
             keep_attention(self.accelerator.unwrap_model(model))  # TRL switches checkpointing off and on again
         with self.accelerator.autocast():
-            if with_aux_loss:
-                outputs, aux_loss = call_with_aux_loss(model, self.accelerator.unwrap_model(model), inputs)
-            else:
-                outputs, aux_loss = model(**inputs, fused_lm_head=True), None
-
-        def padded(values: torch.Tensor) -> torch.Tensor:  # [1, T] -> [B, R]
-            return cast(torch.Tensor, batch.unpack(values[0].index_select(0, batch.predict_rows), "padded"))
-
+            outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
         # A reference model's head makes no entropies.
         return (
-            padded(outputs.log_probs),
-            outputs.entropy if outputs.entropy is None else padded(outputs.entropy),
+            at_tokens(outputs.log_probs, rows, response_mask),
+            None if outputs.entropy is None else at_tokens(outputs.entropy, rows, response_mask),
             aux_loss,
         )
 
@@ -170,11 +166,11 @@ class PackedGroups(Base):
 
 
 class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
-    """`trl.GRPOTrainer` that computes each prompt of a micro-batch once, see :class:`PackedGroups`."""
+    """`trl.GRPOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
 
 
 class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
-    """`trl.RLOOTrainer` that computes each prompt of a micro-batch once, see :class:`PackedGroups`."""
+    """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
@@ -212,11 +208,12 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
 
 
 def _regrouped(batches: list[Batch]) -> list[Batch]:
-    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other.
+    """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other, and
+    within these groups those whose responses begin alike.
 
     Args:
-        batches: with "prompt_ids" and "prompt_mask" [B, P]; images as TRL joins them. Values without a first dimension
-            are equal in all batches.
+        batches: with "prompt_ids" and "prompt_mask" [B, P], "completion_ids" and "completion_mask" [B, R]; images as
+            TRL joins them. Values without a first dimension are equal in all batches.
     """
     whole: Batch = {}
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
@@ -226,11 +223,12 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
             whole[name] = torch.cat(values)
         else:
             whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
-    prompts = torch.cat([whole["prompt_ids"], whole["prompt_mask"].to(whole["prompt_ids"].dtype)], 1).cpu().numpy()
+    prompts, responses = (tokens_of_rows(whole[f"{of}_ids"], whole[f"{of}_mask"]) for of in ("prompt", "completion"))
     of_images = {name: whole[name] for name in OF_IMAGES - COUNTS if whole.get(name) is not None}
     images = [dict(zip(of_images, values, strict=True)) for values in zip(*of_images.values(), strict=True)]
     group = grouped([prompt.tobytes() for prompt in prompts], images)
-    order = np.argsort(group, kind="stable").tolist()
+    place = prefix_tree(joined(prompts, responses)).last  # what begins alike has neighbouring places
+    order = np.lexsort((place, group)).tolist()
     for name, value in whole.items():
         if isinstance(value, list):
             whole[name] = [value[i] for i in order]

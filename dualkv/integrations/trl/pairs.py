@@ -19,21 +19,24 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
-from dualkv.data.packing import IGNORED, pack_padded
+from dualkv.data.packing import IGNORED
 from dualkv.data.trees import pack_sequences
 from dualkv.integrations import models
 from dualkv.integrations.transformers import enable
 from dualkv.integrations.trl.models import (
+    MIN_SHARED,
     Batch,
-    call_with_aux_loss,
+    at_tokens,
+    call,
     count_rows,
     enable_all,
+    pack_rollouts,
     refuse_model,
     refuse_prompt_learning,
+    rows_of_tokens,
     without_adapters,
 )
 
-MIN_SHARED = 8  # tokens of a prefix that a reward model computes once; shorter ones make short segments
 NEUTRAL = ("use_cache", "return_dict", "margin")  # arguments of a model's call that change no result
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's head
 
@@ -42,9 +45,10 @@ class DPOTrainer(trl.DPOTrainer):
     """`trl.DPOTrainer` that computes each prompt of a batch once. Arguments, losses and metrics are TRL's.
 
     The answers of a batch to one prompt are one group: the two of a pair, and those of other pairs with equal prompts.
-    The policy and the reference model run packed, precomputed log-probs of the reference too. Log-probs, losses and
-    gradients are those of the padded batch up to rounding; the load balancing loss of a mixture of experts counts each
-    token as often as the padded batch has it.
+    Whatever else sequences begin with in common is computed once too, where :class:`PackedGroups` would. The policy and
+    the reference model run packed, precomputed log-probs of the reference too. Log-probs, losses and gradients are
+    those of the padded batch up to rounding; the load balancing loss of a mixture of experts counts each token as often
+    as the padded batch has it.
 
     More metrics, one value for each call of a model: "dualkv/tokens_packed", "dualkv/tokens_padded" and
     "dualkv/dedup_ratio", as for :class:`PackedGroups`.
@@ -149,19 +153,14 @@ def _packed_head(
     labelled = is_token & (labels != IGNORED)
     first, end = (torch.where(mask.any(1), mask.byte().argmax(1), len(column)) for mask in (is_token, labelled))
     is_response = is_token & (column >= torch.maximum(end, first + 1)[:, None])
-    batch = pack_padded(input_ids, is_token & ~is_response, input_ids, is_response, labels="roll")
-    count_rows(trainer, batch.layout, input_ids)
-    inputs = {"input_ids": batch.input_ids, "shift_labels": batch.labels, "dualkv": batch.layout}
-    if output_router_logits:
-        outputs, aux_loss = call_with_aux_loss(fused, model, inputs)
-    else:
-        outputs, aux_loss = fused(**inputs, fused_lm_head=True), None
+    batch = pack_rollouts(input_ids, is_token & ~is_response, input_ids, is_response)
+    rows = rows_of_tokens(batch)
+    count_rows(trainer, batch, input_ids)
+    outputs, aux_loss = call(fused, model, batch, output_router_logits)
     scored = labelled[:, 1:]
 
     def padded(values: torch.Tensor) -> torch.Tensor:  # [1, T] -> [N, L - 1]
-        rows = torch.cat(batch.unpack(values[0].index_select(0, batch.predict_rows)))
-        at_tokens = rows.new_zeros(input_ids.shape).masked_scatter(is_response, rows)[:, 1:]
-        return at_tokens.masked_fill(~scored, 0)
+        return at_tokens(values, rows, is_response)[:, 1:].masked_fill(~scored, 0)
 
     made = {name: padded(values) for name in PER_TOKEN if (values := outputs.get(name)) is not None}
     return FusedCausalLMOutput(**made, label_mask=scored, aux_loss=aux_loss)
@@ -217,7 +216,7 @@ def _packed_score(
     place = (is_token.cumsum(1).gather(1, at[:, None])[:, 0] - 1).tolist()
 
     batch = pack_sequences([ids[mask] for ids, mask in zip(input_ids, is_token, strict=True)], min_shared=MIN_SHARED)
-    count_rows(trainer, batch.layout, input_ids)
+    count_rows(trainer, batch, input_ids)
     decoder: nn.Module = getattr(model, model.base_model_prefix)
     hidden = decoder(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state[0]
     rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))

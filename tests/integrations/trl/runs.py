@@ -113,6 +113,25 @@ class PaddedGMPO(GMPOTrainer):
     _get_per_token_logps_and_entropies = trl.GRPOTrainer._get_per_token_logps_and_entropies
 
 
+class Turns:
+    """Before a trainer: completions of a prompt begin with turns that some of them share, as if they branched there."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        found = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+        seen: dict[tuple[int, ...], int] = {}
+        begun = []
+        for prompt, own in zip(prompt_ids, found[0] if isinstance(found, tuple) else found, strict=True):
+            number = seen[tuple(prompt)] = seen.get(tuple(prompt), -1) + 1
+            begun.append(turns(sum(prompt), number) + own)
+        return (begun, *found[1:]) if isinstance(found, tuple) else begun
+
+
+def turns(of_prompt: int, number: int) -> list[int]:
+    """What the rollout of that number begins with: of four the first three share a turn, of these two another one."""
+    first, second = ([3 + (of_prompt + step * j) % 70 for j in range(n)] for step, n in ((7, 12), (11, 9)))
+    return [first + second, first, [], first + second][number % 4]
+
+
 @dataclass
 class Run:
     """Attributes:
@@ -149,6 +168,7 @@ def make_trainer(
     peft: Any = None,
     of_model: dict[str, Any] | None = None,
     config: type = trl.GRPOConfig,
+    made: Any = None,
     **settings: Any,
 ) -> trl.GRPOTrainer:
     """A trainer of a tiny model with random weights, which it reads from a folder ("images": of one with images)."""
@@ -158,7 +178,7 @@ def make_trainer(
         made, dataset, processor = of_images()
         settings["generation_kwargs"] = {"suppress_tokens": list(range(VOCAB, VOCAB + len(MARKS)))}
     if not path.exists():
-        if model != "images":
+        if made is None:
             made = make_model(model, **(of_model or {}))
         made.generation_config.eos_token_id = [2, *range(80, VOCAB)]  # ends about one response in six at each token
         made.save_pretrained(path)

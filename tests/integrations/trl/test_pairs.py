@@ -119,6 +119,29 @@ def test_dpo_computes_the_prompt_of_a_pair_once(tmp_path: Path) -> None:
     assert rows == columns["prompt"][0] - 1 + sum(answers) + len(answers)
 
 
+BEGIN = " ".join(f"t{3 + (17 * j) % 77}" for j in range(12))
+OF_TURNS = PAIRS | {name: [f" {BEGIN}{answer}" for answer in PAIRS[name]] for name in ("chosen", "rejected")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
+        {"loss_type": "ipo", "ld_alpha": 0.5, "precompute_ref_log_probs": True},
+    ],
+    ids=str,
+)
+def test_dpo_of_answers_that_begin_alike(tmp_path: Path, settings: dict[str, Any]) -> None:
+    but = ("rewards/accuracies",) if settings.get("precompute_ref_log_probs") else ()
+    make = partial(dpo, folder=tmp_path, dataset=OF_TURNS, **settings)
+    logs = assert_same(make, DPOTrainer, trl.DPOTrainer, but)
+    other = dpo(DPOTrainer, tmp_path, **settings)
+    other.train()
+    # Two answers each of four prompts in a batch: the tokens that they share, once for each prompt more than without.
+    assert logs["dualkv/tokens_packed"] <= other.state.log_history[0]["dualkv/tokens_packed"] + 4 * 12 + 8
+
+
 def test_what_dpo_refuses(tmp_path: Path) -> None:
     trainer = dpo(DPOTrainer, tmp_path)
     batch = {name: torch.ones(2, 4, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}

@@ -20,9 +20,10 @@ from transformers import ProcessorMixin
 from trl.experimental import gmpo
 
 from dualkv.integrations import losses
-from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer
+from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, models
 from dualkv.integrations.trl.groups import _regrouped
-from tests.integrations.tiny import VOCAB, assert_close, make_model
+from tests.integrations.test_recurrent import make as make_recurrent
+from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_model
 from tests.integrations.trl.runs import (
     SETTINGS,
     GMPOTrainer,
@@ -30,9 +31,11 @@ from tests.integrations.trl.runs import (
     PaddedGMPO,
     PaddedRLOO,
     Run,
+    Turns,
     make_trainer,
     tokenizer,
     train,
+    turns,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
@@ -193,6 +196,68 @@ def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, of: 
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
+OF_TURNS: dict[str, dict[str, Any]] = {
+    "dapo": {"evaluate": True},
+    "reference model, two iterations, sequences": {
+        "beta": 0.04,
+        "num_iterations": 2,
+        "importance_sampling_level": "sequence",
+        "max_steps": 4,
+    },
+    "entropies, truncated responses masked": {
+        "top_entropy_quantile": 0.5,
+        "entropy_coef": 0.01,
+        "mask_truncated_completions": True,
+    },
+    "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
+    "RLOO, mixture of experts": {"of": "rloo", "model": "qwen3_moe", "router_aux_loss_coef": 0.5},
+    "GMPO, adapters": {"of": "gmpo", "peft": LORA},
+}
+
+
+def of_turns(cls: type) -> type:
+    return type(cls.__name__, (Turns, cls), {})
+
+
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the trees that are packed."""
+    found = []
+
+    def keep(*args: Any, own: Callable[..., Any] = models.pack_sequences, **kwargs: Any) -> Any:
+        batch = own(*args, **kwargs)
+        found.append(batch.layout.depth)
+        return batch
+
+    monkeypatch.setattr(models, "pack_sequences", keep)
+    return found
+
+
+@pytest.mark.parametrize("name", OF_TURNS)
+def test_a_training_on_shared_turns_is_the_padded_one(folder: Path, name: str, depths: list[int]) -> None:
+    settings = dict(OF_TURNS[name])
+    of = settings.pop("of", "grpo")
+    packed, padded = (train(of_turns(cls), folder, config=CONFIGS[of], **settings) for cls in TRAINERS[of][:2])
+    assert max(depths) > 2
+    assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
+    assert largest(packed.logps, padded.logps) < 1e-5
+    assert largest(packed.entropies, padded.entropies) < 1e-5
+    assert largest(packed.losses, padded.losses) < 1e-5
+    assert_equal_updates(packed, padded)
+    assert_equal_metrics(packed, padded)
+
+
+@pytest.mark.parametrize("of", ["grpo", "rloo"])
+def test_updates_on_shared_turns_are_those_of_trl(folder: Path, of: str, depths: list[int]) -> None:
+    packed, stock = (train(of_turns(cls), folder, config=CONFIGS[of]) for cls in TRAINERS[of][::2])
+    assert max(depths) > 2
+    assert_equal_updates(packed, stock)
+    for ours, theirs in zip(packed.logs, stock.logs, strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
 def test_two_ranks_that_share_groups(tmp_path: Path) -> None:
     """DDP: the rollouts of a prompt are on both ranks, and each rank packs those that it has."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -246,6 +311,8 @@ def test_one_text_with_several_images_makes_several_groups() -> None:
         {
             "prompt_ids": torch.tensor([[text] for text in texts[cut]]),
             "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
+            "completion_ids": torch.arange(8)[cut, None],
+            "completion_mask": torch.ones(4, 1, dtype=torch.int64),
             "advantages": torch.arange(8.0)[cut],
             "num_images": [int(k < 2) for k in of_rollouts[cut]],
             "pixel_values": torch.cat([images[k] for k in of_rollouts[cut]]),
@@ -261,6 +328,22 @@ def test_one_text_with_several_images_makes_several_groups() -> None:
         assert batch["num_images"] == [int(k < 2) for k in kinds]
         assert torch.equal(batch["pixel_values"], torch.cat([images[k] for k in kinds]))
         assert torch.equal(batch["image_grid_thw"], torch.cat([grids[k] for k in kinds]))
+
+
+def test_rollouts_of_a_group_that_begin_alike_follow_each_other() -> None:
+    """Else in the order of TRL's shuffle: those that share less than a segment are not put together."""
+    begins = [(5, 7, 0), (6, 7, 1), (5, 7, 9), (6, 7, 1), (5, 8, 0), (6, 3, 2), (5, 7, 9), (5, 7, 0)]
+    batches = [
+        {
+            "prompt_ids": torch.tensor([[prompt] * 9 for prompt, _, _ in begins[cut]]),
+            "prompt_mask": torch.ones(4, 9, dtype=torch.int64),
+            "completion_ids": torch.tensor([[4, few, *[turn] * 8, i] for i, (_, few, turn) in enumerate(begins)][cut]),
+            "completion_mask": torch.ones(4, 11, dtype=torch.int64),
+            "advantages": torch.arange(8.0)[cut],
+        }
+        for cut in (slice(0, 4), slice(4, 8))
+    ]
+    assert [x for batch in _regrouped(batches) for x in batch["advantages"].tolist()] == [0, 7, 2, 6, 4, 1, 3, 5]
 
 
 # ---------------------------------------------------------------- log-probs of given batches
@@ -311,10 +394,79 @@ def test_log_probs_of_ragged_rollouts(folder: Path, model: str, batch_size: int 
     assert packed(trainer.model, ids, mask, room)[1] is None
 
 
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_load_balancing_counts_the_padded_batch(folder: Path, batch_size: int | None) -> None:
-    trainer = make_trainer(GRPOTrainer, folder, model="qwen3_moe")
+def batch_of_turns() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """As `padded_batch`, of rollouts that share turns, also one that ends within others and two that are equal."""
+    prompts = [[1, *range(3, 14)]] * 5 + [[1, *range(20, 28)]] * 4
+    tails = [[80], [81, 82, 83], [84] * 4, [], [85, 86], [80], [80], [87, 88], [89] * 3]
+    responses = [turns(sum(p), i) + tail for i, (p, tail) in enumerate(zip(prompts, tails, strict=True))]
+    width, room = max(map(len, prompts)), max(map(len, responses))
+    ids = torch.zeros(len(prompts), width + room, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        ids[row, width - len(p) : width + len(r)] = torch.tensor(p + r)
+        mask[row, width - len(p) : width + len(r)] = 1
+    return ids, mask, room
+
+
+def rows_of(ids: torch.Tensor, mask: torch.Tensor) -> int:
+    """Tokens with all before them and the next one; the last token of a sequence goes with any next one."""
+    sequences = [row[own].tolist() for row, own in zip(ids, mask.bool(), strict=True)]
+    rows = {(*s[: i + 1], "then", *s[i + 1 : i + 2]) for s in sequences for i in range(len(s))}
+    ends = {r for r in rows if r[-1] == "then" and any(o[: len(r)] == r and o != r for o in rows)}
+    return len(rows - ends)
+
+
+# Windows that end within the path, sinks, and recurrent layers, also with experts.
+FEATURES = {
+    "qwen3": lambda: make_model("qwen3"),
+    "gemma3": lambda: make_featured("gemma3", 7),
+    "gpt_oss": lambda: make_featured("gpt_oss", 7),
+    "qwen3_5": lambda: make_recurrent("qwen3_5_text", vocab_size=VOCAB),
+    "qwen3_next": lambda: make_recurrent("qwen3_next", vocab_size=VOCAB),
+}
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.parametrize("model", FEATURES)
+def test_log_probs_and_gradients_of_shared_turns(folder: Path, model: str, batch_size: int | None) -> None:
+    trainer = make_trainer(GRPOTrainer, folder, model=model, made=FEATURES[model](), gradient_checkpointing=False)
+    ids, mask, room = batch_of_turns()
+    weights = torch.randn(len(ids), room, generator=torch.Generator().manual_seed(0))
+    found = []
+    for f in both(trainer):
+        logps, entropies, _ = f(trainer.model, ids, mask, room, batch_size=batch_size, compute_entropy=True)
+        trainer.model.zero_grad()
+        (weights * (logps + 0.3 * entropies) * mask[:, -room:]).sum().backward()
+        grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+        found.append((logps, entropies, torch.cat(grads)))
+    (logps, entropies, gradients), (*stock, expected) = found
+    assert largest([logps, entropies], stock) < 1e-5
+    assert expected.norm() > 1e-2
+    assert_close("gradients", gradients, expected, 1e-4)
+    rows = trainer._metrics["eval"]["dualkv/tokens_packed"]
+    size = batch_size or len(ids)
+    assert rows == [rows_of(i, m) for i, m in zip(ids.split(size), mask.split(size), strict=True)]
+    assert sum(rows) < ids.numel() / 2
+
+
+def test_a_batch_that_shares_prompts_alone_is_packed_as_before(folder: Path, depths: list[int]) -> None:
+    """Responses that begin alike for a few tokens do not branch there."""
     ids, mask, room = padded_batch()
+    ids[:, -room : 5 - room] = ids[0, -room : 5 - room]
+    trainer = make_trainer(GRPOTrainer, folder)
+    trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, room)
+    prompts = {tuple(row[own].tolist()) for row, own in zip(ids[:, :-room], mask[:, :-room].bool(), strict=True)}
+    assert trainer._metrics["eval"]["dualkv/tokens_packed"] == [
+        sum(len(p) - 1 for p in prompts) + sum(r + 1 for _, r in ROLLOUTS)
+    ]
+    assert depths == []
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("make", [padded_batch, batch_of_turns])
+def test_load_balancing_counts_the_padded_batch(folder: Path, make: Any, batch_size: int | None) -> None:
+    trainer = make_trainer(GRPOTrainer, folder, model="qwen3_moe")
+    ids, mask, room = make()
     got, expected = (
         f(trainer.model, ids, mask, room, batch_size=batch_size, compute_aux_loss=True)[2] for f in both(trainer)
     )
