@@ -361,6 +361,7 @@ def fence() -> None:
     for write in a.unfenced:
         write.fenced = True
     a.unfenced.clear()
+    a.settle()
 
 
 def fence_global(_: str) -> None:
@@ -440,6 +441,7 @@ def inline_asm(_: Any, operands: list[Any], text: str, constraints: str, **__: A
         return word[0] or 0
     if text.startswith("st.release.gpu"):
         machine.step("releases")
+        who.settle()
         word = machine.store_word((operands[0].base.name, first_lane(operands[0].offset)), operands[1])
         np.maximum(word[1], who.clock, out=word[1])
         who.released()
@@ -533,7 +535,8 @@ def stand_ins() -> dict[str, types.ModuleType]:
         sync_threads=lambda: Now.machine.meet(0, Now.machine.warps * 32),
         cp_async_bulk_commit_group=lambda: Now.machine.commit_bulk(),
         cp_async_bulk_wait_group=lambda n, read=False: Now.machine.await_bulk(n, read),
-        elect_one=elect_one, fence_proxy=fence_global, fence_view_async_shared=fence,
+        elect_one=elect_one, fence_acq_rel_cta=lambda: agent().settle(), fence_proxy=fence_global,
+        fence_view_async_shared=fence,
         fmax=lambda a, b: _pick(a, b, False),
         fmin=lambda a, b: _pick(a, b, True), lane_idx=lambda: LANES,
         make_warp_uniform=whole_warp("make_warp_uniform"),

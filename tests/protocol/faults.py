@@ -468,6 +468,13 @@ PLANTED = [
         "cute.arch.mbarrier_arrive(self.empty[stage.index], cta)",
         "cute.arch.mbarrier_arrive(self.empty[stage.index])",
     ),
+    one(  # an earlier version: wrong gradients on a GPU that other processes used too
+        "a part is released while its loads are under way",
+        SPLIT,
+        "bwd_split.py",
+        "        cute.arch.fence_acq_rel_cta()\n",
+        "",
+    ),
     one(
         "every warp expects all bytes of a part",
         SPLIT,

@@ -165,7 +165,7 @@ class Machine:
     def launch(self, body: Callable[[], None], grid: int, threads: int, cluster: int) -> None:
         warps = threads // 32
         self.body, self.grid, self.warps, self.cluster = body, grid, warps, cluster
-        self.components, self.size = grid * warps, grid * (warps + 64)
+        self.components, self.size = 2 * grid * warps, grid * (2 * warps + 64)
         self.waiting = list(range(0, grid, cluster))
         self.schedule.random.shuffle(self.waiting)
         self.agents: list[Agent] = []
@@ -195,7 +195,8 @@ class Machine:
             self.ctas.append(cta)
             cta.running = self.warps
             for warp in range(self.warps):
-                agent = Agent(cta, warp, cta.block * self.warps + warp, self.size, self._run)
+                index = cta.block * self.warps + warp
+                agent = Agent(cta, warp, index, self.grid * self.warps + index, self.size, self._run)
                 agent.greenlet.parent = self.hub
                 self.schedule.enter(agent)
                 self.agents.append(agent)
@@ -235,7 +236,7 @@ class Machine:
     def tick(self, agent: Agent, component: int) -> tuple[Any, int]:
         """The clock of a copy that a warp starts, with its next epoch."""
         epoch = self.epochs[component] = self.epochs.get(component, 0) + 1
-        clock = agent.clock.copy()
+        clock = agent.elsewhere()
         clock[component] = epoch
         return clock, epoch
 
@@ -258,7 +259,7 @@ class Machine:
     def arrive(self, cta: Cta, key: Any, count: int) -> None:
         agent = self.step("arrives")
         bar = self.mbarrier(cta, key, "arrives at")
-        bar.arrive(self, agent.clock, count)
+        bar.arrive(self, agent.clock if cta is agent.cta else agent.elsewhere(), count)
         agent.released()
 
     def expect(self, cta: Cta, key: Any, size: int, arrivals: int) -> None:
@@ -366,7 +367,7 @@ class Machine:
         for cta, cell in cells:
             if cta is not agent.cta:
                 cta.check(agent.name, "loads into")
-            cell.check_write(agent, part, "load")
+            cell.check_write(agent, part, "load", agent.elsewhere())
             clock, epoch = self.tick(agent, component := self.component(cell, part))
             cell.writes[part] = Write(f"the load by {agent.name}", component, epoch, prov, True)
             bar = self.mbarrier(cta, key, "loads to")
@@ -382,7 +383,7 @@ class Machine:
         cta.check(agent.name, "sends to")
         prov = source.read(agent, part, True, "send")
         into = ("sent", 0)
-        cell.check_write(agent, into, "send")
+        cell.check_write(agent, into, "send", agent.elsewhere())
         reader, component = self.component(source, "sent"), self.component(cell, into)
         clock, epoch = self.tick(agent, component)
         clock[reader] = read_epoch = self.tick(agent, reader)[1]

@@ -51,15 +51,19 @@ class Agent(Entry):
     """A warp."""
 
     __slots__ = (
-        "bulk", "bulk_open", "clock", "cluster_gone", "cta", "doing", "ended", "greenlet", "groups", "index", "last",
-        "mask", "open", "products", "unfenced", "unfenced_global", "waited", "warp",
+        "accesses", "bulk", "bulk_open", "clock", "cluster_gone", "cta", "doing", "ended", "greenlet", "groups", "index",
+        "last", "mask", "open", "performed", "products", "under_way", "unfenced", "unfenced_global", "waited", "warp",
     )  # fmt: skip
 
-    def __init__(self, cta: Cta, warp: int, index: int, size: int, run: Callable[[], None]) -> None:
+    def __init__(
+        self, cta: Cta, warp: int, index: int, accesses: int, size: int, run: Callable[[], None]
+    ) -> None:
         super().__init__(f"{cta.name} warp {warp}", f"warp {warp} of rank {cta.rank}")
         self.cta, self.warp, self.index = cta, warp, index
+        self.accesses = accesses  # component of its own loads and stores, which others hear of as they are performed
         self.clock = np.zeros(size, np.int32)
-        self.clock[index] = 1
+        self.clock[index] = self.clock[accesses] = 1
+        self.performed, self.under_way = 0, False  # the last epoch whose accesses are; and whether there are others
         self.mask: Any = None  # lanes that take part, None: all
         self.groups: list[Group] = []
         self.open: Group | None = None
@@ -81,6 +85,24 @@ class Agent(Entry):
 
     def released(self) -> None:
         self.clock[self.index] += 1
+        self.clock[self.accesses] += 1
+
+    def settle(self) -> None:
+        """Its loads and stores so far are performed."""
+        if self.under_way:
+            self.performed, self.under_way = int(self.clock[self.accesses]), False
+            self.clock[self.accesses] += 1
+
+    def elsewhere(self) -> Any:
+        """The clock that another CTA, or the copy engine, hears of: without accesses that are under way."""
+        clock = self.clock.copy()
+        clock[self.accesses] = self.performed
+        return clock
+
+    def access(self) -> tuple[int, int]:
+        """Component and epoch of a load or store that it begins."""
+        self.under_way = True
+        return self.accesses, int(self.clock[self.accesses])
 
 
 class Write:
@@ -131,13 +153,16 @@ class Cell:
         self.reads[component, part] = (component, epoch, who)
 
     def note_read(self, agent: Agent, part: Part, what: str, by_engine: bool = False) -> frozenset[Any]:
-        """A read that is over at once."""
+        """A load, which is under way until the warp settles."""
         prov = self.read(agent, part, by_engine, what)
-        self.reads[agent.index, part] = (agent.index, int(agent.clock[agent.index]), f"{agent.name} ({what})")
+        component, epoch = agent.access()
+        self.reads[component, part] = (component, epoch, f"{agent.name} ({what})")
         return prov
 
-    def check_write(self, agent: Agent, part: tuple[Any, Any], what: str) -> None:
-        """A fault unless all that was read and written there is over; then it is forgotten."""
+    def check_write(self, agent: Agent, part: tuple[Any, Any], what: str, clock: Any = None) -> None:
+        """A fault unless all that was read and written there is over; then it is forgotten. clock: of a copy, which may
+        overtake the agent's own accesses."""
+        clock = agent.clock if clock is None else clock
         for (_, other), (_, who) in self.pending.items():
             if other is None or other == part or other[0] != part[0]:
                 raise Fault(f"{agent.name} writes {self.name} ({what}) while {who} still reads it")
@@ -145,7 +170,7 @@ class Cell:
         for key, (component, epoch, who) in self.reads.items():
             other = key[1]
             if other is None or other == part or other[0] != part[0]:
-                if not agent.knows(component, epoch):
+                if clock[component] < epoch:
                     raise Fault(f"{agent.name} writes {self.name} ({what}), and nothing says that {who} has read it")
                 if other is not None:
                     old.append(key)
@@ -154,7 +179,7 @@ class Cell:
         gone = []
         for key, write in self.writes.items():
             if key == part or key[0] != part[0]:
-                if not agent.knows(write.component, write.epoch):
+                if clock[write.component] < write.epoch:
                     raise Fault(
                         f"{agent.name} writes {self.name} ({what}), and nothing says that {write.by} is through"
                     )
@@ -165,7 +190,7 @@ class Cell:
     def write(self, agent: Agent, part: tuple[Any, Any], prov: frozenset[Any], what: str) -> Write:
         """By the warp's own stores."""
         self.check_write(agent, part, what)
-        write = Write(f"{agent.name} ({what})", agent.index, int(agent.clock[agent.index]), prov, False)
+        write = Write(f"{agent.name} ({what})", *agent.access(), prov, False)
         self.writes[part] = write
         return write
 
@@ -219,6 +244,7 @@ class Meeting:
         self.expected, number = expected, self.gone
         self.came += 1
         self.votes[0] |= vote
+        agent.settle()
         np.maximum(self.arrived, agent.clock, out=self.arrived)
         agent.released()
         self.check(machine, expected)
