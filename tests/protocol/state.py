@@ -56,9 +56,7 @@ class Agent(Entry):
         "warp",
     )  # fmt: skip
 
-    def __init__(
-        self, cta: Cta, warp: int, index: int, accesses: int, size: int, run: Callable[[], None]
-    ) -> None:
+    def __init__(self, cta: Cta, warp: int, index: int, accesses: int, size: int, run: Callable[[], None]) -> None:
         super().__init__(f"{cta.name} warp {warp}", f"warp {warp} of rank {cta.rank}")
         self.cta, self.warp, self.index = cta, warp, index
         self.accesses = accesses  # component of its loads and stores
