@@ -10,6 +10,9 @@ random schedule says who goes on: a warp, or the copy engine with one of its cop
   say so in whatever order they come. Products and copies read until somebody has waited for their group. A product
   (wgmma) is one of the whole warp group: it begins when all four warps are there, and who has waited for it knows that
   it is over for all of them, as CUTLASS's pipelines take it too;
+- a CTA writes over what loads in another one may not have read yet. A warp's loads and stores are under way until it
+  fences, or comes to a barrier of its CTA or cluster. Its stores and arrivals in its own CTA queue up behind them, as
+  compilers take for granted. Its arrivals in another CTA may overtake them, as may copies that it starts;
 - what a thread wrote is read by the copy engine or a product without a fence, an accumulator before its product ends;
 - somebody reaches into a CTA that has ended, or a CTA ends before its copies.
 """
@@ -364,10 +367,11 @@ class Machine:
     ) -> None:
         """Global memory -> a cell of each CTA, whose mbarrier `key` counts the bytes."""
         agent = self.step("loads")
+        before = agent.elsewhere()
         for cta, cell in cells:
             if cta is not agent.cta:
                 cta.check(agent.name, "loads into")
-            cell.check_write(agent, part, "load", agent.elsewhere())
+            cell.check_write(agent, part, "load", before)
             clock, epoch = self.tick(agent, component := self.component(cell, part))
             cell.writes[part] = Write(f"the load by {agent.name}", component, epoch, prov, True)
             bar = self.mbarrier(cta, key, "loads to")

@@ -51,19 +51,18 @@ class Agent(Entry):
     """A warp."""
 
     __slots__ = (
-        "accesses", "bulk", "bulk_open", "clock", "cluster_gone", "cta", "doing", "ended", "greenlet", "groups", "index",
-        "last", "mask", "open", "performed", "products", "under_way", "unfenced", "unfenced_global", "waited", "warp",
+        "accesses", "bulk", "bulk_open", "clock", "cluster_gone", "cta", "doing", "ended", "greenlet", "groups",
+        "index", "last", "mask", "open", "performed", "products", "under_way", "unfenced", "unfenced_global", "waited",
+        "warp",
     )  # fmt: skip
 
-    def __init__(
-        self, cta: Cta, warp: int, index: int, accesses: int, size: int, run: Callable[[], None]
-    ) -> None:
+    def __init__(self, cta: Cta, warp: int, index: int, accesses: int, size: int, run: Callable[[], None]) -> None:
         super().__init__(f"{cta.name} warp {warp}", f"warp {warp} of rank {cta.rank}")
         self.cta, self.warp, self.index = cta, warp, index
-        self.accesses = accesses  # component of its own loads and stores, which others hear of as they are performed
+        self.accesses = accesses  # component of its loads and stores
         self.clock = np.zeros(size, np.int32)
         self.clock[index] = self.clock[accesses] = 1
-        self.performed, self.under_way = 0, False  # the last epoch whose accesses are; and whether there are others
+        self.performed, self.under_way = 0, False  # the epoch up to which these are; and whether there are later ones
         self.mask: Any = None  # lanes that take part, None: all
         self.groups: list[Group] = []
         self.open: Group | None = None
@@ -88,19 +87,19 @@ class Agent(Entry):
         self.clock[self.accesses] += 1
 
     def settle(self) -> None:
-        """Its loads and stores so far are performed."""
+        """It has waited until its loads and stores are performed."""
         if self.under_way:
             self.performed, self.under_way = int(self.clock[self.accesses]), False
             self.clock[self.accesses] += 1
 
     def elsewhere(self) -> Any:
-        """The clock that another CTA, or the copy engine, hears of: without accesses that are under way."""
+        """The clock that another CTA or a copy hears of: without loads and stores that are under way."""
         clock = self.clock.copy()
         clock[self.accesses] = self.performed
         return clock
 
     def access(self) -> tuple[int, int]:
-        """Component and epoch of a load or store that it begins."""
+        """Begins a load or store; its component and epoch."""
         self.under_way = True
         return self.accesses, int(self.clock[self.accesses])
 
@@ -160,8 +159,7 @@ class Cell:
         return prov
 
     def check_write(self, agent: Agent, part: tuple[Any, Any], what: str, clock: Any = None) -> None:
-        """A fault unless all that was read and written there is over; then it is forgotten. clock: of a copy, which may
-        overtake the agent's own accesses."""
+        """A fault unless all that was read and written there is over; then it is forgotten. clock: None for agent's."""
         clock = agent.clock if clock is None else clock
         for (_, other), (_, who) in self.pending.items():
             if other is None or other == part or other[0] != part[0]:
