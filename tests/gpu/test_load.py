@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -12,9 +13,12 @@ import torch
 
 import dualkv
 from codegen.spec import backward_specs, forward_spec
+from codegen.tiles import HEAD_DIM_PAIRS
 from dualkv import Layout
 from dualkv.ops import hopper
+from tests.gpu import turns
 from tools.bench import soak
+from tools.process import ROOT
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -24,6 +28,7 @@ LAYOUT = ([700, 30], [[200, 300, 1, 77], [64, 500]])
 PROCESSES = 8
 REPLAYS = 10_000
 SOAK_SECONDS = 10.0
+TURNS_SECONDS = 15.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,6 +37,10 @@ def kernels(compile_all):
         for head_dim, heads, kv_heads in {(HEAD_DIM, HEADS, KV_HEADS), *soak.SHAPES}:
             backward = [spec for fixed in (False, True) for spec in backward_specs("bf16", head_dim, fixed).present]
             compile_all([forward_spec("bf16", head_dim, heads // kv_heads), *backward])
+        ratio = turns.HEADS // turns.KV_HEADS
+        for head_dim, of_v in HEAD_DIM_PAIRS:
+            backward = backward_specs("bf16", head_dim, True, head_dim_v=of_v).present
+            compile_all([forward_spec("bf16", head_dim, ratio, head_dim_v=of_v), *backward])
 
 
 def inputs(layout, seed=0):
@@ -160,6 +169,27 @@ def test_eight_processes_at_once():
     for process, (out, err) in zip(processes, results, strict=True):
         assert process.returncode == 0, err[-2000:]
         assert out.strip() == want
+
+
+def test_results_while_the_gpu_switches_between_processes():
+    """An interrupted kernel goes on: CTAs of a cluster do not wait for each other then as they do in a kernel alone."""
+    head_dims = ["/".join(map(str, dict.fromkeys(pair))) for pair in HEAD_DIM_PAIRS]
+    words = [word for dims in head_dims for word in (dims, turns.digest(turns.caller(*turns.of_words(dims))()))]
+    command = [sys.executable, "-m", "tests.gpu.turns", str(TURNS_SECONDS), *words]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(PROCESSES)
+    ]
+    try:
+        results = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, err) in zip(processes, results, strict=True):
+        assert process.returncode == 0, err[-2000:]
+        found = json.loads(out)
+        assert found["calls"] > 2 * len(head_dims)
+        assert not found["different"], found
 
 
 # ---------------------------------------------------------------- many replays, a long run

@@ -1,0 +1,67 @@
+"""`python -m tests.gpu.turns SECONDS HEAD_DIMS DIGEST ...`: one of several processes between which the GPU switches.
+
+Calls the kernels of each head dim in turn and prints how many calls there were, and how often results of which head
+dims differed: the first ones from those with the digest, later ones from the first. Kernels run for milliseconds, so
+many calls are interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from dualkv import Layout
+from dualkv.ops import hopper
+
+LAYOUT = [3000, 100], [[400] * 9, [700] * 2]
+HEADS, KV_HEADS = 8, 2
+
+
+def caller(head_dim: int, head_dim_v: int) -> Callable[[], list[torch.Tensor]]:
+    """A forward and a deterministic backward: out, lse, dq, dk and dv."""
+    layout, generator = Layout.from_lengths(*LAYOUT), torch.Generator("cuda").manual_seed(head_dim)
+    q, k, v, dout = (
+        torch.randn((layout.num_tokens, h, d), device="cuda", generator=generator).bfloat16()
+        for h, d in ((HEADS, head_dim), (KV_HEADS, head_dim), (KV_HEADS, head_dim_v), (HEADS, head_dim_v))
+    )
+
+    def call() -> list[torch.Tensor]:
+        saved = hopper.forward(q, k, v, layout._segments, head_dim**-0.5)
+        return [*saved, *hopper.backward(dout, q, k, v, *saved, layout._segments, head_dim**-0.5, True)[:3]]
+
+    return call
+
+
+def digest(results: list[torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for x in results:
+        total.update(x.cpu().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def of_words(words: str) -> tuple[int, int]:
+    """Head dims of queries and keys, and of values: "128" or "192/128"."""
+    head_dim, _, head_dim_v = words.partition("/")
+    return int(head_dim), int(head_dim_v or head_dim)
+
+
+def main() -> None:
+    seconds, given = float(sys.argv[1]), sys.argv[2:]
+    calls = {words: caller(*of_words(words)) for words in given[::2]}
+    wants = {words: call() for words, call in calls.items()}
+    different = {words: int(digest(wants[words]) != want) for words, want in zip(*[iter(given)] * 2, strict=True)}
+    count, end = len(calls), time.monotonic() + seconds
+    while time.monotonic() < end:
+        for words, call in calls.items():
+            different[words] += not all(map(torch.equal, call(), wants[words]))
+            count += 1
+    print(json.dumps({"calls": count, "different": {words: n for words, n in different.items() if n}}))
+
+
+if __name__ == "__main__":
+    main()
