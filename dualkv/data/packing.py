@@ -32,7 +32,7 @@ from dualkv.arrays import (
     token_tensor,
 )
 from dualkv.data import media as images
-from dualkv.data.rows import Form, as_rows, check_unpacked
+from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
 
 GroupIds = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
@@ -154,14 +154,7 @@ class PackedBatch:
         Raises:
             ValueError: not one value for each packed row.
         """
-        total = self.layout.num_tokens
-        if values.dim() > 1 and values.shape[:2] == (1, total):
-            values = values[0]
-        if values.dim() == 0 or values.shape[0] != total:
-            raise ValueError(
-                f"values has shape {tuple(values.shape)}, expected [{total}, ...] or [1, {total}, ...]: one value for "
-                "each packed row"
-            )
+        values = of_packed_rows(values, self.layout.num_tokens)
         # In both styles a sequence is the rows of its prompt's segment, then the rows of its own segment.
         pieces = np.stack([self._parent, self._leaf], 1)[self._inverse].reshape(-1)
         begin, end = self._segments(pieces)

@@ -21,6 +21,18 @@ def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form) -> Non
         raise ValueError(f"form is {form!r}, expected 'list', 'padded' or 'nested'")
 
 
+def of_packed_rows(values: torch.Tensor, total: int) -> torch.Tensor:
+    """values [total, ...] or [1, total, ...] -> [total, ...]; raises ValueError for other shapes."""
+    if values.dim() > 1 and values.shape[:2] == (1, total):
+        return values[0]
+    if values.dim() == 0 or values.shape[0] != total:
+        raise ValueError(
+            f"values has shape {tuple(values.shape)}, expected [{total}, ...] or [1, {total}, ...]: one value for each"
+            " packed row"
+        )
+    return values
+
+
 def as_rows(values: torch.Tensor, lens: IntArray, form: Form, width: int, padding_value: float) -> Any:
     """values [sum(lens), ...] end to end -> one row for each length: a list, [N, width, ...] padded, or nested."""
     if form == "list":

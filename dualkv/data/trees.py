@@ -19,7 +19,7 @@ import torch
 
 from dualkv.arrays import IntArray, TokenIds, positive, ranges, sequence_list
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
-from dualkv.data.rows import Form, as_rows, check_unpacked
+from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
 from dualkv.prefixes import PrefixTree, read_sequences
 
@@ -163,10 +163,7 @@ class PackedSequences:
         Raises:
             ValueError: not one value for each packed row.
         """
-        total = self.layout.num_tokens
-        if values.dim() > 1 and values.shape[:2] == (1, total):
-            values = values[0]
-        check_unpacked(values, total, "packed row", "list")
+        values = of_packed_rows(values, self.layout.num_tokens)
         return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
 
     def to(self, device: torch.device | str) -> PackedSequences:
