@@ -1,8 +1,8 @@
 """`python -m tests.gpu.turns SECONDS HEAD_DIMS DIGEST ...`: one of several processes between which the GPU switches.
 
-Calls the kernels of each head dim in turn and prints how many calls there were, and how often results of which head
-dims differed: the first ones from those with the digest, later ones from the first. Kernels run for milliseconds, so
-many calls are interrupted.
+Calls the kernels of each head dim in turn and prints how many calls there were, and how results of which head dims
+differed: the first ones from those with the digest, later ones from the first. Kernels run for milliseconds, so many
+calls are interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dualkv.ops import hopper
 
 LAYOUT = [3000, 100], [[400] * 9, [700] * 2]
 HEADS, KV_HEADS = 8, 2
+NAMES = "out", "lse", "dq", "dk", "dv"
 
 
 def caller(head_dim: int, head_dim_v: int) -> Callable[[], list[torch.Tensor]]:
@@ -50,17 +51,31 @@ def of_words(words: str) -> tuple[int, int]:
     return int(head_dim), int(head_dim_v or head_dim)
 
 
+def differences(got: list[torch.Tensor], want: list[torch.Tensor]) -> str:
+    """Of each result that differs its name, how many rows of it do, and by how much at most; "" if none does."""
+    found = []
+    for name, x, y in zip(NAMES, got, want, strict=True):
+        if not torch.equal(x, y):
+            apart = (x.float() - y.float()).abs().flatten(1)  # of a token, or of a head in lse
+            found.append(f"{name}: {int((apart != 0).any(1).sum())} rows by up to {apart.max().item():.3g}")
+    return ", ".join(found)
+
+
 def main() -> None:
     seconds, given = float(sys.argv[1]), sys.argv[2:]
     calls = {words: caller(*of_words(words)) for words in given[::2]}
     wants = {words: call() for words, call in calls.items()}
-    different = {words: int(digest(wants[words]) != want) for words, want in zip(*[iter(given)] * 2, strict=True)}
+    different: dict[str, list[str]] = {words: [] for words in calls}
+    for words, want in zip(*[iter(given)] * 2, strict=True):
+        if digest(wants[words]) != want:
+            different[words].append("the first call")
     count, end = len(calls), time.monotonic() + seconds
     while time.monotonic() < end:
         for words, call in calls.items():
-            different[words] += not all(map(torch.equal, call(), wants[words]))
+            if apart := differences(call(), wants[words]):
+                different[words].append(apart)
             count += 1
-    print(json.dumps({"calls": count, "different": {words: n for words, n in different.items() if n}}))
+    print(json.dumps({"calls": count, "different": {words: found for words, found in different.items() if found}}))
 
 
 if __name__ == "__main__":
