@@ -1,7 +1,7 @@
 """`python -m tools.gpu_kernels FOLDER`: compile what the GPU tests call, and the recorded kernels, without a GPU.
 
-The tests run here as if there were a Hopper GPU. They ask the store for their kernels first and fail behind that, at
-the first tensor on the GPU. The kernels are noted, and then compiled. With the folder as `DUALKV_KERNEL_DIR`, `make
+The tests run here as if there were a Hopper GPU. They ask the store for their kernels first, and fail after that, at
+the first tensor on the GPU. The kernels are noted, then compiled. With the folder as `DUALKV_KERNEL_DIR`, `make
 test-gpu` has little to compile on a GPU machine.
 """
 

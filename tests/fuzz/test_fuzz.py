@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dualkv.ops import reference
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz.case import Case, compat_mask, reduce, run, seeded, segment_mask
+from tests.fuzz import dense
+from tests.fuzz.case import Case, compat_inputs, compat_mask, reduce, run, seeded, segment_mask
 from tools import filed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,6 +132,27 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     assert record["failed"] == 0
     assert record["tried"]["cases"] == 5
     assert record["versions"]["torch"] == importlib.metadata.version("torch")
+
+
+def test_the_bound_of_dS_that_is_scaled_before_it_is_rounded():
+    """As PyTorch's memory-efficient attention does. This case once failed on a GPU."""
+    case = replace(seeded("h3", 1200, "cuda"), device="cpu")
+    assert (case.dtype, case.causal, case.kv_heads) == ("fp16", False, case.heads)
+    context, *own = case.lengths
+    mask, largest = torch.from_numpy(compat_mask(context, own, list(case.q_lens), False)), 0.0
+    for seed in range(1, 5):
+        (q, kc, vc, kd, vd), dout = compat_inputs(replace(case, seed=seed))
+        k, v = torch.cat([kc, kd]), torch.cat([vc, vd])
+        x, y, z, g = [x.float().transpose(0, 1) for x in (q, k, v, dout)]
+        p = (x @ y.mT * case.scale).masked_fill(~mask, -torch.inf).softmax(-1).half().float()
+        ds = p * (g @ z.mT - (g * (p @ z).half().float()).sum(-1, keepdim=True))
+        before, after = (ds * case.scale).half().float(), ds.half().float() * case.scale
+        scaled_first, scaled_last = ((r.mT @ x).half().transpose(0, 1) for r in (before, after))
+        wants = [dense.attention(q, k, v, mask, case.scale, dout, 4.0, scaled_dS=s)["dk"] for s in (False, True)]
+        largest = max(largest, wants[0].ratio(scaled_first))
+        assert wants[1].ratio(scaled_first) <= 1
+        assert wants[0].ratio(scaled_last) <= 0.5
+    assert largest > 1, "the other bound is too tight for it"
 
 
 def test_cases_of_some_kernels_alone(monkeypatch, capsys):

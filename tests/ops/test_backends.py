@@ -437,6 +437,30 @@ def test_the_doctor_says_why(gpu, monkeypatch):
     assert says((10, 0)) == doctor.Runs("cuda:0", "PyTorch's FlexAttention, compiled", "DUALKV_BACKEND is 'flex'")
 
 
+def test_gradients_that_another_backend_computes(monkeypatch):
+    """A backend whose gradients are not taken still serves the forward."""
+    layout, reference = Layout.from_lengths([20], [[5, 6]]), backends.BACKENDS["reference"]
+    q, k, v = (torch.randn(31, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    dout = torch.randn(31, 4, 16, dtype=torch.float64)
+    want = torch.autograd.grad(dualkv.attention(q, k, v, layout), (q, k, v), dout)
+    calls = []
+
+    def forward(*given):
+        calls.append("forward")
+        return reference.module.forward(*given)
+
+    served = reference._replace(
+        module=types.SimpleNamespace(forward=forward),
+        unsupported=lambda q, v, softcap, dlse, backward: "gradients" if backward else None,
+    )
+    monkeypatch.setitem(backends.BACKENDS, "hopper", served)
+    found = torch.autograd.grad(dualkv.attention(q, k, v, layout), (q, k, v), dout)
+    assert calls == ["forward"]
+    assert all(map(torch.equal, found, want))
+    with pytest.raises(ValueError, match="backend is 'hopper', which does not serve gradients"):
+        torch.autograd.grad(dualkv.attention(q, k, v, layout, backend="hopper"), (q, k, v), dout)
+
+
 def test_the_check_finds_what_is_wrong(monkeypatch):
     """On the CPU, with backends that compute the reference, another scale, or nothing."""
     layout, heads = Layout.from_lengths([20], [[5, 6]]), (4, 2, 16, 16)
