@@ -71,7 +71,7 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False, backend: s
         ValueError: the backend asked for does not serve the workload on this device.
     """
     layout = inputs.layout
-    reason = hopper.unsupported(inputs.q, inputs.v, direction != "fwd") if backend is None else None
+    reason = hopper.unsupported(inputs.q) if backend is None else None
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
     leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]

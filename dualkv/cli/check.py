@@ -69,7 +69,7 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[An
         want = _computed(made, layout, features, "reference", torch.float32)[0]
         for name in asked:
             q, _, v, _, _ = made
-            reason = backends.BACKENDS[name].unsupported(q, v, features.get("softcap"), None, True)
+            reason = backends.BACKENDS[name].unsupported(q, v, features.get("softcap"), None)
             if reason:
                 yield Line(name, case, None, None, None, f"refused: does not serve {reason}")
                 continue

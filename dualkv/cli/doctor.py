@@ -231,7 +231,7 @@ def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
         if asked not in backends.BACKENDS:
             why = f"{backends.VARIABLE} is {asked!r}, expected one of {', '.join(backends.BACKENDS)}"
             return Runs(where, "nothing", why)
-        reason = backends.BACKENDS[asked].unsupported(q, q, None, None, False)
+        reason = backends.BACKENDS[asked].unsupported(q, q, None, None)
         if reason:
             return Runs(where, "nothing", f"{backends.VARIABLE} is {asked!r}, which does not serve {reason}")
         return Runs(where, backends.BACKENDS[asked].what, f"{backends.VARIABLE} is {asked!r}")

@@ -87,8 +87,7 @@ def attention(
         layout: which of the T rows belong to which prompt and response.
         softmax_scale: from 2^-100 to 2^100, 1/sqrt(D) by default.
         deterministic: bitwise equal gradients from run to run. Without it the kernels' gradients of k and v are bitwise
-            equal too, and the gradient of q is an fp32 sum whose order differs from run to run. Above head dim 256 no
-            kernel computes gradients at present: the chunked reference does, deterministic or not.
+            equal too, and the gradient of q is an fp32 sum whose order differs from run to run.
         window: keys that a row sees, itself included, 1 or more; transformers' `sliding_window`, and FlashAttention's
             `window_size=(window - 1, 0)`. All by default.
         chunk: positions a chunk, 1 or more: a row sees the keys of its own chunk, as in Llama 4. In place of a window.

@@ -25,7 +25,7 @@ class Backend(NamedTuple):
         module: forward(q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse), and backward(dout, q,
             k, v, out, lse, segments, softmax_scale, [deterministic, [gradients,]] window, sinks, softcap, dlse) -> (dq,
             dk, dv, dsinks). Gradients that are not requested may be computed.
-        unsupported: (q, v, softcap, dlse, backward) -> why it cannot serve a call, a backward or a forward; or None.
+        unsupported: (q, v, softcap, dlse) -> why it cannot serve a call, or None.
         head_dims: of q and k, and of v, with which it takes tensors of some head dims.
         takes: how many of deterministic and gradients its backward takes.
         warning: what is said once where it runs on a GPU without being asked for.
@@ -44,21 +44,21 @@ BACKENDS = {
     "hopper": Backend(
         "the dualkv kernel",
         hopper,
-        lambda q, v, softcap, dlse, backward: hopper.unsupported(q, v, backward),
+        lambda q, v, softcap, dlse: hopper.unsupported(q),
         padding.for_kernel,
         2,
     ),
     "cudnn": Backend(
         "cuDNN's interval-mask attention",
         cudnn,
-        lambda q, v, softcap, dlse, backward: cudnn.unsupported(q, v, softcap, dlse),
+        lambda q, v, softcap, dlse: cudnn.unsupported(q, v, softcap, dlse),
         cudnn.head_dims,
         1,
     ),
     "flash": Backend(
         "a composition of PyTorch's FlashAttention calls",
         composition,
-        lambda q, v, softcap, dlse, backward: composition.unsupported(q, softcap, max(q.shape[2], v.shape[2])),
+        lambda q, v, softcap, dlse: composition.unsupported(q, softcap, max(q.shape[2], v.shape[2])),
         padding.equal,
         1,
         "a composition of PyTorch's FlashAttention calls",
@@ -66,7 +66,7 @@ BACKENDS = {
     "reference": Backend(
         "the chunked reference",
         reference,
-        lambda q, v, softcap, dlse, backward: None,
+        lambda q, v, softcap, dlse: None,
         lambda head_dim, head_dim_v: (head_dim, head_dim_v),
         0,
         "the chunked PyTorch reference, which is slow",
@@ -75,7 +75,7 @@ BACKENDS = {
     "flex": Backend(
         "PyTorch's FlexAttention, compiled",
         flex,
-        lambda q, v, softcap, dlse, backward: flex.unsupported(q),
+        lambda q, v, softcap, dlse: flex.unsupported(q),
         flex.head_dims,
         1,
     ),
@@ -99,7 +99,6 @@ def choose(
     softcap: float | None,
     dlse: torch.Tensor | None,
     backend: str | None,
-    backward: bool = False,
 ) -> Backend:
     """The backend of a call: the one asked for, by `backend` or by the variable DUALKV_BACKEND, else the first one that
     serves it.
@@ -112,11 +111,11 @@ def choose(
         origin, backend = VARIABLE, of_variable()
     if backend is not None:
         check_name(backend, origin)
-        reason = BACKENDS[backend].unsupported(q, v, softcap, dlse, backward)
+        reason = BACKENDS[backend].unsupported(q, v, softcap, dlse)
         if reason:
             raise ValueError(f"{origin} is {backend!r}, which does not serve {reason}: expected another one, or none")
         return BACKENDS[backend]
-    name, refused = first(q, v, softcap, dlse, backward)
+    name, refused = first(q, v, softcap, dlse)
     found = BACKENDS[name]
     if found.warning and q.is_cuda:
         warn_once(f"dualkv: no kernel for {refused['hopper']}; running {found.warning}")
@@ -128,12 +127,11 @@ def first(
     v: torch.Tensor,
     softcap: float | None = None,
     dlse: torch.Tensor | None = None,
-    backward: bool = False,
 ) -> tuple[str, dict[str, str]]:
     """The name of the first backend that serves a call, and why those before it do not."""
     refused: dict[str, str] = {}
     for name, found in BACKENDS.items():
-        reason = found.unsupported(q, v, softcap, dlse, backward)
+        reason = found.unsupported(q, v, softcap, dlse)
         if reason is None:
             return name, refused
         refused[name] = reason

@@ -194,7 +194,7 @@ def _bwd(
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    chosen = backends.choose(q, v, softcap, dlse, backend, backward=True)
+    chosen = backends.choose(q, v, softcap, dlse, backend)
     call = dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, *features, dlse
     return _requested(gradients, backends.backward(chosen, *call))
 

@@ -31,24 +31,11 @@ MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 
 # ---------------------------------------------------------------- which calls
-# Largest head dim whose backward the ops call. Beyond, gradients were wrong where several processes shared a GPU; what
-# is believed to be the cause is mended, but no GPU has run the kernel since (docs/trust.md).
-TRUSTED_BACKWARD = 256
-
-
-def unsupported(q: torch.Tensor, v: torch.Tensor | None = None, backward: bool = False) -> str | None:
-    """Why no kernel serves q [T, H, D] and v [T, Hk, Dv] (None: D), or None. All layouts, head dims, GQA ratios and
-    features are served, but for gradients of head dims beyond TRUSTED_BACKWARD.
-
-    backward: the call is one of the backward.
-    """
+def unsupported(q: torch.Tensor) -> str | None:
+    """Why no kernel serves q [T, H, D], or None. All layouts, head dims, GQA ratios and features are served."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
-    if reason := device_unsupported(q.device):
-        return reason
-    if backward and max(q.shape[2], q.shape[2] if v is None else v.shape[2]) > TRUSTED_BACKWARD:
-        return f"gradients of head dims above {TRUSTED_BACKWARD}"
-    return None
+    return device_unsupported(q.device)
 
 
 @cache

@@ -137,7 +137,7 @@ def fake_peers(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn.flex_attention", cudnn)
     monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    monkeypatch.setattr(sides, "hopper", types.SimpleNamespace(unsupported=lambda *call: None))
+    monkeypatch.setattr(sides, "hopper", types.SimpleNamespace(unsupported=lambda q: None))
     for name in ("cudnn", "flash"):  # tests/ops has them on the CPU
         monkeypatch.setitem(backends.BACKENDS, name, backends.BACKENDS["reference"])
     return calls

@@ -9,8 +9,6 @@ import pytest
 
 from codegen import store
 from codegen.spec import KernelSpec
-from codegen.tiles import HEAD_DIMS
-from dualkv.ops import hopper
 from tests.watchdog import watchdog
 
 HANG_SECONDS = 300.0
@@ -30,12 +28,6 @@ def no_hang(request, uncaptured_stderr) -> Iterator[None]:
     """A kernel that hangs ends the run: the process waits for it inside the driver and cannot be interrupted."""
     with watchdog(request.node.nodeid, HANG_SECONDS, uncaptured_stderr):
         yield
-
-
-@pytest.fixture(autouse=True)
-def all_kernels(monkeypatch) -> None:
-    """The ops call the kernels of every head dim here, also those whose gradients they do not take from them yet."""
-    monkeypatch.setattr(hopper, "TRUSTED_BACKWARD", HEAD_DIMS[-1])
 
 
 @pytest.fixture(scope="session")

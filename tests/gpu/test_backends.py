@@ -46,7 +46,7 @@ NAMES = "cudnn", "flex", "flash"
 @pytest.fixture(params=NAMES)
 def backend(request) -> str:
     q = torch.empty(1, 1, 8, device="cuda", dtype=torch.bfloat16)
-    reason = backends.BACKENDS[request.param].unsupported(q, q, None, None, False)
+    reason = backends.BACKENDS[request.param].unsupported(q, q, None, None)
     if reason:
         pytest.skip(f"{request.param} does not serve {reason}")
     return request.param

@@ -117,18 +117,6 @@ def test_gradients(only_the_kernel, head_dim, heads, kv_heads, dtype, determinis
     check_grads(grads(q, k, v, dout, layout, deterministic), q, k, v, dout, layout)
 
 
-@pytest.mark.filterwarnings("ignore:dualkv. no kernel for gradients of head dims above 256")
-def test_gradients_that_the_ops_do_not_take_from_the_kernel(monkeypatch):
-    """The forward is the kernel's, the backward the reference's."""
-    monkeypatch.setattr(hopper, "TRUSTED_BACKWARD", 256)
-    monkeypatch.setattr(hopper, "backward", lambda *given: pytest.fail("the kernel"))
-    layout = Layout.from_lengths([300, 1, 0], [[77, 128, 1, 200], [5], [40, 3]])
-    for head_dim in (264, 512):
-        q, k, v = inputs(layout, head_dim=head_dim)
-        dout = torch.randn_like(q)
-        check_grads(grads(q, k, v, dout, layout), q, k, v, dout, layout)
-
-
 def test_nothing_compiles_or_loads_when_the_batch_changes(only_the_kernel):
     warm = Layout.from_lengths([10], [[3]])
     q, k, v = inputs(warm)

@@ -351,13 +351,12 @@ def gpu(monkeypatch):
 
 
 def test_the_first_that_serves(gpu, monkeypatch):
-    def first(*given, softcap=None, dlse=None, backward=False, head_dim=256, **settings):
+    def first(*given, softcap=None, dlse=None, head_dim=256, **settings):
         q = gpu(*given, **settings)
         q.shape = (5, 4, head_dim)
-        return backends.first(q, q, softcap, dlse, backward)[0]
+        return backends.first(q, q, softcap, dlse)[0]
 
-    assert first((9, 0)) == first((9, 0), backward=True) == first((9, 0), head_dim=512) == "hopper"
-    assert first((9, 0), backward=True, head_dim=264) == "reference"
+    assert first((9, 0)) == first((9, 0), head_dim=512) == "hopper"
     assert first((10, 0)) == first((10, 3)) == "cudnn"
     assert first((10, 0), dlse=True) == "flash"  # head dim 256
     assert first((10, 0), False) == first((8, 6)) == first((12, 0)) == "flash"
@@ -383,9 +382,6 @@ def test_by_hand(gpu, monkeypatch):
         chosen(softcap=3.0)
     with pytest.raises(ValueError, match="backend is 'flash', which does not serve softcap"):
         chosen("flash", 3.0)
-    wide = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 512)})
-    with pytest.raises(ValueError, match="'hopper', which does not serve gradients of head dims above 256"):
-        backends.choose(q, wide, None, None, "hopper", True)
     narrow = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 128)})
     with pytest.raises(ValueError, match=r"'cudnn', which does not serve values of another head dim on .* 9\.0"):
         backends.choose(q, narrow, None, None, "cudnn")
@@ -435,30 +431,6 @@ def test_the_doctor_says_why(gpu, monkeypatch):
     assert "without cuDNN" in found.why
     monkeypatch.setenv("DUALKV_BACKEND", "flex")
     assert says((10, 0)) == doctor.Runs("cuda:0", "PyTorch's FlexAttention, compiled", "DUALKV_BACKEND is 'flex'")
-
-
-def test_gradients_that_another_backend_computes(monkeypatch):
-    """A backend whose gradients are not taken still serves the forward."""
-    layout, reference = Layout.from_lengths([20], [[5, 6]]), backends.BACKENDS["reference"]
-    q, k, v = (torch.randn(31, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
-    dout = torch.randn(31, 4, 16, dtype=torch.float64)
-    want = torch.autograd.grad(dualkv.attention(q, k, v, layout), (q, k, v), dout)
-    calls = []
-
-    def forward(*given):
-        calls.append("forward")
-        return reference.module.forward(*given)
-
-    served = reference._replace(
-        module=types.SimpleNamespace(forward=forward),
-        unsupported=lambda q, v, softcap, dlse, backward: "gradients" if backward else None,
-    )
-    monkeypatch.setitem(backends.BACKENDS, "hopper", served)
-    found = torch.autograd.grad(dualkv.attention(q, k, v, layout), (q, k, v), dout)
-    assert calls == ["forward"]
-    assert all(map(torch.equal, found, want))
-    with pytest.raises(ValueError, match="backend is 'hopper', which does not serve gradients"):
-        torch.autograd.grad(dualkv.attention(q, k, v, layout, backend="hopper"), (q, k, v), dout)
 
 
 def test_the_check_finds_what_is_wrong(monkeypatch):

@@ -88,7 +88,7 @@ def on_the_cpu(monkeypatch):
         return Side(side.call, lambda: tuple(1.01 * x for x in side.results()))
 
     monkeypatch.setattr(sides, "SIDES", {"dualkv": sides.ours, "fa4-prompt-copied": peer})
-    monkeypatch.setattr(sides, "hopper", SimpleNamespace(unsupported=lambda *call: None))
+    monkeypatch.setattr(sides, "hopper", SimpleNamespace(unsupported=lambda q: None))
     monkeypatch.setattr(features, "Inputs", Small)
     monkeypatch.setattr(features, "in_turns", lambda calls, pairs: (2.0, [1.02] * pairs))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
