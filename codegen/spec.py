@@ -178,8 +178,9 @@ def forward_spec(
         short: see `forward_tile`.
         head_dim_v: of values; None: `head_dim`.
     """
-    operation, (native, native_v), packed = FORWARDS[trees], _native(head_dim, head_dim_v), packed_heads(heads_per_kv)
-    tile = forward_tile(head_dim, features.split("+"), short, head_dim_v)
+    operation, (native, native_v), named = FORWARDS[trees], _native(head_dim, head_dim_v), features.split("+")
+    packed = packed_heads(heads_per_kv, long_window="window" in named and not short)
+    tile = forward_tile(head_dim, named, short, head_dim_v)
     return KernelSpec(operation, dtype, native, packed, tile, features=features, head_dim_v=native_v)
 
 

@@ -6,7 +6,7 @@ Nothing here imports CuTe or torch, so that the host's plan can use it.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from cute_kernels.abi import partial_floats, warp_group_tokens
+from cute_kernels.abi import WG_ROWS, partial_floats, warp_group_tokens
 
 MAX_PACKED_HEADS = 16
 NARROW = 128  # largest head dim whose backward is cute_kernels.bwd_narrow; beyond it is bwd_wide (cute_kernels/bwd.py)
@@ -99,12 +99,16 @@ def native_key(head_dim: int, head_dim_v: int | None) -> HeadDims:
     return native if native == native_v else (native, native_v)
 
 
-def packed_heads(heads_per_kv: int) -> int:
-    """Query heads of a KV head in one tile: all of them up to 16, else the divisor that fills tiles best."""
-    if heads_per_kv <= MAX_PACKED_HEADS:
+def packed_heads(heads_per_kv: int, long_window: bool = False) -> int:
+    """Query heads of a KV head in one tile: all of them up to 16, else the divisor that fills tiles best.
+
+    long_window: of more than SHORT_WINDOW keys, or chunks. There 5 heads, which leave 4 of a warp group's 64 rows idle,
+        are slower together than one by one. In a short window a tile of few tokens counts for more: it sees fewer keys.
+    """
+    if heads_per_kv <= MAX_PACKED_HEADS and not (long_window and WG_ROWS % heads_per_kv > 1):
         return heads_per_kv
     divisors = [n for n in range(1, MAX_PACKED_HEADS + 1) if heads_per_kv % n == 0]
-    return max(divisors, key=lambda n: (64 // n * n, n))
+    return max(divisors, key=lambda n: (WG_ROWS // n * n, n))
 
 
 def forward_tile(

@@ -3,11 +3,12 @@
 A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and skips the others. Softmax does
 not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
-The unmasked loop takes no maximum: each row keeps the reference maximum that the masked blocks found, as 16-bit and
-fp32 probabilities exp2(s - reference) beyond 1 are as exact as others. In fp16 a warp moves it where they come near
-2^16. Scores that outgrow the reference beyond all that show at the tile's end, in the row's sum, in O or in the
-reference itself. Such tiles are marked for a recompute pass within the launch, which takes the maxima of all their
-blocks: the masked part then goes on to the last block. So every result is exact.
+The unmasked loop takes no maximum: each row keeps the reference maximum of the blocks up to that with its own key, as
+16-bit and fp32 probabilities exp2(s - reference) beyond 1 are as exact as others. Masked blocks before that key do so
+too. In fp16 a warp moves it where they come near 2^16. Scores that outgrow the reference beyond all that show at the
+tile's end, in the row's sum, in O or in the reference itself. Such tiles are marked for a recompute pass within the
+launch, which takes the maxima of all their blocks: the masked part then goes on to the last block. So every result is
+exact.
 """
 
 import math
@@ -78,6 +79,7 @@ class Stretch(NamedTuple):
     begin: Int32
     end: Int32
     masked: Int32  # blocks from this one on need no mask; the first block of the stretch always has one
+    own: Int32  # masked blocks with keys from this one on take maxima: the own key of each row is in one of them
 
 
 class ForwardKernel(ForwardLoads, ForwardContainment):
@@ -161,13 +163,14 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         tile = part.tile
         for r in cutlass.range_constexpr(2):  # rows past the warp group's last token are masked like it
             state.rows.token[r] = cutlass.min(self.token(part, r), self.last_token(tile, thread.wg))
-        if const_expr(self.has.first_key):
-            state = state._replace(bounds=state.bounds.of_rows(state.rows.token))
+        state = state._replace(bounds=tile.bounds_of(state.rows.token, state.bounds))
         if const_expr(self.q_places > self.warp_groups):
             self.release_previous_Q(s, count, thread)
 
-        masked = cutlass.select_(recompute == 0, walk.masked, tile.blocks)
-        it = self.walk_blocks(state, tile, walk, masked, it)
+        masked, own = walk.masked, self.first_token(tile, thread.wg)
+        if recompute != 0:
+            masked, own = tile.blocks, Int32(-1)
+        it = self.walk_blocks(state, tile, walk, masked, own, it)
 
         normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g))
         if not self.fits(state, part):
@@ -202,18 +205,21 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     # ---------------------------------------------------------------- the blocks of a tile
     @cute.jit
-    def walk_blocks(self, state: State, tile: AnyTile, walk: Walk, masked: Int32, it: Int32) -> Int32:
-        """All blocks of a tile, the first one being use `it`; returns the use after the last one."""
+    def walk_blocks(self, state: State, tile: AnyTile, walk: Walk, masked: Int32, own: Int32, it: Int32) -> Int32:
+        """All blocks of a tile, the first one being use `it`; returns the use after the last one.
+
+        masked, own: see `Stretch`.
+        """
         if const_expr(self.walks):
             done, begin, end = Int32(0), walk.begin, walk.end
             for _ in cutlass.range(2, unroll=1):
                 for _ in cutlass.range(done, begin, 1, unroll=1):
                     it = self.skip_block(state.pipes, it)
                 if begin < end:
-                    it = self.stretch(state, tile, Stretch(begin, end, masked), done > 0, it)
+                    it = self.stretch(state, tile, Stretch(begin, end, masked, own), done > 0, it)
                 done, begin, end = end, walk.rest, tile.blocks
             return it
-        return self.stretch(state, tile, Stretch(Int32(0), tile.blocks, masked), Boolean(False), it)
+        return self.stretch(state, tile, Stretch(Int32(0), tile.blocks, masked, own), Boolean(False), it)
 
     def skip_block(self, pipes: Pipelines, it: Int32) -> Int32:
         """Skip a block that no row of the warp group sees; returns the next use."""
@@ -237,7 +243,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             self.compiler_fence(K, K.next(it))
         for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
             mask = tile.mask(i)
-            it = self.masked_block(state, mask, i + 1 < end, it)
+            it = self.masked_block(state, mask, mask.key_row + self.tile_n > blocks.own, i + 1 < end, it)
             self.clear_hidden(state, mask, it)
         for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
             it = self.whole_block(state, i + 1 < end, it)
@@ -260,32 +266,43 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             rescale(state.acc_O, rows.scale)
 
     @cute.jit
-    def masked_block(self, state: State, mask: Mask, continues: Boolean, it: Int32) -> Int32:
+    def masked_block(self, state: State, mask: Mask, takes_max: Boolean, continues: Boolean, it: Int32) -> Int32:
         """O += P V of block `it`, and the probabilities of the next block, whose use is returned.
 
+        takes_max: the rows' reference maximum may move.
         continues: the stretch goes on after the next block.
         """
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
         self.cap(acc_S, state)
         mask.apply(acc_S, rows.token, state.bounds)
-        online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        if takes_max:
+            online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        else:
+            self.softmax(acc_S, state)
         it = self.finish_products(acc_S, state, continues, it)
         rescale(state.acc_O, rows.scale)
         return it
 
+    def softmax(self, acc_S: cute.Tensor, state: State) -> None:
+        """Of a block whose rows keep the reference maximum that they have; rows.scale as of `online_softmax`."""
+        rows = state.rows
+        if const_expr(self.dtype is cutlass.BFloat16):
+            fixed_softmax(acc_S, rows.max, rows.sum, state.scale_log2)
+            rows.scale.fill(1.0)
+        else:
+            half_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+
     @cute.jit
     def whole_block(self, state: State, continues: Boolean, it: Int32) -> Int32:
-        """As masked_block, where the next block needs no mask: rows keep their reference maximum."""
+        """As masked_block, where the next block needs no mask and takes no maximum."""
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
         self.cap(acc_S, state)
-        if const_expr(self.dtype is cutlass.BFloat16):
-            fixed_softmax(acc_S, rows.max, rows.sum, state.scale_log2)
-            return self.finish_products(acc_S, state, continues, it)
-        half_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        self.softmax(acc_S, state)
         it = self.finish_products(acc_S, state, continues, it)
-        rescale(state.acc_O, rows.scale)
+        if const_expr(self.dtype is cutlass.Float16):
+            rescale(state.acc_O, rows.scale)
         return it
 
     def last_block(self, state: State, it: Int32) -> Int32:

@@ -26,16 +26,12 @@ class RegionMask(NamedTuple):
         self,
         acc_S: cute.Tensor,
         q_row: cute.Tensor,  # (2) packed row of each of the thread's query rows
-        segment_begin: cute.Tensor,  # (T) where each row's segment begins
+        segment_begin: cute.Tensor,  # (2) of these rows
     ) -> None:
         """-inf for the scores that rows do not keep."""
         keep_before(acc_S, q_row, self.key_row, self.limit)
         if self.straddles:
-            first = first_key(self.key_row)
-            for r in cutlass.range_constexpr(2):
-                low = segment_begin[q_row[r]] - first
-                for e in row_elements(acc_S, r):
-                    acc_S[e] = acc_S[e] if column(e) >= low else -Float32.inf
+            keep_from(acc_S, segment_begin, self.key_row)
 
     def sees(self, row: Int32, key: Int32, segment_begin: cute.Tensor) -> Boolean:
         """What `apply` says of one pair."""
@@ -83,10 +79,7 @@ class PathMask(NamedTuple):
         bounds: PathBounds,
     ) -> None:
         """-inf for the scores that rows do not keep."""
-        if const_expr(bounds.first_key is not None):
-            self.keep_before(acc_S, q_row)
-        else:
-            keep_before(acc_S, q_row, self.key_row, self.limit)
+        keep_before(acc_S, q_row, self.key_row, self.limit)
         if self.by_key:
             first = first_key(self.key_row)
             for e0, e1 in zip(row_elements(acc_S, 0), row_elements(acc_S, 1), strict=True):
@@ -95,13 +88,6 @@ class PathMask(NamedTuple):
                 acc_S[e1] = acc_S[e1] if q_row[1] < end else -Float32.inf
         if const_expr(bounds.first_key is not None):
             keep_from(acc_S, bounds.own, self.key_row)
-
-    @cute.jit
-    def keep_before(self, acc_S: cute.Tensor, q_row: cute.Tensor) -> None:
-        """`keep_before` with a window, where half of the masked blocks do not need it: those where windows begin."""
-        first_hidden = cutlass.min(cutlass.min(q_row[0], q_row[1]) + 1, self.limit)
-        if cute.arch.vote_any_sync(first_hidden < self.key_row + 2 * cute.size(acc_S)):
-            keep_before(acc_S, q_row, self.key_row, self.limit)
 
     def sees(self, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
         """What `apply` says of one pair."""
@@ -125,11 +111,12 @@ class PathMask(NamedTuple):
 @cute.jit
 def keep_before(acc_S: cute.Tensor, q_row: cute.Tensor, key_row: Int32, limit: Int32) -> None:
     """-inf for the scores of keys after their row, and from the limit on."""
-    first = first_key(key_row)
-    for r in cutlass.range_constexpr(2):
-        end = cutlass.min(q_row[r] + 1, limit) - first
-        for e in row_elements(acc_S, r):
-            acc_S[e] = acc_S[e] if column(e) < end else -Float32.inf
+    ends = [cutlass.min(q_row[r] + 1, limit) - key_row for r in range(2)]
+    if cute.arch.vote_any_sync(cutlass.min(*ends) < 2 * cute.size(acc_S)):  # not where windows or segments begin
+        for r in cutlass.range_constexpr(2):
+            end = ends[r] - first_key(Int32(0))
+            for e in row_elements(acc_S, r):
+                acc_S[e] = acc_S[e] if column(e) < end else -Float32.inf
 
 
 @cute.jit

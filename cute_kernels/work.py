@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_kernels.abi import ForwardFields, PathFields
-from cute_kernels.mask import PathMask, RegionMask
+from cute_kernels.mask import PathBounds, PathMask, RegionMask
 
 
 def first_and_step(cluster_size: int) -> tuple[Int32, Int32]:
@@ -65,6 +65,17 @@ class Tile:
     def blocks(self) -> Int32:
         return self.context_blocks + self.own_blocks
 
+    @cute.jit
+    def bounds_of(self, q_row: cute.Tensor, segment_begin: cute.Tensor) -> cute.Tensor:
+        """(2) where the segments of a thread's rows begin. In registers before the first block, as a load in a block
+        would hold its softmax up."""
+        own = cute.make_rmem_tensor(2, Int32)
+        own.fill(0)
+        if self.straddles:
+            for r in cutlass.range_constexpr(2):
+                own[r] = segment_begin[q_row[r]]
+        return own
+
     def key_row(self, i: Int32) -> Int32:
         """Packed row of the first key of the i-th block."""
         n, j = self.tile_n, i - self.masked
@@ -110,6 +121,10 @@ class PathTile:
     def straddles(self) -> Boolean:
         """Rows of a tile may be of several segments."""
         return Boolean(True)
+
+    def bounds_of(self, q_row: cute.Tensor, bounds: PathBounds) -> PathBounds:
+        """Those with what a window needs of a thread's rows."""
+        return bounds if bounds.first_key is None else bounds.of_rows(q_row)
 
     @cute.jit
     def key_row(self, i: Int32) -> Int32:

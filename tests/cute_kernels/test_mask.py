@@ -1,6 +1,6 @@
-"""The mask of windows and the walk over a path's blocks: the kernel's own source, run on numbers of 32 lanes.
+"""The masks and the walk over a tile's blocks: the kernel's own source, run on numbers of 32 lanes.
 
-tests/ops/plan/test_paths.py proves plans by the same rule in numpy; here that rule meets the code.
+tests/ops/plan/test_forward.py and test_paths.py prove plans by the same rules in numpy; here those rules meet the code.
 """
 
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dualkv.layout import Layout, segments_of
+from dualkv.ops.plan.forward import forward_work, segment_begin
 from dualkv.ops.plan.paths import first_keys, path_work
 from dualkv.ops.window import Window
 from tests.protocol import sources
@@ -39,14 +40,33 @@ def work(monkeypatch):
     monkeypatch.delitem(sources.ALIKE, "mask.py")
     monkeypatch.setattr(Now, "machine", SimpleNamespace(agent=SimpleNamespace(mask=None, name="a warp")))
     loaded = sources.kernels(("mask.py", "The visibility rule on the device", "The rule on the device"))
-    work = loaded.fwd_paths.PathTile.load.__func__.__globals__
-    return SimpleNamespace(**work, PathBounds=work["PathMask"].sees.__globals__["PathBounds"])
+    return SimpleNamespace(**loaded.fwd_paths.PathTile.load.__func__.__globals__)
 
 
 LAYOUTS = {
     "prompts with responses": ([0, 80, 120, 160, 390, 400, 440, 471], [-1, 0, 0, 0, 0, -1, 5]),
     "a tree": ([0, 60, 60, 130, 150, 155, 260, 300], [-1, 0, 1, 2, 2, 0, 5]),
 }
+
+
+def masked_pairs(tile, keys, bounds, pairs):
+    """Adds the pairs that the masks of a tile's blocks keep, a warp's 16 rows at a time."""
+    for row in range(tile.row, tile.row_end, 16):
+        q = np.minimum(row + np.stack([LANES // 4, LANES // 4 + 8]), tile.row_end - 1)
+        own = tile.bounds_of(q, bounds)
+        for i, key in enumerate(keys):
+            mask, scores = tile.mask(i), Scores(TILE_N // 2)
+            mask.apply(scores, q, own)
+            if i >= tile.masked:
+                assert scores.kept.all(), "a whole block's mask keeps all of it, as the recompute pass needs"
+            for e in range(TILE_N // 2):
+                at = q[e // 2 % 2], key + e // 4 * 8 + e % 2 + LANES % 4 * 2
+                if i < tile.masked:
+                    for lane in (0, 13, 31):
+                        pair = int(at[0][lane]), int(at[1][lane])
+                        assert bool(mask.sees(*pair, bounds)) == scores.kept[e, lane]
+                in_use = row + e // 2 % 2 * 8 + LANES // 4 < tile.row_end
+                np.add.at(pairs, (at[0][in_use], at[1][in_use]), scores.kept[e][in_use])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,21 +90,21 @@ def test_rows_keep_the_keys_of_their_window(work, layout, window):
             for k in range(key, key + TILE_N):
                 hidden = k >= key + mask.first_hidden() and mask.hides(k, bounds)
                 assert hidden == (not any(mask.sees(row, k, bounds) for row in range(tile.row, tile.row_end)))
-        for row in range(tile.row, tile.row_end, 16):  # of a warp
-            q = np.minimum(row + np.stack([LANES // 4, LANES // 4 + 8]), tile.row_end - 1)
-            for i, key in enumerate(keys):
-                mask, scores = tile.mask(i), Scores(TILE_N // 2)
-                mask.apply(scores, q, bounds.of_rows(q))
-                if i >= tile.masked:
-                    assert scores.kept.all(), "a whole block's mask keeps all of it, as the recompute pass needs"
-                for e in range(TILE_N // 2):
-                    at = q[e // 2 % 2], key + e // 4 * 8 + e % 2 + LANES % 4 * 2
-                    if i < tile.masked:
-                        for lane in (0, 13, 31):
-                            pair = int(at[0][lane]), int(at[1][lane])
-                            assert bool(mask.sees(*pair, bounds)) == scores.kept[e, lane]
-                    in_use = row + e // 2 % 2 * 8 + LANES // 4 < tile.row_end
-                    np.add.at(pairs, (at[0][in_use], at[1][in_use]), scores.kept[e][in_use])
+        masked_pairs(tile, keys, bounds, pairs)
     q, k = np.arange(total)[:, None], np.arange(total)[None]
     assert (pairs[:, :total] == ((k <= q) & (q < seg.visible_end[k]) & (k >= first[q]))).all()
+    assert not pairs[:, total:].any()
+
+
+def test_rows_keep_the_keys_of_their_segment_and_its_prompt(work):
+    made = Layout.from_segments(*LAYOUTS["prompts with responses"])
+    seg = segments_of(made.offsets, made.parent)
+    total, begins = seg.total, Host("segment_begin", segment_begin(seg))
+    pairs = np.zeros((total, total + TILE_N), int)
+    tiles = [work.Tile.load(item, TILE_N) for item in forward_work(seg, TOKENS, TILE_N).tolist()]
+    assert any(tile.straddles for tile in tiles)
+    for tile in tiles:
+        masked_pairs(tile, [int(tile.key_row(i)) for i in range(tile.blocks)], begins, pairs)
+    q, k = np.arange(total)[:, None], np.arange(total)[None]
+    assert (pairs[:, :total] == ((k <= q) & (q < seg.visible_end[k]))).all()
     assert not pairs[:, total:].any()
