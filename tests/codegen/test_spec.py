@@ -31,6 +31,16 @@ def test_json_round_trip_and_symbols_over_the_whole_table():
     assert len({spec.symbol for spec in specs}) == len(specs)
 
 
+def test_heads_that_leave_rows_idle_are_taken_apart_in_long_windows():
+    for ratio, taken in ((1, 1), (3, 3), (4, 4), (5, 1), (6, 2), (7, 7), (12, 4), (16, 16), (24, 8)):
+        long, short, full = (
+            forward_spec("bf16", 128, ratio, trees, features, is_short).packed_heads
+            for trees, features, is_short in ((True, "window", False), (True, "window", True), (True, "", False))
+        )
+        assert long == taken
+        assert short == full == (ratio if ratio <= 16 else taken)
+
+
 def test_every_head_dim_and_ratio_is_served_by_the_table():
     known = set(table())
     for head_dim, heads_per_kv in itertools.product(range(8, 257, 8), [*range(1, 17), 20, 24, 28, 32, 37, 48, 64, 128]):
