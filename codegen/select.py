@@ -73,7 +73,7 @@ def select(
     Args:
         shapes: head dims and GQA ratios.
         dtypes: "bf16", "fp16".
-        directions: of DIRECTIONS.
+        directions: of DIRECTIONS. Backwards have the kernels of both kinds of layouts, whose rows see few keys or many.
         gradients: of codegen.spec.GRADIENTS, the gradients that backwards compute.
         deterministic: also the kernels of deterministic backwards.
         trees: also the forward's kernels for layouts deeper than two levels (the backward's kernels serve any layout).
@@ -103,7 +103,7 @@ def select(
                 for asked in gradients:
                     for fixed in (False, True) if deterministic else (False,):
                         of_call = dtype, head_dim, fixed, asked, shape.features, head_dim_v
-                        found += backward_specs(*of_call).present
+                        found += [s for few in (False, True) for s in backward_specs(*of_call, few).present]
     return list(dict.fromkeys(found))
 
 

@@ -204,6 +204,7 @@ def backward_specs(
     gradients: str = GRADIENTS[0],
     features: tuple[str, ...] = (),
     head_dim_v: int | None = None,
+    few_keys: bool = False,
 ) -> BackwardSpecs:
     """The backward kernels that run a head dim (a multiple of 8 up to 512), whatever the GQA ratio.
 
@@ -211,9 +212,10 @@ def backward_specs(
         deterministic: concerns the sums of dQ; without dQ it changes nothing.
         features: of the call, names in FEATURES. Each kernel has those that concern it.
         head_dim_v: of values; None: `head_dim`.
+        few_keys: see `backward_tile`.
     """
     native, native_v = _native(head_dim, head_dim_v)
-    tile = backward_tile(head_dim, deterministic and "q" in gradients, features, head_dim_v)
+    tile = backward_tile(head_dim, deterministic and "q" in gradients, features, head_dim_v, few_keys)
 
     def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
@@ -245,7 +247,8 @@ def table() -> list[KernelSpec]:
         for dtype in DTYPES
         for fixed in (False, True)
         for gradients in ("qkv", "q", "kv")
-        for spec in backward_specs(dtype, d, fixed, gradients, head_dim_v=of_v).present
+        for few_keys in (False, True)
+        for spec in backward_specs(dtype, d, fixed, gradients, head_dim_v=of_v, few_keys=few_keys).present
     ]
     return forward + trees + list(dict.fromkeys(backward))
 

@@ -163,8 +163,12 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     512: BackwardTile(tile_m=64, tile_n=64, cluster=1),
     (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
-
-
+FEW_KEYS = 2048  # that a row sees, on average
+FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
+FEW_KEYS_TILES: dict[HeadDims, BackwardTile] = {  # from FEW_KEYS_ROWS on, where rows see FEW_KEYS or fewer: CTAs with
+    # neighbouring keys share fewer of their queries
+    128: replace(BACKWARD_TILES[128], cluster=1),
+}
 WINDOW_ROWS: dict[HeadDims, int] = {  # tile_m with a window; with 96 rows ptxas runs products one by one
     (192, 128): 80,
 }
@@ -178,14 +182,19 @@ SOFTCAP_ROWS: dict[HeadDims, tuple[int, int]] = {  # tile_m with softcapping, wi
 
 
 def backward_tile(
-    head_dim: int, deterministic: bool = False, features: Collection[str] = (), head_dim_v: int | None = None
-) -> BackwardTile:
+    head_dim: int, deterministic: bool = False, features: Collection[str] = (), head_dim_v: int | None = None,
+    few_keys: bool = False,
+) -> BackwardTile:  # fmt: skip
     """The backward's tile for head dims (any that :func:`kernel_head_dims` takes); GQA ratios share kernels.
 
-    features: see codegen.spec.KernelSpec.
+    Args:
+        features: see codegen.spec.KernelSpec.
+        few_keys: the layout's rows see few keys. Nothing changes with a window or softcapping.
     """
     native = native_key(head_dim, head_dim_v)
     tile = BACKWARD_TILES[native]
+    if few_keys and not {"window", "softcap"} & set(features):
+        tile = FEW_KEYS_TILES.get(native, tile)
     if "window" in features and native in WINDOW_ROWS:
         tile = replace(tile, tile_m=WINDOW_ROWS[native])
     if "softcap" in features and native in SOFTCAP_ROWS:

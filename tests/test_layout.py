@@ -34,6 +34,21 @@ def test_visibility_is_that_of_the_replicated_sequences(tree):
         expected |= {(rows[i], k) for i in range(first, len(rows)) for k in rows[: i + 1]}
         assert layout.position_ids[offsets[s] : offsets[s + 1]].tolist() == list(range(first, len(rows)))
     assert visible_pairs(layout) == expected
+    assert mean_keys(layout) == pytest.approx(len(expected) / max(layout.num_tokens, 1))
+
+
+def mean_keys(layout: Layout) -> float:
+    return segments_of(layout.offsets, layout.parent).mean_visible_keys
+
+
+def test_mean_keys_are_those_of_rows_that_kernels_compute():
+    layout = Layout.from_lengths([10, 4, 3], [[3, 5], [], [0]])
+    of_responses = [11, 12, 13, 11, 12, 13, 14, 15]
+    assert mean_keys(layout) == pytest.approx((55 + sum(of_responses) + 10 + 6) / 25)
+    assert mean_keys(layout.without_prompt_queries()) == pytest.approx((sum(of_responses) + 4 + 3) / 10)
+    tree = Layout.from_segments([0, 10, 14, 16, 19], [-1, 0, 1, 0])
+    assert mean_keys(tree.without_queries(14)) == pytest.approx((15 + 16 + 11 + 12 + 13) / 5)
+    assert mean_keys(Layout.from_lengths([], [])) == mean_keys(Layout.from_lengths([0], [[0]])) == 0.0
 
 
 @settings(max_examples=300, deadline=None)

@@ -44,7 +44,7 @@ class Runs:
 @dataclass(frozen=True)
 class Ready:
     """Kernels of a dtype and a native pair of head dims that are compiled: the forward's by GQA ratio, and whole
-    backwards."""
+    backwards, of layouts whose rows see few keys and of others."""
 
     dtype: str
     head_dim: int
@@ -185,8 +185,10 @@ def _counted(folder: Path) -> str:
 
 def _ready(dtype: str, head_dim: int, head_dim_v: int) -> Ready:
     def whole(deterministic: bool) -> bool:
-        specs = backward_specs(dtype, head_dim, deterministic, head_dim_v=head_dim_v)
-        return all(store.where(spec) for spec in specs.present)
+        kinds = [
+            backward_specs(dtype, head_dim, deterministic, head_dim_v=head_dim_v, few_keys=x) for x in (False, True)
+        ]
+        return all(store.where(spec) for specs in kinds for spec in specs.present)
 
     every = range(1, MAX_PACKED_HEADS + 1)
     ratios = [h for h in every if store.where(forward_spec(dtype, head_dim, h, head_dim_v=head_dim_v))]

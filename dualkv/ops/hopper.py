@@ -14,7 +14,7 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec, joined
 from codegen.store import Kernel
-from codegen.tiles import BackwardTile, ForwardTile
+from codegen.tiles import FEW_KEYS, FEW_KEYS_ROWS, BackwardTile, ForwardTile
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
 from dualkv.layout import Segments
 from dualkv.ops.plan import backward as plan_backward
@@ -45,6 +45,12 @@ def device_unsupported(device: torch.device) -> str | None:
         return "ROCm devices" if device.type == "cuda" else f"{device.type} devices"
     capability = torch.cuda.get_device_capability(device)
     return None if capability == CAPABILITY else f"compute capability {capability[0]}.{capability[1]}"
+
+
+def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
+    """Whether the backward of a call takes the tile of layouts whose rows see few keys: it needs enough of them."""
+    filled = segments.total * kv_heads >= FEW_KEYS_ROWS
+    return window is None and filled and segments.mean_visible_keys <= FEW_KEYS
 
 
 # ---------------------------------------------------------------- plans on a device
@@ -255,10 +261,12 @@ def _backward_kernels(
     device: torch.device,
     features: tuple[str, ...] = (),
     head_dim_v: int | None = None,
+    few_keys: bool = False,
 ) -> tuple[BackwardSpecs, dict[str, Kernel]]:
-    """The specifications and the loaded kernels, by operation; independent of the batch and the GQA ratio."""
+    """The specifications and the loaded kernels, by operation; independent of the GQA ratio, and of the batch but for
+    `few_keys`."""
     _refuse_capture(device, "the backward's kernels are not loaded")
-    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients, features, head_dim_v)
+    specs = backward_specs(DTYPES[dtype], head_dim, deterministic, gradients, features, head_dim_v, few_keys=few_keys)
     operations = [spec.operation for spec in specs.present]
     return specs, dict(zip(operations, store.load_all(specs.present), strict=True))
 
@@ -356,8 +364,9 @@ def backward(
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
     asked = {"window": window, "sinks": sinks, "softcap": softcap, "dlse": dlse}
     features = tuple(name for name, value in asked.items() if value is not None)
+    few = few_keys(segments, kv_heads, window)
     specs, kernels = _backward_kernels(
-        q.dtype, head_dim, deterministic, gradients, device, features, v.shape[2]
+        q.dtype, head_dim, deterministic, gradients, device, features, v.shape[2], few
     )  # fmt: skip
     tile, native = specs.main.tile, specs.main.head_dim
     planned = backward_plan(segments, device, tile, heads, kv_heads, window)

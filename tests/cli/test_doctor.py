@@ -18,9 +18,12 @@ from tests.codegen import stand_in
 
 def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
     assert doctor._kernels()[0] == []
-    for _ in store.fill([forward_spec("bf16", 128, 4), *backward_specs("bf16", 128).present], store.cache_dir()):
-        pass
-    store.cache_dir().chmod(0o700)
+    many, few = (backward_specs("bf16", 128, few_keys=few_keys).present for few_keys in (False, True))
+    for specs, whole in ((many, False), (few, True)):
+        for _ in store.fill([forward_spec("bf16", 128, 4), *specs], store.cache_dir()):
+            pass
+        store.cache_dir().chmod(0o700)
+        assert doctor._kernels()[0] == [doctor.Ready("bf16", 128, 128, [4], whole, False)]
     there = tmp_path / "there"
     for _ in store.fill([forward_spec("bf16", 128, 8), forward_spec("fp16", 64, 1)], there):
         pass
@@ -31,7 +34,7 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
         doctor.Ready("fp16", 64, 64, [1], False, False),
     ]
     assert (
-        f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (5 kernels)" in lookup
+        f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (7 kernels)" in lookup
     )
     assert re.search(r"compiled at their first use by nvidia-cutlass-dsl 4.8.\d of this environment", lookup)
     assert wrong == []

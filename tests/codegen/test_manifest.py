@@ -12,9 +12,10 @@ the forward of trees at a narrow and a wide head dim.
 
 Of the backward SPECS has every head dim's main kernel, with deterministic sums at a narrow and a wide one; of the small
 kernels around it those of one head dim for each order of dQ and statistics (64, 128, 192), and of 192 with values of
-128; and one main kernel in fp16. Of parts of the gradients, those that are recorded at the head dim that training meets
-most and at a wide one, and each of the others, which are not recorded, at one of the two. Of windows, sinks and
-softcapping, at two head dims and but for deterministic sums, the kernels whose features no other one has with more.
+128; one main kernel in fp16; and the kernels of layouts whose rows see few keys. Of parts of the gradients, those that
+are recorded at the head dim that training meets most and at a wide one, and each of the others, which are not recorded,
+at one of the two. Of windows, sinks and softcapping, at two head dims and but for deterministic sums, the kernels whose
+features no other one has with more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import pytest
 from codegen import manifest, store
 from codegen.select import feature_table
 from codegen.spec import TILES, backward_specs, forward_spec
-from codegen.tiles import HEAD_DIMS, MIXED
+from codegen.tiles import FEW_KEYS_TILES, HEAD_DIMS, MIXED
 
 ROOT = Path(__file__).parents[2]
 RECORD = manifest.read(Path(__file__).with_name("manifest.json"))
@@ -46,6 +47,7 @@ SPECS = sorted(
     | {forward_spec("bf16", d, 4, trees=True) for d in (64, 256)}
     | {backward_specs("bf16", d).main for d in HEAD_DIMS}
     | {backward_specs("bf16", d, deterministic=True).main for d in (128, 256)}
+    | {spec for d in FEW_KEYS_TILES for spec in backward_specs("bf16", d, few_keys=True).present}
     | {spec for d in (64, 128, 192) for spec in backward_specs("bf16", d).present}
     | {backward_specs("bf16", 128, deterministic=True).partial_sum}
     | {forward_spec("bf16", d, 1, head_dim_v=of_v) for d, of_v in MIXED}

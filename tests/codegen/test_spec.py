@@ -13,7 +13,7 @@ import pytest
 
 from codegen import toolchain
 from codegen.spec import GRADIENTS, TILES, KernelSpec, backward_specs, forward_spec, table
-from codegen.tiles import HEAD_DIM_PAIRS, HEAD_DIMS, MIXED, MIXED_RATIOS, ForwardTile
+from codegen.tiles import FEW_KEYS_TILES, HEAD_DIM_PAIRS, HEAD_DIMS, MIXED, MIXED_RATIOS, ForwardTile
 
 SPEC = forward_spec("bf16", 128, 4)
 
@@ -23,6 +23,7 @@ def test_json_round_trip_and_symbols_over_the_whole_table():
     forward, preprocess, main, partial_sum, postprocess = 16, 3, 2 + 2 + 1, 1 + 1, 1
     both = len(HEAD_DIMS) * (forward + preprocess + main + partial_sum + postprocess)
     both += len(MIXED) * (len(MIXED_RATIOS) + preprocess + main + partial_sum + postprocess)
+    both += len(FEW_KEYS_TILES) * (main + partial_sum)
     trees = len(HEAD_DIM_PAIRS)  # of one dtype and ratio
     assert len(specs) == len(set(specs)) == 2 * both + trees
     for spec in specs:
@@ -60,12 +61,27 @@ def test_every_head_dim_and_ratio_is_served_by_the_table():
 
 
 def test_kernels_of_one_backward_agree_on_their_tiles():
-    for (head_dim, of_v), deterministic in itertools.product(HEAD_DIM_PAIRS, (False, True)):
-        specs = backward_specs("bf16", head_dim, deterministic, head_dim_v=of_v)
+    for (head_dim, of_v), deterministic, few in itertools.product(HEAD_DIM_PAIRS, *[(False, True)] * 2):
+        specs = backward_specs("bf16", head_dim, deterministic, head_dim_v=of_v, few_keys=few)
         preprocess, main, partial_sum, postprocess = specs
         assert main.tile.deterministic == deterministic
         assert preprocess.tile.tile_m == postprocess.tile.tile_m == main.tile.tile_m
         assert (partial_sum.tile.tile_n, partial_sum.tile.cluster) == (main.tile.tile_n, main.tile.cluster)
+
+
+def test_rows_that_see_few_keys_have_kernels_of_their_own():
+    """Only where the table has a tile for them, and neither with a window nor with softcapping."""
+    known = set(table())
+    for head_dim, of_v in HEAD_DIM_PAIRS:
+        for features in ((), ("sinks", "dlse"), ("window",), ("softcap",), ("window", "softcap")):
+            many, few = (backward_specs("bf16", head_dim, True, "qkv", features, of_v, x) for x in (False, True))
+            own = of_v == head_dim in FEW_KEYS_TILES and not {"window", "softcap"} & set(features)
+            assert (few.main != many.main) == (few.partial_sum != many.partial_sum) == own
+            assert (few.preprocess, few.postprocess) == (many.preprocess, many.postprocess)
+            assert features or known.issuperset(few.present)
+    few = backward_specs("bf16", 120, few_keys=True)
+    assert few == backward_specs("bf16", 128, few_keys=True)
+    assert few.main.tile.cluster == few.partial_sum.tile.cluster == 1
 
 
 def test_parts_of_the_gradients_have_the_kernels_that_they_need():

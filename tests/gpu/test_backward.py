@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,7 @@ def kernels(compile_all):
         kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
         kinds += [("bf16", d, fixed, part) for d in HEAD_DIMS for fixed in (False, True) for part in GRADIENTS[1:]]
         compile_all(spec for kind in kinds for spec in backward_specs(*kind).present)
+        compile_all(s for fixed in (False, True) for s in backward_specs("bf16", 128, fixed, few_keys=True).present)
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):
@@ -208,6 +210,18 @@ def test_tails(head_dim):
     lengths = range(1, 2 * 128 + 2, 3)
     layout = Layout.from_lengths(lengths, [[(37 * n) % 131, (11 * n) % 67] for n in lengths])
     check(*inputs(layout, 2, 1, head_dim), layout)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_many_groups_whose_rows_see_few_keys(seed, deterministic):
+    """Enough of them that the layout takes a tile of its own; lengths from a quarter to 7/4 of their mean."""
+    draw = np.random.default_rng(seed)
+    prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
+    responses[::5, 3], prompts[7] = 0, 1
+    layout = Layout.from_lengths(prompts, responses)
+    assert hopper.few_keys(layout._segments, 8, None)
+    check(*inputs(layout, 16, 8, seed=seed), layout, deterministic)
 
 
 def test_slices_and_strides():

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GP
 def kernels(compile_all):
     if HOPPER:
         kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
-        compile_all(spec for kind in kinds for spec in backward_specs(*kind))
+        compile_all(s for kind in kinds for few in (False, True) for s in backward_specs(*kind, few_keys=few))
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16):
@@ -139,6 +139,20 @@ def test_nothing_compiles_or_loads_when_the_batch_changes(only_the_kernel):
         grads(q, k, v, torch.randn_like(q), layout)
     assert dict(store.counts) == before
     assert store._loaded == loaded
+
+
+def test_nothing_compiles_or_loads_when_batches_of_few_and_many_keys_take_turns(only_the_kernel, monkeypatch):
+    monkeypatch.setattr(hopper, "FEW_KEYS", 100)
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2)
+    seen = []
+    for prompt, response in ((300, 20), (30, 20), (500, 77), (50, 77), (1, 30), (400, 1)):
+        layout = Layout.from_lengths([prompt, 5], [[response] * 3, [7]])
+        q, k, v = inputs(layout)
+        dout = torch.randn_like(q)
+        check_grads(grads(q, k, v, dout, layout), q, k, v, dout, layout)
+        seen.append((hopper.few_keys(layout._segments, 2, None), dict(store.counts), dict(store._loaded)))
+    assert [few for few, *_ in seen] == [False, True] * 2 + [True, False]
+    assert all(after[1:] == seen[1][1:] for after in seen[2:])
 
 
 def test_slices_of_a_fused_projection_are_not_copied(only_the_kernel):

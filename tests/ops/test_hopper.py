@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
+from codegen.tiles import FEW_KEYS, FEW_KEYS_ROWS
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
@@ -19,6 +20,7 @@ from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.window import Window
+from tests.strategies import binary_tree
 
 
 def segments(layout):
@@ -183,6 +185,81 @@ def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head
     hopper.backward(*inputs, seg, 0.125, False, softcap=30.0)
     assert launches[1][1][13:] == (None, None, None, 30.0)
     assert len(launches[0][1]) == 7
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "few"),
+    [
+        (([200] * 128, [[150] * 8] * 128), 8, True),
+        (([100] * 16, [[1000] * 16] * 16), 8, True),
+        (([1200] * 24, [[800] * 8] * 24), 8, True),
+        (([600] * 2, [[400] * 8] * 2), 8, False),  # few rows
+        (([600] * 64, [[400] * 8] * 64), 1, True),
+        (([600] * 32, [[400] * 8] * 32), 1, False),
+        (([2400] * 8, [[1600] * 8] * 8), 8, False),  # many keys
+        (([100] * 4, [[8000]] * 4), 8, False),
+    ],
+)
+def test_layouts_whose_rows_see_few_keys(lengths, kv_heads, few):
+    seg = segments(Layout.from_lengths(*lengths))
+    assert hopper.few_keys(seg, kv_heads, None) == few
+    assert not hopper.few_keys(seg, kv_heads, Window(128))
+    assert not hopper.few_keys(seg, kv_heads, Window(chunk=10**6))
+
+
+def test_where_few_keys_begin_and_end():
+    for rows in (FEW_KEYS_ROWS // 8 - 1, FEW_KEYS_ROWS // 8):
+        seg = segments(Layout.from_lengths([1] * rows, [[]] * rows))
+        assert hopper.few_keys(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
+    for longest in (2 * FEW_KEYS - 1, 2 * FEW_KEYS):  # a row of n sees (n + 1) / 2
+        seg = segments(Layout.from_lengths([longest] * 64, [[]] * 64))
+        assert hopper.few_keys(seg, 8, None) == (longest < 2 * FEW_KEYS)
+    for root in (300, 3000):
+        tree = Layout.from_segments(*binary_tree(10, root, 10))
+        assert hopper.few_keys(segments(tree), 8, None) == (root == 300)
+
+
+@pytest.mark.parametrize("gradients", ["qkv", "q", "kv"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 120, 128])
+def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, head_dim, deterministic, gradients):
+    """Of every kernel of the call and of its plan. Each kind of layouts loads its kernels once."""
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
+    monkeypatch.setattr(hopper, "FEW_KEYS", 200)
+    for prompt, responses, few in [
+        (100, [77], False),
+        (200, [50] * 4, True),
+        (600, [60] * 4, False),
+        (10, [300, 100], True),
+    ] * 2:
+        layout = Layout.from_lengths([prompt], [responses])
+        seg = segments(layout)
+        launches.clear()
+        inputs = random_backward(layout.num_tokens, 34, 2, head_dim)
+        hopper.backward(*inputs, seg, 0.1, deterministic, gradients)
+        specs = backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few)
+        tile = specs.main.tile
+        made = plan_backward.backward_work(seg, tile, 34, 2, 132, tile.deterministic)
+        assert [spec for spec, _ in launches] == [
+            spec for spec in specs.present if spec.operation != "bwd_sum" or made.num_partials
+        ]
+        called = {spec.operation: arguments for spec, arguments in launches}
+        assert np.array_equal(called["bwd"][10].numpy(), made.items)
+        if gradients != "q":
+            assert called["bwd"][8].numel() == made.num_partials * tile.partial_floats(*specs.main.head_dims)
+    kinds = [backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few) for few in (False, True)]
+    assert len(launches.loaded) == sum(len(specs.present) for specs in kinds)
+
+
+def test_windows_and_softcapping_keep_their_tile_where_rows_see_few_keys(launches, monkeypatch):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    layout = Layout.from_lengths([300], [[77, 200]])
+    inputs = random_backward(layout.num_tokens, 4, 2, 128)
+    for features, window, softcap in ((("window",), Window(40), None), (("softcap",), None, 30.0)):
+        launches.clear()
+        hopper.backward(*inputs, segments(layout), 0.1, False, window=window, softcap=softcap)
+        assert launches[1][0] == backward_specs("bf16", 128, features=features).main
+        assert launches[1][0].tile.cluster == 2
 
 
 def assert_same(got, want):

@@ -264,10 +264,10 @@ class Gradients:
 def backward(
     name: str, head_dim: int, gradients: str, layout: Any, *, heads: int = 1, kv_heads: int = 1, tile_m: int = 32,
     window: Window | None = None, softcap: float | None = None, parents: list[int] | None = None,
-    head_dim_v: int | None = None, **tile: Any,
+    head_dim_v: int | None = None, few_keys: bool = False, **tile: Any,
 ) -> Case:  # fmt: skip
     """A launch of the backward's main kernel. parents: of a tree, where `layout` is lengths of segments."""
-    config, of_v = tiles.backward_tile(head_dim, head_dim_v=head_dim_v), head_dim_v or head_dim
+    config, of_v = tiles.backward_tile(head_dim, head_dim_v=head_dim_v, few_keys=few_keys), head_dim_v or head_dim
     options = {"tile_m": tile_m, "tile_n": config.tile_n, "stages": config.stages, "cluster": config.cluster,
                "heads_inside": config.heads_inside, **tile}  # fmt: skip
     made = tiles.BackwardTile(**options)
@@ -449,13 +449,15 @@ def cases() -> list[Case]:
         # As many rows as in the table: that decides how many buffers there are for dS.
         more = {"head_dim_v": 128, "heads": 2, "tile_m": 96, "deterministic": deterministic}
         found.append(backward(f"bwd_wide d192v128{after}", 192, "qkv", wide, **more))
-        more = {"heads": 2, "cluster": 1, "deterministic": deterministic}
-        found.append(backward(f"bwd_narrow d128 cluster 1{after}", 128, "qkv", ([90], [[30, 50]]), **more))
+        more = {"heads": 2, "few_keys": True, "deterministic": deterministic}
+        for d in tiles.FEW_KEYS_TILES:
+            found.append(backward(f"bwd_narrow d{d} few keys{after}", d, "qkv", ([90], [[30, 50]]), **more))
     for gradients in ("q", "kv"):
         found.append(backward(f"bwd_wide d192v128 {gradients}", 192, gradients, wide, head_dim_v=128))
     for gradients in ("q", "k", "v", "kv"):
         found.append(backward(f"bwd_wide d256 {gradients}", 256, gradients, wide))
         found.append(backward(f"bwd_narrow d128 {gradients}", 128, gradients, narrow))
+        found.append(backward(f"bwd_narrow d128 few keys {gradients}", 128, gradients, narrow, few_keys=True))
     windowed = ([70, 40], [[60, 90, 20], [30]])
     for deterministic in (False, True):
         after = " deterministic" * deterministic

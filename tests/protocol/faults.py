@@ -66,7 +66,7 @@ PLANTED = [
     ),
     one(
         "every lane arrives",
-        "bwd_narrow d128 cluster 1",
+        "bwd_narrow d128 few keys",
         "pipeline.py",
         "        with cute.arch.elect_one():\n            cute.arch.mbarrier_arrive(bar)\n",
         "        cute.arch.mbarrier_arrive(bar)\n",

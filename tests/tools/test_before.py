@@ -7,7 +7,7 @@ import json
 import pytest
 
 from codegen import store
-from codegen.spec import forward_spec
+from codegen.spec import backward_specs, forward_spec
 from dualkv.ops import hopper
 from tools.bench import before
 
@@ -23,12 +23,34 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "open_entry", lambda path, spec, symbol: f"{path.name} {symbol}")
     monkeypatch.setattr(store, "load", store.load)
     monkeypatch.setattr(store, "load_all", store.load_all)
+    monkeypatch.setattr(hopper, "backward_specs", hopper.backward_specs)
     monkeypatch.setattr(before.Kernels, "current", None)
     return tmp_path
 
 
 def test_an_earlier_kernel_is_found_by_its_specification(entries):
     assert before.earlier(entries)(SPEC) == "old its_symbol"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_earlier_kernels_decide_whether_layouts_choose_a_tile(entries, monkeypatch, deterministic):
+    """The host plans for the tile of the kernels that it calls."""
+    given = "bf16", 128, deterministic, "qkv", (), None
+    many, few = (backward_specs(*given, few_keys=few_keys) for few_keys in (False, True))
+    assert many.main.tile.cluster != few.main.tile.cluster
+    for lookup in (hopper._kernel, hopper._backward_kernels):
+        monkeypatch.setattr(lookup, "cache_clear", lambda: None, raising=False)
+    for there, chosen in ((many, many), (few, few)):
+        for spec in there.present:
+            (entries / spec.symbol).mkdir(exist_ok=True)
+            record = {"spec": spec.to_dict(), "symbol": spec.symbol}
+            (entries / spec.symbol / "kernel.json").write_text(json.dumps(record))
+        old = before.Kernels("before", before.earlier(entries), before.earlier_specs(entries))
+        for side, expected in ((before.Kernels("now", lambda spec: "new"), few), (old, chosen)):
+            side.use()
+            assert hopper.backward_specs(*given, few_keys=True) == expected
+            assert hopper.backward_specs(*given, few_keys=False) == many
+        assert store.load_all(chosen.present) == [f"{spec.symbol} {spec.symbol}" for spec in chosen.present]
 
 
 def test_calls_take_the_kernels_of_their_side(entries, monkeypatch):

@@ -7,14 +7,18 @@ import re
 import stat
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from codegen.tiles import BACKWARD_TILES, FEW_KEYS_TILES
+from dualkv.bench.workloads import parse
 from tools import filed
 from tools.ncu import collect, metrics
 from tools.ncu.__main__ import app
+from tools.ncu.job import Job
 
 ROOT = Path(__file__).parents[2]
 FORWARD = ROOT / "tests" / "files" / "ncu"
@@ -122,3 +126,15 @@ def test_run_leaves_a_profile(monkeypatch, tmp_path, gpu):
     assert "--clock-control none" in ran, "the card's clocks are left alone"
     assert "--profile-from-start off" in ran
     assert "tools.ncu.target" in ran
+
+
+def test_a_job_profiles_the_kernels_that_its_layout_takes(monkeypatch):
+    short, long = (Job(parse(name), "bwd") for name in ("g128-n8-short", "n32-p8192-r2048"))
+    assert short.specs()["bwd"].tile == FEW_KEYS_TILES[128] != BACKWARD_TILES[128]
+    assert long.specs()["bwd"].tile == BACKWARD_TILES[128]
+    for table in (BACKWARD_TILES, FEW_KEYS_TILES):
+        for head_dim, tile in table.copy().items():
+            monkeypatch.setitem(table, head_dim, tile)  # put back afterwards
+    tuned = Job(short.workload, "bwd", tile={"tile_m": 64})
+    tuned.use_tile()
+    assert tuned.specs()["bwd"].tile == replace(long.specs()["bwd"].tile, tile_m=64) == BACKWARD_TILES[128]

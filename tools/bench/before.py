@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 
 from codegen import precompiled, store
-from codegen.spec import TILES, KernelSpec
+from codegen.spec import TILES, BackwardSpecs, KernelSpec, backward_specs
 from codegen.store import Kernel
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
@@ -58,14 +58,20 @@ class Kernels:
 
     current: str | None = None
 
-    def __init__(self, name: str, load: Callable[[KernelSpec], Kernel]) -> None:
-        self.name, self.load = name, load
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[KernelSpec], Kernel],
+        specs: Callable[..., BackwardSpecs] = backward_specs,
+    ) -> None:
+        self.name, self.load, self.specs = name, load, specs
 
     def use(self) -> None:
         if Kernels.current != self.name:
             Kernels.current = self.name
             store.load = self.load  # type: ignore[assignment]
             store.load_all = lambda specs: [self.load(spec) for spec in specs]
+            hopper.backward_specs = self.specs
             hopper._kernel.cache_clear()
             hopper._backward_kernels.cache_clear()
 
@@ -95,6 +101,17 @@ def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
         return loaded[spec]
 
     return load
+
+
+def earlier_specs(folder: Path) -> Callable[..., BackwardSpecs]:
+    """`backward_specs` as the earlier kernels have it: without a tile for rows that see few keys, if none has it."""
+    known, todays = set(kernels_in(folder)), cast(Callable[..., BackwardSpecs], backward_specs)
+
+    def specs(*given: Any, few_keys: bool) -> BackwardSpecs:
+        found = todays(*given, few_keys=few_keys)
+        return found if known.issuperset(found.present) else todays(*given)
+
+    return specs
 
 
 def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, pause: float) -> list[float]:
@@ -132,7 +149,7 @@ def main(
     json_to: OptionalJsonPath = None,
 ) -> None:
     """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
-    kernels = [Kernels(BEFORE, earlier(folder)), Kernels(NOW, store.load)]
+    kernels = [Kernels(BEFORE, earlier(folder), earlier_specs(folder)), Kernels(NOW, store.load)]
     results: list[dict[str, Any]] = []
     record = Record(json_to)
     load, load_all = store.load, store.load_all
@@ -150,7 +167,7 @@ def main(
                 del made, before, now
                 torch.cuda.empty_cache()
     finally:
-        store.load, store.load_all = load, load_all
+        store.load, store.load_all, hopper.backward_specs = load, load_all, backward_specs
     by_direction: dict[str, list[float]] = {}
     for r in results:
         by_direction.setdefault(r["direction"], []).append(r["speed"])

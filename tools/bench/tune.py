@@ -1,8 +1,8 @@
 """`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns, by head dim and GQA ratio.
 
 What the table of `codegen/tiles.py` is held to: what is fastest over the ratios of a head dim belongs there.
-Candidates are changes of its entries; without `--tile` those below. They are compiled side by side first, and one that
-does not compile, or spills, or whose products run one by one, is left out and says so.
+Candidates are changes of its entries, for every layout; without `--tile` those below. They are compiled side by side
+first, and one that does not compile, or spills, or whose products run one by one, is left out and says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 
 from codegen import KernelError, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
-from codegen.tiles import HeadDims
+from codegen.tiles import FEW_KEYS_TILES, HeadDims
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
@@ -181,6 +181,7 @@ def main(
         groups: Workload = parse(workload)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
+    FEW_KEYS_TILES.clear()  # in this process: workloads whose rows see few keys take the candidates too
     record, filed_results = Record(json_to), list[dict[str, Any]]()
     for d in dims:
         try:

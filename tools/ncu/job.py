@@ -9,6 +9,8 @@ from typing import Any
 from codegen import tiles
 from codegen.spec import KernelSpec, backward_specs, forward_spec
 from dualkv.bench.workloads import Workload
+from dualkv.layout import segments_of
+from dualkv.ops import hopper
 
 DIRECTIONS = ("fwd", "bwd")
 TABLES: dict[str, dict[tiles.HeadDims, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}
@@ -34,7 +36,8 @@ class Job:
         workload: groups, heads, head dim and dtype.
         direction: of DIRECTIONS.
         deterministic: of the backward.
-        tile: fields of the direction's tile configuration that differ from the table's, for a tuner.
+        tile: fields of the direction's tile configuration that differ from the table's, for a tuner. Layouts whose rows
+            see few keys take it too.
     """
 
     workload: Workload
@@ -57,6 +60,7 @@ class Job:
         if self.tile:
             table = TABLES[self.direction]
             table[self.native] = changed(table[self.native], self.tile)
+            tiles.FEW_KEYS_TILES.clear()
 
     def specs(self) -> dict[str, KernelSpec]:
         """By operation, in the order of their launches."""
@@ -66,7 +70,10 @@ class Job:
                 forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads, w.layout().depth > 2, head_dim_v=w.head_dim_v),
             )
         else:
-            found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic, head_dim_v=w.head_dim_v).present)
+            layout = w.layout()
+            few_keys = hopper.few_keys(segments_of(layout.offsets, layout.parent), w.kv_heads, None)
+            more: dict[str, Any] = {"head_dim_v": w.head_dim_v, "few_keys": few_keys}
+            found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic, **more).present)
         return {spec.operation: spec for spec in found}
 
     def to_dict(self) -> dict[str, Any]:
