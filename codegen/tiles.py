@@ -167,7 +167,8 @@ FEW_KEYS = 2048  # that a row sees, on average
 FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
 FEW_KEYS_TILES: dict[HeadDims, BackwardTile] = {  # from FEW_KEYS_ROWS on, where rows see FEW_KEYS or fewer: CTAs with
     # neighbouring keys share fewer of their queries
-    128: replace(BACKWARD_TILES[128], cluster=1),
+    head_dim: replace(BACKWARD_TILES[head_dim], cluster=1)
+    for head_dim in (64, 96, 128)
 }
 WINDOW_ROWS: dict[HeadDims, int] = {  # tile_m with a window; with 96 rows ptxas runs products one by one
     (192, 128): 80,
