@@ -476,7 +476,7 @@ def trust() -> str:
         outcomes: Counter[str] = sum(map(Counter, run["modules"].values()), Counter())
         failed = outcomes["failed"] + outcomes["error"]
         many = f"{outcomes.total() - outcomes['skipped']:,} tests"
-        rows.append(_tried(run, "the GPU tests", many, failed, "; ".join(run["notes"])))
+        rows.append(_tried(run, "the GPU tests", many, failed, "; ".join(_noted(run["notes"]))))
     for path in sorted(RESULTS.glob("sanitizer-*.json")):
         run = _load(path.stem)
         for name, tool in run["tools"].items():
@@ -490,6 +490,16 @@ def trust() -> str:
         memory = f"at the end {last['allocated']:.1f} MiB on the device, {last['resident']:,.0f} MiB on the host"
         rows.append(_tried(run, what, f"{steps:,} steps", len(run["problems"]), "; ".join([*run["problems"], memory])))
     return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
+
+
+def _noted(notes: Sequence[str]) -> list[str]:
+    """Notes of `tools.bench.suite`: tests of a module that are skipped for one reason in one note."""
+    found: dict[str, int] = {}
+    for note in notes:
+        number, _, rest = note.partition(" ")
+        what, count = (rest, int(number)) if number.isdecimal() else (note, 0)
+        found[what] = found.get(what, 0) + count
+    return [f"{count} {what}" if count else what for what, count in found.items()]
 
 
 def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:

@@ -109,7 +109,7 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
     curve = [{"seconds": s, "allocated": s / 1000, "resident": s / 2} for s in (1000.0, 1690.0)]
     soak = {"seconds": 9999.0, "steps": {"a": 1000, "b": 500}, "problems": ["resident grew"], "curve": curve}
     modules = {"a.py": {"passed": 30, "skipped": 1}, "b.py": {"passed": 4, "failed": 2, "error": 1, "xfail": 1}}
-    suite = {"modules": modules, "notes": ["1 skipped in a.py: needs two GPUs"]}
+    suite = {"modules": modules, "notes": ["a.py::test_one[2]", *["1 skipped in a.py: needs two GPUs"] * 2]}
     for name, run in (
         ("fuzz-x", {"runs": runs}),
         ("sanitizer-x", {"tools": tools}),
@@ -123,7 +123,8 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
         " | 2026-01-02, commit aaaaaaa |",
         "| random calls, seed 5 | CPU | 5,000 | 2 | largest error 1.50 of its bound | 2026-01-02, commit aaaaaaa |",
         "| random calls, seed 5 | H200 | 5,000 | 2 | largest error 0.50 of its bound | 2026-01-03, commit bbbbbbb |",
-        "| the GPU tests | H200 | 38 tests | 3 | 1 skipped in a.py: needs two GPUs | 2026-01-02, commit aaaaaaa |",
+        "| the GPU tests | H200 | 38 tests | 3 | a.py::test_one[2]; 2 skipped in a.py: needs two GPUs"
+        " | 2026-01-02, commit aaaaaaa |",
         "| compute-sanitizer, memcheck | H200 | 40 cases | 3 | not finished: killed | 2026-01-02, commit aaaaaaa |",
         "| a long run, 28 minutes | H200 | 1,500 steps | 1 | resident grew; at the end 1.7 MiB on the device,"
         " 845 MiB on the host | 2026-01-02, commit aaaaaaa |",
