@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
+from dualkv.bench.show import folded
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import DIRECTIONS, Workload, of_rollouts, parse
 
@@ -58,7 +59,7 @@ def sides(names: Sequence[str] | None) -> list[str]:
 
 def listing(workloads: Sequence[Workload]) -> Table:
     name = Column("workload", no_wrap=True)  # to be copied behind -w
-    shown = Table(name, "heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP")
+    shown = Table(name, *folded("heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP"))
     for w in workloads:
         layout, dims = w.layout(), "/".join(map(str, dict.fromkeys(w.head_dims)))
         kind = f"{w.heads}/{w.kv_heads} x {dims} {w.dtype}"

@@ -51,11 +51,17 @@ def _rows(result: dict[str, Any]) -> Iterable[list[str]]:
         yield [name, *numbers, figures.get("error") or parts]
 
 
+def folded(*names: str) -> list[Column]:
+    """Columns whose cells a narrow terminal breaks and does not cut."""
+    return [Column(name, overflow="fold") for name in names]
+
+
 def table(result: dict[str, Any]) -> Table:
     """One result for the terminal."""
     names = (column for column, _, _ in COLUMNS)
     side = Column("side", no_wrap=True)  # to be copied behind -s
-    shown = Table(side, *names, "parts, cold ms (+: not in the total)", title=_title(result), title_justify="left")
+    others = folded(*names, "parts, cold ms (+: not in the total)")
+    shown = Table(side, *others, title=_title(result), title_justify="left")
     for row in _rows(result):
         shown.add_row(*row)
     return shown

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from dualkv.bench.show import folded
 from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
 from dualkv.data import breaks
 from dualkv.data.gain import Gain
@@ -259,9 +260,8 @@ class Summary:
 
 
 def table(summaries: list[Summary]) -> Table:
-    shown = Table(
-        "rollouts", "sequences", "tokens", "packed", "share ratio", "depth", "segments", "their lengths", "FLOP"
-    )
+    names = "rollouts", "sequences", "tokens", "packed", "share ratio", "depth", "segments", "their lengths", "FLOP"
+    shown = Table(*folded(*names))
     shown.caption = (
         f"share ratio: tokens / packed; lengths: shortest, median, longest; FLOP: of an update of {summaries[0].model},"
         " sequences one by one / packed"

@@ -1,4 +1,4 @@
-"""The command line: `dualkv demo`, `doctor`, `bench`, `precompile` and `toolchain`; also `python -m dualkv`."""
+"""The command line: `dualkv demo`, `doctor`, `bench`, `trees`, `precompile`, `toolchain`; `python -m dualkv` too."""
 
 from __future__ import annotations
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import dualkv
-from dualkv.bench import traces, trees
+from dualkv.bench import command, show, traces, trees
 from dualkv.bench.traces import FIGURES, KINDS, Trace, draw
 from dualkv.bench.workloads import parse
 from dualkv.data.rollouts import ByteTokenizer
@@ -168,6 +170,18 @@ def test_the_command_prints_traces_and_sources(run):
     code, _, err = run("trees", "--trace", "tree")
     assert code == 1
     assert "--trace is 'tree', expected trace-KIND-SEED" in err
+
+
+def test_a_narrow_terminal_shows_every_figure():
+    console = Console(width=80, file=io.StringIO())
+    found = trees.Summary.of(trees.drawn([SMALL["swe-dropped"]])[0], "qwen3-8b")
+    workload = {"name": "x", "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "tokens": 16}
+    side = {key: 12345.678 for _, key, _ in show.COLUMNS} | {"parts": {"merge": {"in_total": False, "cold_ms": 9876.5}}}
+    sides = {"torch-flash-replicated": side}
+    result = {"workload": workload, "flops": 1e12, "executed": None, "direction": "fwd", "sides": sides}
+    for table in (trees.table([found]), command.listing([parse("n8-p4096-r1024-d192v128-h128")]), show.table(result)):
+        console.print(table)
+    assert "…" not in console.file.getvalue()
 
 
 def test_split_into_prompts_and_responses():
