@@ -33,7 +33,7 @@ class Backend(NamedTuple):
 
     what: str
     module: ModuleType
-    unsupported: Callable[[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None, bool], str | None]
+    unsupported: Callable[[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], str | None]
     head_dims: Callable[[int, int], tuple[int, int]]
     takes: int
     warning: str | None = None
