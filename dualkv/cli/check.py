@@ -65,7 +65,7 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[An
     """A line for each case and backend, the reference left out."""
     asked = names or [name for name in backends.BACKENDS if name != "reference"]
     for case, layout, heads, features in every or cases():
-        made = _drawn(layout, heads, features, device)
+        made = _drawn(layout, heads, device)
         want = _computed(made, layout, features, "reference", torch.float32)[0]
         for name in asked:
             q, _, v, _, _ = made
@@ -87,7 +87,7 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[An
 Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _drawn(layout: Layout, heads: tuple[int, int, int, int], features: dict[str, Any], device: torch.device) -> Drawn:
+def _drawn(layout: Layout, heads: tuple[int, int, int, int], device: torch.device) -> Drawn:
     """q, k, v, dout in bf16 and sinks in fp32."""
     h, kv, d, dv = heads
     generator = torch.Generator(device).manual_seed(layout.num_tokens)
