@@ -28,17 +28,21 @@ def specs_in(folder: Path) -> list[KernelSpec]:
     return [KernelSpec.from_json(json.dumps(record["spec"])) for record in records]
 
 
-def run(forward: KernelSpec, backward: bool) -> float:
-    """One call on the GPU against the reference on the CPU in fp32: largest difference, relative to largest values."""
+def run(forward: KernelSpec, backward: bool, on: str = "cuda") -> float:
+    """One call of the kernel, with its features, against the reference on the CPU in fp32: largest difference, relative
+    to largest values."""
     layout = dualkv.Layout.from_lengths([200, 3], [[70, 1, 129], [40]])
     generator = torch.Generator().manual_seed(0)
     heads, rows = forward.packed_heads, layout.num_tokens
     shapes = [(rows, 2 * heads, forward.head_dim)] + [(rows, 2, head_dim) for head_dim in forward.head_dims]
     half = [torch.randn(s, generator=generator).to(DTYPES[forward.dtype]) for s in shapes]
+    sinks = torch.randn(2 * heads, generator=generator) if "sinks" in forward.features else None
+    softcap = 20.0 if "softcap" in forward.features else None
     results = []
-    for device, dtype in (("cuda", DTYPES[forward.dtype]), ("cpu", torch.float32)):
-        q, k, v = (x.to(device, dtype).requires_grad_(backward) for x in half)
-        out = dualkv.attention(q, k, v, layout.to(device))
+    for device, dtype in ((on, DTYPES[forward.dtype]), ("cpu", torch.float32)):
+        q, k, v = (x.to(device, dtype, copy=True).requires_grad_(backward) for x in half)
+        of_heads = None if sinks is None else sinks.to(device)
+        out = dualkv.attention(q, k, v, layout.to(device), sinks=of_heads, softcap=softcap)
         if backward:
             out.float().square().sum().backward()
         results.append([out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)])
@@ -69,7 +73,9 @@ def main() -> None:
         return
     for spec in specs:
         if spec.operation == "fwd":
-            backward = set(backward_specs(spec.dtype, spec.head_dim, head_dim_v=spec.head_dim_v).present) <= set(specs)
+            features = tuple(filter(None, spec.features.split("+")))
+            needed = backward_specs(spec.dtype, spec.head_dim, features=features, head_dim_v=spec.head_dim_v)
+            backward = set(needed.present) <= set(specs)
             difference = run(spec, backward)
             print(f"{spec}: forward{' and backward' if backward else ''}, largest relative difference {difference:.1e}")
             if not difference < TOLERANCE[spec.dtype]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import dualkv
 from codegen import store
-from codegen.spec import backward_specs
+from codegen.spec import backward_specs, forward_spec
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -79,6 +80,22 @@ def test_verify_refuses_an_environment_with_the_compiler(kernels, monkeypatch):
     for settings in (("1", kernels), ("0", "")):
         assert verify(*settings) == "expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0"
     assert verify("0", kernels).startswith("cutlass can be imported here")
+
+
+@pytest.mark.parametrize("features", ["", "sinks", "sinks+softcap"])
+def test_verify_runs_a_kernel_with_its_features(features, monkeypatch):
+    """Other calls would ask for kernels that the folder need not have."""
+    asked = []
+
+    def attention(q, *args, own=dualkv.attention, **options):
+        out = own(q, *args, **options)
+        asked.append({name for name, value in options.items() if value is not None})
+        return out
+
+    run = runpy.run_path(str(DEPLOY / "verify.py"))["run"]
+    monkeypatch.setattr(dualkv, "attention", attention)
+    assert run(forward_spec("bf16", 64, 2, features=features), True, "cpu") < 2e-2
+    assert asked == [set(filter(None, features.split("+")))] * 2
 
 
 def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():
