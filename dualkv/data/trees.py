@@ -247,10 +247,23 @@ def pack_sequences(
     host, shared, origin = read_sequences(sequences, min_shared)
     shared = shared.at_least(min_shared)
     tree = (shared.one_label_a_row() if labels == "roll" else shared).tree()
-    mask = _mask(loss_masks, shared.lengths)
-    layout = Layout.from_segments(tree.offsets, tree.parent, origin if device is None else device)
-    packed = torch.from_numpy(tree_tokens(tree, host)).to(layout.device)
-    return PackedSequences(packed[None], layout, tree_rows(tree), shared.lengths, mask, labels)
+    return pack_tree(tree, host, loss_masks, labels, origin if device is None else device)
+
+
+def pack_tree(
+    tree: PrefixTree,
+    sequences: list[npt.NDArray[Any]],
+    loss_masks: Sequence[Mask] | torch.Tensor | None,
+    labels: LabelStyle,
+    device: torch.device | str,
+) -> PackedSequences:
+    """:func:`pack_sequences` of sequences [N] on the host whose tree is known; for labels="roll" the tree of their
+    :meth:`dualkv.prefixes.SharedPrefixes.one_label_a_row`."""
+    lens = np.array([len(tokens) for tokens in sequences], np.int64)
+    mask = _mask(loss_masks, lens)
+    layout = Layout.from_segments(tree.offsets, tree.parent, device)
+    packed = torch.from_numpy(tree_tokens(tree, sequences)).to(layout.device)
+    return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels)
 
 
 def plan_sequences(

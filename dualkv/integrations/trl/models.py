@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from dualkv.data.gain import pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
-from dualkv.data.trees import PackedSequences, pack_sequences
+from dualkv.data.trees import PackedSequences, pack_tree
 from dualkv.integrations import models
 from dualkv.integrations.experts import load_balancing_loss
 from dualkv.integrations.transformers import enable
@@ -84,12 +84,12 @@ def pack_rollouts(
     if not pays_over(tree.parent, tree.length, (layout.parent.numpy(), np.diff(layout.offsets.numpy()))):
         return batch
     masks = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
-    return pack_sequences(sequences, masks, min_shared=MIN_SHARED, labels="roll", device=prompt_ids.device)
+    return pack_tree(tree, sequences, masks, "roll", prompt_ids.device)
 
 
 def tokens_of_rows(ids: torch.Tensor, mask: torch.Tensor) -> list[npt.NDArray[Any]]:
-    """ids, mask [N, L] -> N arrays on the host of the tokens where the mask is set."""
-    return [row[own] for row, own in zip(ids.cpu().numpy(), (mask != 0).cpu().numpy(), strict=True)]
+    """ids, mask [N, L] -> N int64 arrays on the host of the tokens where the mask is set."""
+    return [row[own] for row, own in zip(ids.long().cpu().numpy(), (mask != 0).cpu().numpy(), strict=True)]
 
 
 def joined(prompts: list[npt.NDArray[Any]], responses: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:

@@ -224,12 +224,12 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of the trees that are packed."""
     found = []
 
-    def keep(*args: Any, own: Callable[..., Any] = models.pack_sequences, **kwargs: Any) -> Any:
+    def keep(*args: Any, own: Callable[..., Any] = models.pack_tree, **kwargs: Any) -> Any:
         batch = own(*args, **kwargs)
         found.append(batch.layout.depth)
         return batch
 
-    monkeypatch.setattr(models, "pack_sequences", keep)
+    monkeypatch.setattr(models, "pack_tree", keep)
     return found
 
 
