@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import trl
-from peft import LoraConfig, PromptTuningConfig, TaskType
-from transformers import ProcessorMixin
+from peft import LoraConfig, TaskType
 from trl.experimental import gmpo
 
 from dualkv.integrations import losses
@@ -96,11 +95,6 @@ RUNS |= {
     "GMPO, reference model, two iterations": {"of": "gmpo", "num_iterations": 2, "beta": 0.04, "max_steps": 4},
     "GMPO, entropies": {"of": "gmpo", "top_entropy_quantile": 0.5, "evaluate": True},
 }
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trl")
 
 
 def largest(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -557,59 +551,3 @@ def test_other_losses_are_quiet(folder: Path, settings: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="dualkv: ")
         make_trainer(TRAINERS[of][0], folder, config=CONFIGS[of], **settings)
-
-
-# ---------------------------------------------------------------- what is refused
-def test_prompt_learning_is_refused(folder: Path) -> None:
-    tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
-    with pytest.raises(ValueError, match=r"the PEFT adapter 'default' \(PROMPT_TUNING\) puts tokens of its own"):
-        make_trainer(GRPOTrainer, folder, peft=tuning)
-
-
-def test_a_model_that_cannot_be_packed_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(Qwen3Attention\) has head dim 520"):
-        make_trainer(GRPOTrainer, folder, of_model={"head_dim": 520})
-
-
-@pytest.mark.parametrize("given", ["path", "model"])
-def test_a_model_is_refused_before_trl_makes_anything(
-    given: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TRL's constructor loads weights and starts vLLM."""
-    monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL's constructor ran"))
-    wide = make_model("mistral", head_dim=520)
-    wide.save_pretrained(folder / "wide")
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(MistralAttention\) has head dim 520"):
-        GRPOTrainer(model=str(folder / "wide") if given == "path" else wide, reward_funcs=[])
-    assert wide.config._attn_implementation == "sdpa"
-
-
-def test_images_that_are_not_packed_are_refused(folder: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, folder)
-    ids, mask, room = padded_batch()
-    for given, message in (
-        ({"spatial_shapes": torch.ones(1), "image_sizes": None}, "the batch has spatial_shapes: text and images are"),
-        ({"mm_token_type_ids": torch.ones_like(ids)}, "mm_token_type_ids has images in completions: only those of pro"),
-        ({"pixel_values": torch.ones(1)}, rf"pixel_values has 1 entries for {len(ids)} rollouts"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, room, **given)
-
-
-class _Processor(ProcessorMixin):
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = None
-
-
-def test_processors_are_refused(folder: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, folder)
-    trainer.model.config.image_token_id = 5
-    with pytest.raises(ValueError, match="and images of Qwen3ForCausalLM are not known to run packed"):
-        GRPOTrainer(
-            trainer.model,
-            trainer.reward_funcs[0],
-            args=trl.GRPOConfig(output_dir=str(folder / "out"), **SETTINGS),
-            train_dataset=trainer.train_dataset,
-            processing_class=_Processor(tokenizer()),
-        )
