@@ -204,7 +204,12 @@ OF_TURNS: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": True,
     },
     "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
-    "RLOO, mixture of experts": {"of": "rloo", "model": "qwen3_moe", "router_aux_loss_coef": 0.5},
+    "RLOO, mixture of experts": {
+        "of": "rloo",
+        "model": "qwen3_moe",
+        "router_aux_loss_coef": 0.5,
+        "learning_rate": 0.01,  # larger steps enlarge the rounding of the first update
+    },
     "GMPO, adapters": {"of": "gmpo", "peft": LORA},
 }
 
