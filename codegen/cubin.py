@@ -112,21 +112,21 @@ def ctas_per_sm(registers: int, threads: int, shared_memory: int) -> int:
     return min(SM_CTAS, SM_WARPS // warps, warps_by_registers // warps, SM_SHARED_MEMORY // shared)
 
 
-def unreadable(device: int = 0) -> str | None:
+def unreadable() -> str | None:
     """Why :func:`on_device` cannot read kernels back here, or None."""
     try:
         _call("cuInit", 0)
-        if device >= _call("cuDeviceGetCount"):
-            return f"there is no GPU {device}"
+        if not _call("cuDeviceGetCount"):
+            return "there is no GPU"
         attribute = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
-        major, minor = (_call("cuDeviceGetAttribute", f"{attribute}{part}", device) for part in ("MAJOR", "MINOR"))
+        major, minor = (_call("cuDeviceGetAttribute", f"{attribute}{part}", 0) for part in ("MAJOR", "MINOR"))
     except KernelError as e:
         return str(e)
-    return None if (major, minor) == (9, 0) else f"GPU {device} has compute capability {major}.{minor}, expected 9.0"
+    return None if (major, minor) == (9, 0) else f"GPU 0 has compute capability {major}.{minor}, expected 9.0"
 
 
-def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -> dict[str, int]:
-    """What the driver says of the loaded cubin, for CTAs of `threads` threads and `shared_memory` dynamic bytes.
+def on_device(cubin: bytes, threads: int, shared_memory: int) -> dict[str, int]:
+    """What the driver says of the cubin, loaded on GPU 0, for CTAs of `threads` threads and so many dynamic bytes.
 
     Returns:
         registers, stack (bytes of local memory a thread), static_shared_memory and ctas_per_sm.
@@ -135,7 +135,7 @@ def on_device(cubin: bytes, threads: int, shared_memory: int, device: int = 0) -
         KernelError: there are no cuda-bindings or no GPU, or the driver does not load the cubin.
     """
     _call("cuInit", 0)
-    gpu = _call("cuDeviceGet", device)
+    gpu = _call("cuDeviceGet", 0)
     _call("cuCtxPushCurrent", _call("cuDevicePrimaryCtxRetain", gpu))
     try:
         module = _call("cuModuleLoadData", cubin)

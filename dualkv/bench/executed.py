@@ -17,8 +17,10 @@ from dualkv.ops.plan.backward import BackwardWork
 from dualkv.ops.plan.paths import PathWork, path_work
 from dualkv.ops.plan.windowed import windowed_work
 
+NUM_SMS = 132  # of an H100 or H200
 
-def executed_over_useful(workload: Workload, direction: str, num_sms: int = 132) -> float | None:
+
+def executed_over_useful(workload: Workload, direction: str) -> float | None:
     """Multiplications that the tensor cores execute over those of visible (query, key) pairs, in all products of a
     direction ("fwd" or "bwd"); None without a window or chunks, whose plans are others."""
     window, layout = workload.reach, workload.layout()
@@ -35,7 +37,7 @@ def executed_over_useful(workload: Workload, direction: str, num_sms: int = 132)
         done = forward_pairs(path_work(segments, tile.tokens(packed), tile.tile_n, window, tile.parts), tile, packed)
     else:
         main = backward_specs(workload.dtype, native[0], features=features, head_dim_v=native[1]).main.tile
-        work = windowed_work(segments, window, main, workload.heads, workload.kv_heads, num_sms)
+        work = windowed_work(segments, window, main, workload.heads, workload.kv_heads, NUM_SMS)
         done = backward_pairs(work, main)
     return done / workload.visible_pairs()
 

@@ -38,10 +38,10 @@ class Side:
 class Inputs:
     """Random q, dout [T, H, D] and k, v [T, Hk, D] of a workload on a device, and the rows of its segments."""
 
-    def __init__(self, workload: Workload, device: str = "cuda", seed: int = 0) -> None:
+    def __init__(self, workload: Workload, device: str = "cuda") -> None:
         self.workload, self.layout, self.device = workload, workload.layout(device), device
         self.scale = workload.head_dim**-0.5
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
         head_dim, head_dim_v = workload.head_dims
         self.q, self.k = self._draw(workload.heads, head_dim), self._draw(workload.kv_heads, head_dim)
         self.v = self._draw(workload.kv_heads, head_dim_v)

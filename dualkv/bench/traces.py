@@ -143,17 +143,16 @@ class Trace:
         """The layout in which :func:`dualkv.pack_sequences` packs the sequences."""
         return Layout.from_segments(self.tree.offsets, self.tree.parent, device)
 
-    def token_sequences(self, vocabulary: int, seed: int = 0) -> list[npt.NDArray[np.int64]]:
+    def token_sequences(self, vocabulary: int) -> list[npt.NDArray[np.int64]]:
         """Random tokens, equal where pieces are: the prefixes that they share are those of the pieces.
 
         Args:
             vocabulary: tokens are below it. Pieces that stand behind the same text differ in their first token if
                 their numbers differ by less.
-            seed: of the tokens.
         """
         texts = {}
         for piece in set(itertools.chain(*self.sequences)):
-            text = np.random.default_rng([seed, piece.number]).integers(vocabulary, size=piece.tokens)
+            text = np.random.default_rng([0, piece.number]).integers(vocabulary, size=piece.tokens)
             text[0] = piece.number % vocabulary
             texts[piece.number] = text
         return [np.concatenate([texts[piece.number] for piece in sequence]) for sequence in self.sequences]

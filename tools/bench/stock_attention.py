@@ -91,6 +91,7 @@ CALLS: dict[str, Call] = {
     "flex": _flex,
     "math": _math,  # holds the scores of all pairs
 }
+TIMED = 3  # calls of each
 QUICK = "fa4", "cudnn", "fa2"  # FlexAttention compiles for a minute
 
 
@@ -124,15 +125,15 @@ def register(name: str, length: int) -> str:
 
 
 def seconds(
-    name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, kinds: Kinds = PLAIN, calls: int = 3
+    name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, kinds: Kinds = PLAIN
 ) -> float:
-    """Of a forward and a backward in bf16 on the current GPU, the mean of some calls after a first one; of each of
+    """Of a forward and a backward in bf16 on the current GPU, the mean of TIMED calls after a first one; of each of
     `kinds` one after the other."""
     shapes = [(batch, length, h, head_dim) for h in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     logits = torch.randn(heads, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(q)
-    for turn in range(calls + 1):
+    for turn in range(TIMED + 1):
         if turn == 1:
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -140,7 +141,7 @@ def seconds(
             out = CALLS[name](q, k, v, Rule(None, window, logits if sinks else None))
             torch.autograd.grad(out, (q, k, v, logits) if sinks else (q, k, v), dout)
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / TIMED
 
 
 def fastest(
