@@ -164,14 +164,14 @@ def test_outgrown_references(head_dim, num_sms, growth):
             assert torch.equal(lse[heads, rows], clean_lse[heads, rows])
 
 
-# Where the outlier is, and the first row with it above the rest: in the first block without a mask; in the prompt's last
-# block, which has a mask and takes no maximum; at the beginning of a response, in such a block of later rows.
+# Where the outlier is, and the first row with it above the rest: in the first block without a mask; in the prompt's
+# last block, which has a mask and takes no maximum; at the beginning of a response, in such a block of later rows.
 @pytest.mark.parametrize(("key", "first"), [(100, 600), (1690, 1700), (2005, 2100)])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_height_of_an_outlier(head_dim, dtype, key, first):
-    """A key that is 2^1 to 2^140 above the rest, each power of two for one to twelve rows. Among them what fp16 moves its
-    references by, and the last powers of fp32, where a factor that undoes one is flushed to 0."""
+    """A key that is 2^1 to 2^140 above the rest, each power of two for one to twelve rows. Among them what fp16 moves
+    its references by, and the last powers of fp32, where a factor that undoes one is flushed to 0."""
     layout = Layout.from_lengths([1700], [[300, 300]])
     q, k, v = inputs(layout, 4, 1, head_dim, dtype)
     above = torch.linspace(1, 140, layout.num_tokens - first, device="cuda")
