@@ -540,6 +540,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-updates": lambda: trace_rows.updates(_load),
     "trace-verl": lambda: claims.verl(_load),
     "trace-trl": lambda: claims.trl(_load),
+    "trace-distances": lambda: claims.distances(_load),
     "trace-claims": lambda: claims.table(_load),
     "hybrid": hybrid,
     "context-parallel": megatron_costs.table,

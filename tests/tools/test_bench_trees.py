@@ -135,7 +135,7 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
     def lines(name):
         return tables.filled(f"<!-- table {name} -->\n<!-- end -->").splitlines()[1:-1]
 
-    assert lines("trace-verl") == lines("trace-trl") == ["Not recorded yet."]
+    assert lines("trace-verl") == lines("trace-trl") == lines("trace-distances") == ["Not recorded yet."]
     cells = [line.split(" | ")[-1].strip(" |") for line in lines("trace-claims")[2:]]
     assert set(cells) == {"not measured"}
     assert len(cells) == len(claims.CLAIMS)
@@ -152,7 +152,6 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
         for engine, trace, seconds in (("dualkv", "trace-tau2-1", 2.0), ("dualkv", "trace-search-0", 1.0))
     ]
     rows.append(rows[0] | {"settings": {"engine": "verl", "trace": "trace-tau2-1"}, "seconds": {"median": 7.0}})
-    rows[0]["gradients_from_fp32"] = 0.01
     rows.append({"settings": {"engine": "verl", "trace": "trace-search-0"}, "error": "out of memory"})
     (tmp_path / "verl-h200-traces.json").write_text(filed.text({"rows": rows}))
     of = {line.split(" | ")[0].strip("| "): line for line in lines("trace-claims")}
@@ -160,14 +159,23 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
     assert "| 1.50x (`trace-tau2-0`, share ratio 7.10) |" in of["TRL, tree packing"]
     assert "| not measured |" in of["veRL, draft of prefix trees (pull request 6689)"]
     assert lines("trace-verl")[2:] == [
-        "| trace-tau2-1 | 6.00 | 7.00, 50 | 2.00, 50 | 3.50x | 1.00e-02 |",
-        "| trace-search-0 | 6.00 | not measured | 1.00, 50 | not measured |  |",
+        "| trace-tau2-1 | 6.00 | 7.00, 50 | 2.00, 50 | 3.50x |",
+        "| trace-search-0 | 6.00 | not measured | 1.00, 50 | not measured |",
     ]
     way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
     ways = {"padded": way, "tree": {"error": "out of memory"}}
     record = {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}
+    (tmp_path / "trl-h200-traces.json").write_text(filed.text(record))
+    assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed | not measured |"]
     (tmp_path / "trl-h200-traces-near.json").write_text(filed.text(record))
-    assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed | not measured | 2.00e-02 |"]
+    (tmp_path / "verl-h200-traces-near.json").write_text(
+        filed.text({"rows": [rows[0] | {"gradients_from_fp32": 0.01}]})
+    )
+    none = "not measured"
+    assert lines("trace-distances")[2:] == [
+        f"| trace-tau2-1 |  | {none} | 0.0100 | {none} | {none} | {none} |",
+        f"| trace-grpo-0 | 1.10 | {none} | {none} | 0.0200 | {none} | {none} |",
+    ]
 
 
 def test_distance(sizes):

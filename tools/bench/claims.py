@@ -137,7 +137,7 @@ def _ours(claim: Claim, load: Load) -> Iterator[str]:
                 elif _kind(made["trace"]) in claim.kinds:
                     yield from _over(made, "replicated")
     with contextlib.suppress(FileNotFoundError):
-        for trace, (stock, ours) in verl_pairs(load(VERL[0])["rows"]).items():
+        for trace, (stock, ours) in verl_pairs(load(VERL)["rows"]).items():
             if _kind(trace) in claim.kinds and stock is not None and ours is not None:
                 speed = stock["seconds"]["median"] / ours["seconds"]["median"]
                 yield f"{speed:.2f}x in veRL (`{trace}`)"
@@ -161,24 +161,9 @@ def _over(made: dict[str, Any], way: str) -> Iterator[str]:
 
 # ---------------------------------------------------------------- veRL and TRL
 Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
-# Records: updates of traces, and gradients on smaller ones.
-VERL = "verl-h200-traces", "verl-h200-traces-near"
-TRL = "trl-h200-traces", "trl-h200-traces-near"
-
-
-def _parts(load: Load, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The records that there are.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    found = []
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            found.append(load(name))
-    if not found:
-        raise FileNotFoundError(names[0])
-    return found
+VERL, TRL = "verl-h200-traces", "trl-h200-traces"  # records of times
+NEAR = "-near"  # behind those names: records of gradients on smaller traces, whose times are not used
+TRL_WAYS = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV"}
 
 
 def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
@@ -191,33 +176,53 @@ def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
 
 
 def verl(load: Load) -> str:
-    """Updates of both engines: seconds, memory, gradients."""
+    """Updates of both engines: seconds and memory."""
     rows = []
-    for trace, pair in verl_pairs([row for run in _parts(load, VERL) for row in run["rows"]]).items():
-        stock, ours = pair
+    for trace, (stock, ours) in verl_pairs(load(VERL)["rows"]).items():
         ratio = f"{ours['metrics']['dualkv/dedup_ratio']:.2f}" if ours else "not measured"
         speed = f"{stock['seconds']['median'] / ours['seconds']['median']:.2f}x" if stock and ours else "not measured"
-        distance = " / ".join(
-            f"{row['gradients_from_fp32']:.2e}" for row in pair if row and "gradients_from_fp32" in row
-        )
         seconds = [
-            f"{row['seconds']['median']:.2f}, {max(row['peak_gib']):.0f}" if row else "not measured" for row in pair
+            f"{row['seconds']['median']:.2f}, {max(row['peak_gib']):.0f}" if row else "not measured"
+            for row in (stock, ours)
         ]
-        rows.append([trace, ratio, *seconds, speed, distance])
-    head = ["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up", "from fp32"]
-    return markdown_table(head, rows)
+        rows.append([trace, ratio, *seconds, speed])
+    return markdown_table(["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up"], rows)
 
 
 def trl(load: Load) -> str:
-    """Forward and backward of a micro-batch in TRL's ways: seconds, memory, gradients."""
-    names = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV, prompts"}
-    rows = []
-    for trace, made in (item for run in _parts(load, TRL) for item in run["traces"].items()):
-        rows.append([trace, f"{made['share_ratio']:.2f}"])
-        ways = [made["ways"].get(way) for way in names]
-        rows[-1] += [_way(w) for w in ways]
-        rows[-1].append(" / ".join(f"{w['gradients_from_fp32']:.2e}" for w in ways if w and "gradients_from_fp32" in w))
-    return markdown_table(["trace", "share ratio", *(f"{name}: s, GiB" for name in names.values()), "from fp32"], rows)
+    """Forward and backward of a micro-batch in TRL's ways: seconds and memory."""
+    rows = [
+        [trace, f"{made['share_ratio']:.2f}", *(_way(made["ways"].get(way)) for way in TRL_WAYS)]
+        for trace, made in load(TRL)["traces"].items()
+    ]
+    return markdown_table(["trace", "share ratio", *(f"{name}: s, GiB" for name in TRL_WAYS.values())], rows)
+
+
+def distances(load: Load) -> str:
+    """Of gradients from those in fp32, in veRL and in TRL."""
+    of_verl: dict[str, Pair] = {}
+    of_trl: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        of_verl = verl_pairs(load(VERL + NEAR)["rows"])
+    with contextlib.suppress(FileNotFoundError):
+        of_trl = load(TRL + NEAR)["traces"]
+    traces = list(dict.fromkeys([*of_verl, *of_trl]))
+    if not traces:
+        raise FileNotFoundError(VERL + NEAR)
+    rows = [
+        [
+            trace,
+            f"{of_trl[trace]['share_ratio']:.2f}" if trace in of_trl else "",
+            *map(_distance, of_verl.get(trace, (None, None))),
+            *(_distance(of_trl.get(trace, {"ways": {}})["ways"].get(way)) for way in TRL_WAYS),
+        ]
+        for trace in traces
+    ]
+    return markdown_table(["trace", "share ratio", "veRL", "DualKV in veRL", *TRL_WAYS.values()], rows)
+
+
+def _distance(made: dict[str, Any] | None) -> str:
+    return f"{made['gradients_from_fp32']:.4f}" if made and "gradients_from_fp32" in made else "not measured"
 
 
 def _way(made: dict[str, Any] | None) -> str:
