@@ -29,6 +29,7 @@ def _merge(  # type: ignore[no-untyped-def]
     of_part = part_out + i.to(tl.int64)[:, None] * part_row + head * part_head + column[None]
     merged = tl.load(to, kept, 0.0).to(tl.float32) * tl.exp(old - whole)[:, None]
     merged += tl.load(of_part, kept, 0.0).to(tl.float32) * tl.exp(new - whole)[:, None]
+    tl.debug_barrier()  # all warps of the program have loaded what is overwritten now
     tl.store(to, merged.to(out.dtype.element_ty), kept)
     tl.store(lse + head * lse_head + row, whole, inside)
 
