@@ -173,8 +173,8 @@ def test_eight_processes_at_once():
 
 def test_results_while_the_gpu_switches_between_processes():
     """An interrupted kernel goes on: CTAs of a cluster do not wait for each other then as they do in a kernel alone."""
-    head_dims = ["/".join(map(str, dict.fromkeys(pair))) for pair in HEAD_DIM_PAIRS]
-    words = [word for dims in head_dims for word in (dims, turns.digest(turns.caller(*turns.of_words(dims))()))]
+    called = ["/".join(map(str, dict.fromkeys(pair))) for pair in HEAD_DIM_PAIRS] + [turns.MERGE]
+    words = [word for what in called for word in (what, turns.digest(turns.caller(what)()))]
     command = [sys.executable, "-m", "tests.gpu.turns", str(TURNS_SECONDS), *words]
     processes = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -188,7 +188,7 @@ def test_results_while_the_gpu_switches_between_processes():
     for process, (out, err) in zip(processes, results, strict=True):
         assert process.returncode == 0, err[-2000:]
         found = json.loads(out)
-        assert found["calls"] > 2 * len(head_dims)
+        assert found["calls"] > 2 * len(called)
         assert not found["different"], found
 
 

@@ -16,8 +16,8 @@ REASONS = {
     ),
     "handed over": (
         "does not follow mbarriers between warps. The control exchange, which hands values over as the "
-        "forward's producer tells the warp groups their tile and as a warp group of the wide backward hands P to the "
-        "other (store, __syncwarp, one lane arrives; wait, load), is reported too"
+        "forward's producer tells the warp groups their tile and as a warp group of the wide and the split backward "
+        "hands P to the other (store, __syncwarp, one lane arrives; wait, load), is reported too"
     ),
     "polled": (
         "takes a word that one lane writes and another polls, both volatile, for a race. To the memory model of "
@@ -53,7 +53,7 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
         handed = len(instructions) > 1 and all(name.startswith(("STS", "LDS")) for name in instructions)
         # With a window the narrow backward's producer hands over the words of a query block so: one store of four.
         words = kernel == "bwd.FeaturedNarrow" and instructions == ["STS.128", "LDS"]
-        handed &= kernel.startswith(("bwd_wide", "bwd.FeaturedWide", "fwd"))
+        handed &= kernel.startswith(("bwd_wide", "bwd.FeaturedWide", "bwd_split", "bwd.FeaturedSplit", "fwd"))
         if (handed or words) and shown.get("exchange"):
             return "handed over"
         # The word that paces the clearing of dQ, which sums in a fixed order and backwards without dQ do not have:
