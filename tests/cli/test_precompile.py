@@ -209,12 +209,22 @@ def test_tensor_parallel_ranks_share_the_heads():
         shape(big, 0)
 
 
+def of_both_kinds(head_dim, deterministic=False, features=()):
+    """The kernels of backwards whose rows see many keys, then of those whose rows see few."""
+    kinds = (
+        backward_specs("bf16", head_dim, deterministic, features=features, few_keys=few_keys)
+        for few_keys in (False, True)
+    )
+    return list(dict.fromkeys(spec for specs in kinds for spec in specs.present))
+
+
 def test_requests():
     many, few = (backward_specs("bf16", 128, few_keys=few_keys) for few_keys in (False, True))
     assert requested(["qwen3-8b", "llama-3-8b"]) == [
         forward_spec("bf16", 128, 4), *many.present, few.main, few.partial_sum
     ], "for layouts whose rows see many keys, and for those whose rows see few"  # fmt: skip
-    assert requested(head_dims=[64], directions=["backward"]) == backward_specs("bf16", 64).present
+    assert requested(head_dims=[64], directions=["backward"]) == of_both_kinds(64)
+    assert requested(head_dims=[192], directions=["backward"]) == backward_specs("bf16", 192).present
     assert requested(head_dims=[64, 96], gqa=[1, 2], directions=["forward"], dtypes=["fp16"]) == [
         forward_spec("fp16", d, h) for d in (64, 96) for h in (1, 2)
     ]
@@ -226,9 +236,9 @@ def test_requests():
         dict.fromkeys(
             [
                 forward_spec("bf16", 64, 8, features="sinks"),
-                *(x for fixed in (False, True) for x in backward_specs("bf16", 64, fixed, features=sinks).present),
+                *(x for fixed in (False, True) for x in of_both_kinds(64, fixed, sinks)),
                 forward_spec("bf16", 64, 8, trees=True, features="window+sinks"),
-                *(x for fixed in (False, True) for x in backward_specs("bf16", 64, fixed, features=window).present),
+                *(x for fixed in (False, True) for x in of_both_kinds(64, fixed, window)),
             ]
         )
     ), "without the window too, for full layers and for paths that the window does not cut"

@@ -166,7 +166,7 @@ def test_calls(only_the_kernel, test):  # noqa: F811
 # ---------------------------------------------------------------- NaN and infinity
 @of_dtypes
 @pytest.mark.parametrize("value", [not_finite.NAN, not_finite.INF, -not_finite.INF], ids=str)
-@pytest.mark.parametrize(("head_dim", "heads"), itertools.product(HEAD_DIMS, [(8, 2), (3, 3)]))
+@pytest.mark.parametrize(("head_dim", "heads"), [*itertools.product(HEAD_DIMS, [(8, 2), (3, 3)])])
 def test_a_broken_response_leaves_others_their_results(head_dim, heads, value, dtype):
     not_finite.test_a_broken_response_leaves_others_their_results(head_dim, *heads, value, dtype)
 
