@@ -103,7 +103,8 @@ def packed_heads(heads_per_kv: int, long_window: bool = False) -> int:
     """Query heads of a KV head in one tile: all of them up to 16, else the divisor that fills tiles best.
 
     long_window: of more than SHORT_WINDOW keys, or chunks. There 5 heads, which leave 4 of a warp group's 64 rows idle,
-        are slower together than one by one. In a short window a tile of few tokens counts for more: it sees fewer keys.
+        are slower together than one by one; 6 and 10 to 15, which leave 4 or more, follow them unmeasured. In a short
+        window a tile of few tokens counts for more: it sees fewer keys.
     """
     if heads_per_kv <= MAX_PACKED_HEADS and not (long_window and WG_ROWS % heads_per_kv > 1):
         return heads_per_kv
