@@ -34,9 +34,9 @@ class Segments:
     calls of the ops: they find the `Segments` by the storage of the layout's host tensors (see :func:`segments_of`).
     """
 
-    def __init__(self, offsets: IntArray, parent: IntArray, prompts_ask: bool = True, silent: int = 0) -> None:
-        """silent: rows at the beginning that ask nothing, of any segments, if prompts do not ask."""
-        self.offsets, self.parent, self.prompts_ask, self.silent = offsets, parent, prompts_ask, silent
+    def __init__(self, offsets: IntArray, parent: IntArray, silent: IntArray | None = None) -> None:
+        """silent: [G] rows at each group's beginning that ask nothing, of any segments; None if all rows ask."""
+        self.offsets, self.parent, self.silent = offsets, parent, silent
         self.depth = self._checked_depth()
         self._cache: dict[Any, Any] = {}
 
@@ -120,14 +120,11 @@ class Segments:
 
     @cached_property
     def first_query(self) -> IntArray:
-        """[G] the first row of each group that kernels compute. Rows of a prompt without queries are skipped, except
-        the last row of a group that has no other rows. See Layout.without_prompt_queries and without_queries."""
+        """[G] the first row of each group that kernels compute. Rows that ask nothing are skipped, except the last row
+        of a group that has no other rows. See Layout.without_prompt_queries and without_queries."""
         roots = np.flatnonzero(self.parent == -1)
         begin, end = self.offsets[roots], self.subtree_end[roots]
-        if self.prompts_ask:
-            return begin
-        asked = np.full(len(roots), self.silent) if self.silent else self.offsets[roots + 1]
-        return np.clip(asked, begin, np.maximum(end - 1, begin))
+        return begin if self.silent is None else np.minimum(begin + self.silent, np.maximum(end - 1, begin))
 
     @cached_property
     def mean_visible_keys(self) -> float:
@@ -151,6 +148,16 @@ class Segments:
     @cached_property
     def segment_of_row(self) -> IntArray:
         return np.repeat(np.arange(len(self.parent)), self.lengths)
+
+    @cached_property
+    def group_rows(self) -> IntArray:
+        """[G] rows of each group."""
+        roots = np.flatnonzero(self.parent == -1)
+        return self.subtree_end[roots] - self.offsets[roots]
+
+    @cached_property
+    def group_of_row(self) -> IntArray:
+        return np.repeat(np.arange(len(self.group_rows)), self.group_rows)
 
     @cached_property
     def visible_end(self) -> IntArray:
@@ -359,22 +366,31 @@ class Layout:
         Kernels skip the work of these rows: their out and dq are zero, and their log-sum-exp is infinite. So a backward
         that is called with copies of `offsets` and `parent`, and computes these rows, makes the same gradients.
         """
-        return self._asking_less(0)
+        return self._asking_less(self._segments.lengths[self._segments.parent == -1])
 
-    def without_queries(self, rows: int) -> Layout:
-        """The same layout for calls that do not use the first `rows` rows of out and lse, whose gradients are zero
-        there: the rows above a part of a tree. As :meth:`without_prompt_queries`, for any segments of the first group.
+    def without_queries(self, rows: int | Sequence[int]) -> Layout:
+        """The same layout for calls that do not use the first rows of out and lse, whose gradients are zero there: the
+        rows above a part of a tree. As :meth:`without_prompt_queries`, for any segments.
+
+        Args:
+            rows: of the first group, 1 or more and fewer than it has; or of each group, 0 or more.
 
         Raises:
-            ValueError: fewer than one row, or as many as the first group has.
+            ValueError: another number of rows.
         """
-        first = int(self._segments.subtree_end[0]) if self.num_segments else 0
+        of_groups = self._segments.group_rows
+        if isinstance(rows, Sequence):
+            silent = np.array(rows, np.int64)
+            if len(silent) != len(of_groups) or (silent < 0).any() or (silent >= np.maximum(of_groups, 1)).any():
+                raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
+            return self._asking_less(silent)
+        first = int(of_groups[0]) if len(of_groups) else 0
         if not 0 < rows < first:
             raise ValueError(f"rows is {rows}, expected 1 to {first - 1}: fewer than the first group has")
-        return self._asking_less(rows)
+        return self._asking_less(np.concatenate([[rows], np.zeros(len(of_groups) - 1, np.int64)]))
 
-    def _asking_less(self, silent: int) -> Layout:
-        segments = Segments(self._segments.offsets, self._segments.parent, prompts_ask=False, silent=silent)
+    def _asking_less(self, silent: IntArray) -> Layout:
+        segments = Segments(self._segments.offsets, self._segments.parent, silent)
         tensors = self.offsets.clone(), self.parent.clone()
         _remember(*tensors, segments)
         return Layout(segments, *tensors, self.device)

@@ -59,10 +59,24 @@ class Shard:
         self.num_tokens = self.layout.num_tokens // self.world_size
 
     @cached_property
+    def order(self) -> torch.Tensor:
+        """[rows of the layout] int64: packed rows, those of one rank after those of another."""
+        return torch.arange(self.layout.num_tokens, device=self.layout.device)
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """[rows of the layout] int64: where `order` has each packed row."""
+        return self.order.argsort()
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[num_tokens] int64: this rank's packed rows."""
+        return self.order[self.rank * self.num_tokens :][: self.num_tokens]
+
+    @property
     def position_ids(self) -> torch.Tensor:
         """[num_tokens] int64: the position of each of this rank's rows in its own unpacked sequence."""
-        start = self.rank * self.num_tokens
-        return self.layout.position_ids[start : start + self.num_tokens]
+        return self.layout.position_ids[self.rows]
 
     def split(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's rows of x; zeros where the layout is padded behind them.
@@ -82,11 +96,11 @@ class Shard:
             raise ValueError(
                 f"x has {x.shape[dim]} rows in dimension {dim}, expected at most {self.layout.num_tokens}, the layout's"
             )
-        start = self.rank * self.num_tokens
-        mine = x.narrow(dim, min(start, x.shape[dim]), max(0, min(self.num_tokens, x.shape[dim] - start)))
-        behind = [0] * (2 * x.dim())
-        behind[2 * (x.dim() - 1 - dim % x.dim()) + 1] = self.num_tokens - mine.shape[dim]
-        return F.pad(mine, behind)
+        if missing:
+            behind = [0] * (2 * x.dim())
+            behind[2 * (x.dim() - 1 - dim % x.dim()) + 1] = missing
+            x = F.pad(x, behind)
+        return x.index_select(dim, self.rows.to(x.device))
 
     def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The rows of all ranks, on every rank. Each rank's rows get their part of the gradient that the rank itself
@@ -154,12 +168,7 @@ class Shard:
             raise ValueError(
                 f"q has {heads} heads, expected a multiple of the {self.world_size} sequence-parallel ranks"
             )
-        if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
-        if q.shape[0] != self.num_tokens:
-            raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
-        if sinks is not None and sinks.shape != (heads,):
-            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {(heads,)}, of all ranks' heads")
+        self._check_attention(q, k, sinks)
         features: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
         if self.world_size == 1:
             return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
@@ -178,6 +187,15 @@ class Shard:
         out = attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
         back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2)
+
+    def _check_attention(self, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
+        if q.shape[0] != self.num_tokens:
+            raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
+        if sinks is not None and sinks.shape != (heads,):
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {(heads,)}, of all ranks' heads")
 
 
 class _Exchange(torch.autograd.Function):

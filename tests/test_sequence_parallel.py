@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.checkpoint import checkpoint
 
 import dualkv
+from dualkv.context_parallel import ContextShard
 from dualkv.sequence_parallel import Shard, padded
 
 RANKS = 4
+KINDS = (Shard, ContextShard)
 HEADS, HEAD_DIM, HEAD_DIM_V = 12, 8, 16
 KV_HEADS = (1, 2, 3, 4, 6, 12)  # fewer than ranks, more, and neither a multiple nor a divisor of them
 # Features of each call, and whether the heads have sinks.
@@ -47,16 +50,19 @@ def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     found = {}
+    for kind in KINDS:
+        shard = kind(LAYOUT, dist.group.WORLD)
+        for case, (kv_heads, features, with_sinks) in enumerate(CASES):
+            q, k, v, dout = (shard.split(x).clone() for x in inputs(kv_heads))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            learned = sinks(with_sinks)
+            out = shard.attention(*leaves, softmax_scale=0.3, sinks=learned, **features)
+            out.backward(dout)
+            found[kind, case] = [shard.gather(x.detach()) for x in (out, *(x.grad for x in leaves))]
+            found[kind, case, "sinks"] = None if learned is None else learned.grad
+        found[kind, "positions"] = shard.gather(shard.position_ids)
+    found["odd heads"] = odd_heads(rank)
     shard = Shard(LAYOUT, dist.group.WORLD)
-    for case, (kv_heads, features, with_sinks) in enumerate(CASES):
-        q, k, v, dout = (x.chunk(RANKS)[rank].clone() for x in inputs(kv_heads))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        learned = sinks(with_sinks)
-        out = shard.attention(*leaves, softmax_scale=0.3, sinks=learned, **features)
-        out.backward(dout)
-        found[case] = [out.detach(), *(x.grad for x in leaves)]
-        found[case, "sinks"] = None if learned is None else learned.grad
-    found["positions"] = shard.position_ids
     found["errors"] = [
         refusal(shard, torch.zeros(11, 6, 8), torch.zeros(11, 2, 8)),
         refusal(shard, torch.zeros(11, 12, 8), torch.zeros(11, 5, 8)),
@@ -72,6 +78,34 @@ def run(rank: int, folder: str) -> None:
     found["shared"] = mine.detach(), whole.detach(), mine.grad
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
+
+
+def odd_heads(rank: int) -> list[torch.Tensor]:
+    """One head, which four ranks cannot share, under autocast and in a checkpoint: outputs and gradients of all rows,
+    with and without ranks."""
+    q, k, v, dout = (x[:, :1].float() for x in inputs(1))
+    found = []
+    shard = ContextShard(LAYOUT, dist.group.WORLD)
+    for attention, part in (
+        (shard.attention, shard.split),
+        (lambda *x: dualkv.attention(*x, shard.layout), lambda x: x),
+    ):
+        leaves = [part(x).clone().requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(attention, *leaves, use_reentrant=False)
+        out.backward(part(dout).bfloat16())
+        whole = [out.detach(), *(x.grad for x in leaves)]
+        found += [shard.gather(x) if part == shard.split else x for x in whole]
+    return found
+
+
+def test_one_head_of_four_ranks_under_autocast(ranks: list[dict]) -> None:
+    for found in ranks:
+        got, expected = found["odd heads"][:4], found["odd heads"][4:]
+        assert got[0].dtype == torch.bfloat16
+        assert torch.equal(got[0], expected[0])
+        for x, y in zip(got[1:], expected[1:], strict=True):  # of keys and values sums of rounded sums
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 
 
 def rows_and_weights() -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +133,9 @@ def ranks() -> list[dict]:
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(RANKS)]
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_as_in_one_process(case: int, ranks: list[dict]) -> None:
+def test_as_in_one_process(kind: type[Shard], case: int, ranks: list[dict]) -> None:
     kv_heads, features, with_sinks = CASES[case]
     *leaves, dout = inputs(kv_heads)
     rows = LAYOUT.num_tokens
@@ -109,19 +144,21 @@ def test_as_in_one_process(case: int, ranks: list[dict]) -> None:
     out = dualkv.attention(*leaves, LAYOUT, softmax_scale=0.3, sinks=learned, **features)
     out.backward(dout[:rows])
     for i, expected in enumerate((out, *(x.grad for x in leaves))):
-        got = torch.cat([found[case][i] for found in ranks])
-        torch.testing.assert_close(got[:rows], expected.detach(), rtol=1e-12, atol=1e-12)
+        for found in ranks:
+            torch.testing.assert_close(found[kind, case][i][:rows], expected.detach(), rtol=1e-12, atol=1e-12)
     if learned is not None:
-        of_ranks = [found[case, "sinks"] for found in ranks]
+        of_ranks = [found[kind, case, "sinks"] for found in ranks]
         torch.testing.assert_close(sum(of_ranks), learned.grad, rtol=1e-12, atol=1e-12)
-        share = HEADS // RANKS
+        share = HEADS // RANKS if kind is Shard else 0
         for rank, gradient in enumerate(of_ranks):
-            assert gradient.nonzero().flatten().tolist() == list(range(rank * share, (rank + 1) * share))
+            expected_of = list(range(rank * share, (rank + 1) * share)) if share else list(range(HEADS))
+            assert gradient.nonzero().flatten().tolist() == expected_of
 
 
 def test_positions_are_those_of_each_ranks_rows(ranks: list[dict]) -> None:
-    positions = torch.cat([found["positions"] for found in ranks])
-    assert positions.tolist() == [*LAYOUT.position_ids.tolist(), 0, 1]
+    for found in ranks:
+        for kind in KINDS:
+            assert found[kind, "positions"].tolist() == [*LAYOUT.position_ids.tolist(), 0, 1]
 
 
 def test_refusals_name_heads_rows_and_sinks(ranks: list[dict]) -> None:

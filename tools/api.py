@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "api.md"
 PACKAGES = ("dualkv", "dualkv.integrations.trl", "dualkv.ops")
 MODULES = (
     "dualkv",
+    "dualkv.context_parallel",
     "dualkv.grpo",
     "dualkv.integrations.experts",
     "dualkv.integrations.megatron",

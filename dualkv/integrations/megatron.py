@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
+from dualkv.context_parallel import ContextShard
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations.megatron_configs import refuse, window_of
@@ -44,6 +45,7 @@ from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, padded
 
 Target = TypeVar("Target")
+SHARDS = {"a2a": Shard, "all_gather": ContextShard}
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 ROTARY = ("rope", "yarn")
 
@@ -81,8 +83,9 @@ class PackedGroups(PackedSeqParams):
     """A layout on its way through a megatron-core model, as `packed_seq_params`.
 
     Make one for each micro-batch, on every rank of the model from the same layout. With context parallelism every rank
-    holds an equal share of the rows, in their order; attention runs on all rows and a share of the heads
-    (:class:`dualkv.sequence_parallel.Shard`), so that all ranks have the same work.
+    holds an equal share of the rows. With "a2a" it runs attention on all rows and a share of the heads
+    (:class:`dualkv.sequence_parallel.Shard`), with "all_gather" on its own rows and all heads
+    (:class:`dualkv.context_parallel.ContextShard`), for any number of ranks.
 
     Attributes:
         shard: this rank's rows, with the layout of all of them.
@@ -95,11 +98,13 @@ class PackedGroups(PackedSeqParams):
         length: T becomes this number, `seq_length` of megatron-core's schedules, for interleaved pipeline stages. They
             exchange micro-batches of one length.
         cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
+        cp_comm_type: what context-parallel ranks exchange, in the words of megatron-core's config: "a2a" (heads) or
+            "all_gather" (keys and values).
 
     Raises:
         TypeError: the layout is not a :class:`dualkv.Layout`.
-        ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share; context-parallel ranks
-            have different layouts. All ranks that construct it raise it.
+        ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share, another exchange;
+            context-parallel ranks have different layouts. All ranks that construct it raise it.
     """
 
     def __init__(
@@ -109,21 +114,24 @@ class PackedGroups(PackedSeqParams):
         *,
         length: int | None = None,
         cp_group: dist.ProcessGroup | None = None,
+        cp_comm_type: str = "a2a",
     ) -> None:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+        if cp_comm_type not in SHARDS:
+            raise ValueError(f"cp_comm_type is {cp_comm_type!r}, expected {' or '.join(map(repr, SHARDS))}")
         group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
-        self.shard = Shard(layout, group, multiple)
-        if self.shard.world_size > 1:
+        ranks = dist.get_world_size(group) if group else 1
+        if ranks > 1:
             _check_the_same(layout, group)
         self.length = length
         if length is not None:
-            unit = self.shard.world_size * multiple
-            if length % unit:
-                raise ValueError(f"length is {length}, expected a multiple of {unit}, which ranks share")
+            if length % (ranks * multiple):
+                raise ValueError(f"length is {length}, expected a multiple of {ranks * multiple}, which ranks share")
             if length < layout.num_tokens:
                 raise ValueError(f"layout has {layout.num_tokens} rows, expected at most length={length}")
-            self.shard = Shard(padded(layout, length - layout.num_tokens), group, multiple)
+            layout = padded(layout, length - layout.num_tokens)
+        self.shard = SHARDS[cp_comm_type](layout, group, multiple)
         longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
         super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -175,8 +183,9 @@ class PackedGroups(PackedSeqParams):
         rows, start = batch.predict_rows, self.shard.rank * self.shard.num_tokens
         if self.shard.world_size == 1:
             return Predictions(rows, batch.targets, None, len(rows), None)
-        places = ((rows >= start) & (rows < start + self.shard.num_tokens)).nonzero().flatten()
-        return Predictions(rows[places] - start, batch.targets[places], places, len(rows), self.shard.group)
+        among_all = self.shard.places.to(rows.device)[rows]
+        places = ((among_all >= start) & (among_all < start + self.shard.num_tokens)).nonzero().flatten()
+        return Predictions(among_all[places] - start, batch.targets[places], places, len(rows), self.shard.group)
 
     def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
         """[num_tokens, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row of this rank.
@@ -267,6 +276,12 @@ class _Checked(nn.Module):
             raise ValueError(
                 f"context_parallel_size of layer {self.layer_number} is {self.config.context_parallel_size}, expected"
                 f" {shard.world_size}: the ranks that share the rows of PackedGroups"
+            )
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        if type(shard) is Shard and heads % shard.world_size:
+            raise ValueError(
+                f"{shard.world_size} context-parallel ranks cannot share the {heads} attention heads of a"
+                " tensor-parallel rank, expected PackedGroups(..., cp_comm_type='all_gather')"
             )
         if (rows, batch) != (shard.num_tokens, 1):
             share = "" if shard.world_size == 1 else ", this rank's share of them (PackedGroups.split)"
@@ -522,12 +537,12 @@ def enable(target: Target) -> Target:
 
     Raises:
         ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with
-            its own core attention, or a config with attention dropout, context-parallel ranks that cannot share the
-            heads, multimodal rotary embeddings, multi-token prediction, CUDA graphs, 8-bit attention, experts that drop
-            tokens, a window to the right, pipeline stages that exchange micro-batches of one length, or interleaved
-            ones that do not. Of a spec the config is checked when a layer is built. Every rank raises the same error.
-            A call raises ValueError for an attention mask or bias, a cache, another number of tokens than the layout's,
-            and a model without rotary embeddings.
+            its own core attention, or a config with attention dropout, multimodal rotary embeddings, multi-token
+            prediction, CUDA graphs, 8-bit attention, experts that drop tokens, a window to the right, pipeline stages
+            that exchange micro-batches of one length, or interleaved ones that do not. Of a spec the config is checked
+            when a layer is built. Every rank raises the same error. A call raises ValueError for an attention mask or
+            bias, a cache, another number of tokens than the layout's, heads that context-parallel ranks cannot share
+            ("a2a"), and a model without rotary embeddings.
         TypeError: neither a spec nor a model.
     """
     if not isinstance(target, nn.Module):

@@ -42,12 +42,6 @@ def objections(config: Any) -> Iterator[str]:
     window = config.window_size
     if window and (window[0] < -1 or window[1] != 0):
         yield f"window_size is {tuple(window)}, expected (n, 0) or (-1, 0): causal attention sees no key to the right"
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    if heads % config.context_parallel_size:
-        yield (
-            f"context_parallel_size is {config.context_parallel_size}, expected a divisor of the {heads} attention"
-            " heads of a tensor-parallel rank, which context-parallel ranks share"
-        )
     dims = {"kv_channels": config.kv_channels}
     if config.multi_latent_attention:
         both = "qk_head_dim + qk_pos_emb_head_dim"

@@ -129,11 +129,7 @@ def attention(
         if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
             raise TypeError(f"softcap is a {type(softcap).__name__}, expected a Python number")
         softcap = float(softcap)
-    if casts(q.device):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        if sinks is not None and sinks.dtype != q.dtype:
-            sinks = sinks.float()
+    q, k, v, sinks = under_autocast(q, k, v, sinks)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     else:
@@ -158,6 +154,18 @@ def casts(device: torch.device) -> bool:
     """Whether autocast is on for tensors of this device."""
     # Dynamo of torch 2.11 cannot trace torch.amp.is_autocast_available. Of the devices in use only meta lacks autocast.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def under_autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The inputs in the dtype of autocast, if it is on; fp64 stays."""
+    if casts(q.device):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        if sinks is not None and sinks.dtype != q.dtype:
+            sinks = sinks.float()
+    return q, k, v, sinks
 
 
 class _Transformed(torch.autograd.Function):

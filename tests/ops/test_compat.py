@@ -147,7 +147,7 @@ def test_rows_nobody_asks_for_are_few():
     assert unasked("responses") == 9
     assert unasked("the prompt's last token in front of each") == 8
     assert unasked("all positions of all") == 0
-    asks = {name: placement(*EDGES[name]).layout._segments.prompts_ask for name in EDGES}
+    asks = {name: placement(*EDGES[name]).layout._segments.silent is None for name in EDGES}
     assert asks["packed"]
     assert not asks["responses"], "the prompt's rows are there, and kernels leave them out"
     assert not asks["the prompt's last token in front of each"]

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import dualkv
-from tools.bench.megatron_costs import Group, Model, bytes_of_rank, flops, flops_of_rank, predicted_by, saving
+from tools.bench.megatron_costs import (
+    Group,
+    Model,
+    bytes_of_gathering,
+    bytes_of_rank,
+    flops,
+    flops_of_rank,
+    predicted_by,
+    saving,
+)
 
 MODEL = Model(layers=2, hidden=16, intermediate=24, heads=4, kv_heads=2, head_dim=8, vocabulary=32)
 GROUPS = Group(3, 8, 4), Group(2, 5, 7, groups=3), Group(4, 1, 1)
@@ -45,4 +54,5 @@ def test_bytes_that_ranks_send() -> None:
     """q, k, v and out of one layer, in two bytes, three times; with 4 ranks each KV head goes to two of them."""
     rows, others = 20 / 4, 3 / 4
     assert bytes_of_rank(MODEL, GROUPS[0], 4) == 3 * 2 * 2 * rows * (4 + 4 + 4 + 4) * 8 * others
-    assert bytes_of_rank(MODEL, GROUPS[0], 4, gathered=True) == 3 * 2 * 2 * 20 * (2 + 2) * 8 * others
+    # The last rank has rows 5 to 7 of the prompt, which three ranks need, and two of a response, which one needs.
+    assert bytes_of_gathering(MODEL, GROUPS[0], 4) == 3 * 2 * 2 * (3 * 3 + 2) * (2 + 2) * 8

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualkv import Layout
 from dualkv.bench.show import markdown_table
+from dualkv.context_plan import shares, stages
+from dualkv.sequence_parallel import padded
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ def saving(model: Model, group: Group, head_on_all_rows: bool = False) -> float:
 
 
 # ---------------------------------------------------------------- context parallelism
+BYTES = 2  # of a number
+
+
 def predicted_by(group: Group, ranks: int, rank: int) -> int:
     """Response tokens that a rank's rows predict, in the packing order of :func:`dualkv.pack`."""
     rows = -(-group.rows(True) // ranks)
@@ -110,19 +116,26 @@ def flops_of_rank(model: Model, group: Group, ranks: int, rank: int) -> float:
     return layers / ranks + 6.0 * model.weights_of_head * predicted_by(group, ranks, rank)
 
 
-def bytes_of_rank(model: Model, group: Group, ranks: int, gathered: bool = False) -> float:
-    """That a rank sends in an update in 16 bits, with layers recomputed: exchanges of two forwards and a backward.
+def bytes_of_rank(model: Model, group: Group, ranks: int) -> float:
+    """That a rank sends and gets in an update in 16 bits, with layers recomputed: exchanges of heads of two forwards
+    and a backward."""
+    repeats = ranks // math.gcd(model.kv_heads, ranks)
+    heads = 2.0 * (model.heads + model.kv_heads * repeats)
+    rows = group.rows(True) / ranks
+    return BYTES * 3 * model.layers * rows * heads * model.head_dim * (ranks - 1) / ranks
 
-    Args:
-        gathered: keys and values gathered from all ranks instead, their gradients scattered.
-    """
-    rows, others = group.rows(True) / ranks, (ranks - 1) / ranks
-    if gathered:
-        heads = 2.0 * model.kv_heads * ranks
-    else:
-        repeats = ranks // math.gcd(model.kv_heads, ranks)
-        heads = 2.0 * (model.heads + model.kv_heads * repeats)
-    return 3 * 2 * model.layers * rows * heads * model.head_dim * others
+
+def bytes_of_gathering(model: Model, group: Group, ranks: int) -> float:
+    """As :func:`bytes_of_rank` where ranks gather keys and values: of the rank that sends or gets most."""
+    lens = [group.prompt_len] * group.groups, [[group.response_len] * group.responses] * group.groups
+    layout = padded(Layout.from_lengths(*lens), -group.rows(True) % ranks)
+    of_ranks = shares(layout._segments, ranks)
+    most = 0
+    for rank in range(ranks):
+        plan = stages(layout, of_ranks, rank)
+        sent, received = (sum(map(sum, x)) for x in zip(*((s.sent_to, s.received_from) for s in plan), strict=True))
+        most = max(most, sent, received)
+    return BYTES * 3 * model.layers * most * 2.0 * model.kv_heads * model.head_dim
 
 
 MILLION = Group(16, 896 * 1024, 8 * 1024)  # 2^20 rows
@@ -135,7 +148,7 @@ def table() -> str:
     rows = []
     for ranks in (8, 16, 32, 64):
         of_ranks = [flops_of_rank(QWEN3_32B, MILLION, ranks, rank) * 4 / 3 for rank in range(ranks)]
-        sent, gathered = (bytes_of_rank(QWEN3_32B, MILLION, ranks, how) for how in (False, True))
+        sent, gathered = (of(QWEN3_32B, MILLION, ranks) for of in (bytes_of_rank, bytes_of_gathering))
         kept = QWEN3_32B.layers * QWEN3_32B.hidden * 2 * MILLION.rows(True) / ranks
         rows.append(
             [

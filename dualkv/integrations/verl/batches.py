@@ -47,14 +47,17 @@ class HeadRows:
 
     @classmethod
     def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
-        """predict_rows: [U], on the host, ascending indices into all packed rows."""
-        owner = predict_rows // shard_rows
+        """predict_rows: [U], on the host, indices into the rows of all ranks, one rank after another."""
+        order = predict_rows.argsort()
+        owner = predict_rows[order] // shard_rows
         counts = torch.bincount(owner, minlength=ranks)
         width = max(int(counts.max()), 1)
         start = counts.cumsum(0) - counts
-        mine = predict_rows[owner == rank] - rank * shard_rows
+        mine = predict_rows[order][owner == rank] - rank * shard_rows
         rows = nn.functional.pad(mine, (0, width - len(mine)))  # the values of the padding rows are dropped
-        return cls(rows, owner * width + torch.arange(len(owner)) - start[owner])
+        values = torch.empty_like(order)
+        values[order] = owner * width + torch.arange(len(owner)) - start[owner]
+        return cls(rows, values)
 
     def to(self, device: torch.device) -> HeadRows:
         return HeadRows(self.rows.to(device), self.values.to(device))

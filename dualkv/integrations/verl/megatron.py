@@ -41,7 +41,7 @@ from dualkv.integrations.megatron_configs import refuse
 from dualkv.integrations.verl import routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
-from dualkv.sequence_parallel import padded
+from dualkv.sequence_parallel import Shard, padded
 
 PACKED_ROWS = "dualkv_rows"  # of a micro-batch, among its settings: rows of all ranks, with those that pad them
 # Attributes of veRL's engine configuration: values that packed groups need, and why.
@@ -220,10 +220,13 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         gpt = unwrap_model(model)
         rank, ranks = self._ranks()
         added = self._added(len(packed.input_ids))
-        groups = megatron.PackedGroups(padded(packed.layout.to(device), added))
+        heads = self.tf_config.num_attention_heads // self.tf_config.tensor_model_parallel_size
+        exchange = "all_gather" if heads % self.row_ranks else "a2a"
+        groups = megatron.PackedGroups(padded(packed.layout.to(device), added), cp_comm_type=exchange)
         shard = groups.shard
         tu.assign_non_tensor(micro_batch, **{PACKED_ROWS: groups.layout.num_tokens})
-        head = HeadRows.of(packed.head_rows, rank, groups.layout.num_tokens // ranks, ranks).to(device)
+        places = packed.head_rows if shard.world_size == 1 else shard.places.cpu()[packed.head_rows]
+        head = HeadRows.of(places, rank, groups.layout.num_tokens // ranks, ranks).to(device)
 
         def of_head(values: torch.Tensor, fill: Any) -> torch.Tensor:
             """[1, K * ranks]: of values [T] those of the head's rows, of this context-parallel rank."""
@@ -240,7 +243,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             "packed_seq_params": groups,
         }
         if self._replay is RouterReplayAction.REPLAY_FORWARD:
-            self._set_routes(gpt, micro_batch, packed, groups.layout.num_tokens)
+            self._set_routes(gpt, micro_batch, packed, shard)
         fused = bool(self.engine_config.use_fused_kernels)
         if fused:
             inputs |= self._of_fused_head(gpt, micro_batch, labels)
@@ -250,7 +253,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         finally:
             self._head_rows = None
         if self._replay is RouterReplayAction.RECORD:
-            self.mini_layer_topk_idx_list.append(self._recorded(gpt, micro_batch, packed))
+            self.mini_layer_topk_idx_list.append(self._recorded(gpt, micro_batch, packed, shard))
         elif self._replay:  # layers that are computed again in the backward take the routes of their micro-batch
             set_model_router_replay_action(gpt, RouterReplayAction.REPLAY_BACKWARD)
         if gpt.post_process:
@@ -268,13 +271,13 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             output = {name: packed.to_sequences(value[head.values], sequences) for name, value in whole.items()}
         return output, partial(finish, data=micro_batch)
 
-    def _set_routes(self, gpt: nn.Module, micro_batch: TensorDict, packed: PackedRollouts, rows: int) -> None:
-        """Gives this rank's routers the experts of its share of `rows`."""
-        mode = self.engine_config.router_replay.mode
+    def _set_routes(self, gpt: nn.Module, micro_batch: TensorDict, packed: PackedRollouts, shard: Shard) -> None:
+        """Gives this rank's routers the experts of its share of the rows."""
+        mode, rows = self.engine_config.router_replay.mode, shard.layout.num_tokens
         found = routes.packed(micro_batch, mode, packed.packed_rows.numpy(), rows)
         self._routes = [self._routes[0] + found.shared, self._routes[1] + found.differing]
         rank, ranks = self._ranks()
-        mine = slice(rank * (rows // ranks), (rank + 1) * (rows // ranks))
+        mine = shard.order.cpu()[rank * (rows // ranks) :][: rows // ranks]
         experts, known = found.experts[mine].to(get_device_id()), found.known[mine]
         mask = None if known.all() else known.to(get_device_id())
         set_model_router_replay_action(gpt, RouterReplayAction.REPLAY_FORWARD)
@@ -284,10 +287,10 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
                 layer = sum(is_moe_layer(self.tf_config, i) for i in range(layer))
             router.set_target_indices(experts[:, layer], replay_mask=mask)
 
-    def _recorded(self, gpt: nn.Module, micro_batch: TensorDict, packed: PackedRollouts) -> torch.Tensor:
+    def _recorded(self, gpt: nn.Module, micro_batch: TensorDict, packed: PackedRollouts, shard: Shard) -> torch.Tensor:
         """Nested [rows, layers, k] int16 on the host: where routers of this stage sent the rows of each rollout."""
         routers = [router for _, router in sorted(iter_model_routers(gpt), key=lambda found: found[0])]
-        rows = len(packed.input_ids) + self._added(len(packed.input_ids))
+        rows = shard.layout.num_tokens
         if routers:
             found = torch.stack([router.recorded_topk_idx for router in routers], 1).to(torch.int32)
             if self.tf_config.sequence_parallel:
@@ -297,7 +300,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             found = torch.empty(rows, 0, self.tf_config.moe_router_topk, dtype=torch.int32)
         if len(found) != rows:
             raise ValueError(f"routers recorded {len(found)} rows, expected {rows}, the packed ones of all ranks")
-        of_sequences = found.cpu().to(torch.int16)[packed.packed_rows]
+        of_sequences = found.cpu().to(torch.int16)[shard.places.cpu()][packed.packed_rows]
         return torch.nested.nested_tensor_from_jagged(of_sequences, micro_batch["input_ids"].offsets().cpu())
 
     def _of_head(

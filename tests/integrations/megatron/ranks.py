@@ -27,6 +27,24 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "context, tensor": {"cp": 2, "tp": 2},
     "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
     "context, latent": {"cp": 2, "tp": 2, **LATENT},
+    "gathered": {"cp": 4, "cp_comm_type": "all_gather", "softmax_type": "learnable", **EXPERTS},
+    "gathered, more ranks than heads": {
+        "cp": 4,
+        "cp_comm_type": "all_gather",
+        "num_attention_heads": 2,
+        "num_query_groups": 1,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": 2,
+    },
+    "gathered, tensor, sequence": {
+        "cp": 2,
+        "cp_comm_type": "all_gather",
+        "tp": 2,
+        "sequence_parallel": True,
+        "norms": False,
+        "init_method_std": 0.1,
+    },
+    "gathered, latent, pipeline": {"cp": 2, "cp_comm_type": "all_gather", "pp": 2, **LATENT},
     "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
     "interleaved": {
         "pp": 2,
@@ -61,6 +79,7 @@ def refused() -> list[str]:
     settings = {"context_parallel_size": 2}
     model = build(enable(layer_spec()), settings)
     ids = torch.zeros(1, 4, dtype=torch.int64)
+    lonely = build(enable(layer_spec()), settings | {"num_attention_heads": 1, "num_query_groups": 1})
     layout = Layout.from_lengths([3], [[2, 3]])
     longer = Layout.from_lengths([3], [[2, 2 + dist.get_rank() % 2]])
     packed = PackedGroups(layout)
@@ -70,7 +89,8 @@ def refused() -> list[str]:
         said(PackedGroups, longer),
         said(model, whole, whole, None, packed_seq_params=packed),
         said(model.decoder.layers[0].self_attention.core_attention, *rows, None),
-        said(build, enable(layer_spec()), {"context_parallel_size": 8}),
+        said(lonely, whole[:, :4], whole[:, :4], None, packed_seq_params=packed),
+        said(PackedGroups, layout, cp_comm_type="p2p"),
     ]
     cpu.parallel()
     one = build(enable(layer_spec()), {})

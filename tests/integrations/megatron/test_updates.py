@@ -139,7 +139,9 @@ def test_context_parallel_ranks_raise_together(ranks: list[dict[str, Any]]) -> N
             f"{differ}, expected one layout on all of them",
             "layer 1 gets 1 sequences of 8 tokens, expected one of 4",
             "context_parallel_size is 2 and packed_seq_params NoneType, expected PackedGroups",
-            "context_parallel_size is 8, expected a divisor of the 4 attention heads of a tensor-parallel rank",
+            "2 context-parallel ranks cannot share the 1 attention heads of a tensor-parallel rank, expected"
+            " PackedGroups(..., cp_comm_type='all_gather')",
+            "cp_comm_type is 'p2p', expected 'a2a' or 'all_gather'",
             "context_parallel_size of layer 1 is 1, expected 2",
         ]
 

@@ -166,7 +166,8 @@ def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
             config = model.config
             multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
             length = LENGTH if config.virtual_pipeline_model_parallel_size else None
-            params = PackedGroups(batch.layout, multiple, length=length)
+            exchange = config.cp_comm_type or "a2a"
+            params = PackedGroups(batch.layout, multiple, length=length, cp_comm_type=exchange)
             ids, positions, asked = params.split(ids), params.split(positions), params.predictions(batch)
         out = model(ids, positions, None, packed_seq_params=params)
 

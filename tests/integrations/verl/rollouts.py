@@ -54,6 +54,10 @@ MODELS = {
     "critic": (Qwen3ForTokenClassification, Qwen3Config(**SIZES, num_labels=1)),
     "one_kv_head": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
+    "two_heads": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1}, **EXPERTS),
+    ),
     "images": (
         Qwen3VLForConditionalGeneration,
         Qwen3VLConfig(

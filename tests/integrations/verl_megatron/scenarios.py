@@ -25,6 +25,7 @@ PACKED: dict[str, Any] = MEGATRON | {"packed": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 R2 = MOE | {"run": "replayed", "router_replay": "R2"}
 R3 = MOE | {"run": "replayed", "router_replay": "R3"}
+TWO_HEADS = {"model": "two_heads"}
 ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-moe": STOCK | MOE,
@@ -34,6 +35,7 @@ ONE: dict[str, dict[str, Any]] = {
     "stock-turns": STOCK | TURNS,
     "stock-r2": STOCK | R2,
     "stock-r3": STOCK | R3,
+    "stock-two-heads-r2": STOCK | R2 | TWO_HEADS,
     "fixed": PACKED,
     "tight": PACKED | {"budget": TIGHT, "transformer": RECOMPUTED},
     "roomy": PACKED | {"budget": ROOMY, "pad_to": 64},
@@ -70,6 +72,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "tp2-pp2": PACKED | {"tp": 2, "pp": 2, "budget": TIGHT},
     "pp2-dp2": PACKED | ONE_GROUP_AND_FOUR | {"pp": 2, "budget": 30},
     "cp4": PACKED | {"cp": 4, "budget": TIGHT},
+    "cp4-two-heads-r2": PACKED | R2 | TWO_HEADS | {"cp": 4, "budget": TIGHT},
     "cp2-tp2": PACKED | {"cp": 2, "tp": 2, "budget": TIGHT},
     "cp2-dp2-per-token": PACKED
     | ONE_GROUP_AND_FOUR

@@ -86,10 +86,12 @@ def walk(seg, tokens, tile_n, window=None, parts=1):
 
 def check(seg, tokens, tile_n, window=None, parts=1):
     taken, pairs = walk(seg, tokens, tile_n, window, parts)
-    asked = np.repeat(seg.prompts_ask | (seg.depth > 0), seg.lengths)
-    if seg.silent:
-        asked = np.arange(seg.total) >= seg.silent
-        assert not taken[~asked].any()
+    asked = np.ones(seg.total, bool)
+    if seg.silent is not None:
+        roots = np.flatnonzero(seg.parent == -1)
+        asked = np.arange(seg.total) >= (seg.offsets[roots] + seg.silent)[seg.group_of_row]
+        only = seg.group_rows == np.minimum(seg.silent, seg.group_rows)  # of these the last row is taken
+        assert not taken[~asked & ~only[seg.group_of_row]].any()
     assert (taken[asked] == 1).all()
     assert (taken <= 1).all()
     assert (pairs[:, : seg.total] == rule(seg, window) * taken[:, None]).all()

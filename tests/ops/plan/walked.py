@@ -31,7 +31,7 @@ def of_groups(groups):
 
 def not_asking(asking):
     """The same with prompts that do not ask; and rows from each to its prompt's end, not above 0 of a response."""
-    seg = Segments(asking.offsets, asking.parent, prompts_ask=False)
+    seg = Segments(asking.offsets, asking.parent, asking.lengths[asking.parent == -1])
     root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
     return seg, seg.offsets[root + 1] - np.arange(seg.total)
 

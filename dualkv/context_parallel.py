@@ -1,0 +1,237 @@
+"""Packed groups over ranks that gather keys and values: context parallelism with any number of ranks.
+
+Every rank holds an equal share of the packed rows, such that all ranks compute about equally many visible pairs. It
+computes the attention of its own rows, and other ranks send the keys and values that these rows see. The heads go in
+several pieces: one is on its way while attention runs on the piece before.
+
+:class:`dualkv.sequence_parallel.Shard` exchanges heads instead and needs at least as many of them as ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from dualkv.context_plan import Stage, rows_of, shares, stages
+from dualkv.layout import Layout
+from dualkv.ops.attention import attention, under_autocast
+from dualkv.ops.window import Window
+from dualkv.sequence_parallel import Shard
+
+PIECES = 4  # of the KV heads. More would make the calls of attention short, fewer leave more of the exchange in sight.
+
+
+class ContextShard(Shard):
+    """This rank's rows of packed groups; attention gathers the keys and values that they see.
+
+    As :class:`dualkv.sequence_parallel.Shard`, but for the number of heads, which may be any.
+
+    Attributes:
+        shares: see :func:`shares`.
+    """
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup | None, multiple: int = 1) -> None:
+        super().__init__(layout, group, multiple)
+        self.shares = shares(self.layout._segments, self.world_size)
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """As :attr:`Shard.order`."""
+        rows = np.concatenate([rows_of(part) for of_rank in self.shares for part in of_rank])
+        return torch.from_numpy(rows).to(self.layout.device)
+
+    def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """As :meth:`Shard.gather`."""
+        return super().gather(x, dim).index_select(dim, self.places.to(x.device))
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        deterministic: bool = False,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this rank's rows."""
+        self._check_attention(q, k, sinks)
+        if self.world_size == 1:
+            return super().attention(
+                q, k, v, softmax_scale, deterministic, window=window, chunk=chunk, sinks=sinks, softcap=softcap
+            )
+        q, k, v, sinks = under_autocast(q, k, v, sinks)
+        scale = 1 / math.sqrt(q.shape[2]) if softmax_scale is None else float(softmax_scale)
+        call = _Call(self.group, self._stages(window, chunk), scale, deterministic, window, chunk, softcap)
+        out: torch.Tensor = _Attention.apply(q, k, v, sinks, call)
+        return out
+
+    def _stages(self, window: int | None, chunk: int | None) -> list[Stage]:
+        """Made once a layout and window."""
+        hiding = None if window is None and chunk is None else Window(window, chunk)
+
+        def make() -> list[Stage]:
+            return stages(self.layout, self.shares, self.rank, hiding)
+
+        return self.layout._segments.cached(("context parallel", self.world_size, self.rank, hiding), make)
+
+
+# ---------------------------------------------------------------- the exchange and the attention
+class _Call(NamedTuple):
+    """What an attention is asked for, the same on all ranks of the group."""
+
+    group: dist.ProcessGroup | None
+    stages: list[Stage]
+    scale: float
+    deterministic: bool
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+
+    def send(self, kv: torch.Tensor, stage: Stage) -> _Exchange:
+        """Of own rows to where they are needed."""
+        return _Exchange(kv.index_select(0, stage.sent), stage.sent_to, stage.received_from, self.group)
+
+    def send_back(self, gradients: torch.Tensor, stage: Stage) -> _Exchange:
+        """Of received rows to where they belong."""
+        return _Exchange(gradients, stage.received_from, stage.sent_to, self.group)
+
+
+class _Exchange:
+    """Rows of x on their way: so many to each rank, in order, and so many from each."""
+
+    def __init__(self, x: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> None:
+        self._sent = x.contiguous()  # kept until all has left
+        self._received = x.new_empty(sum(of), *x.shape[1:])
+        self._work = dist.all_to_all_single(self._received, self._sent, of, to, group=group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """What came. Of a GPU the stream waits, not the host."""
+        self._work.wait()
+        return self._received
+
+
+class _Heads(NamedTuple):
+    """A piece of the heads: KV heads, and the query heads that read them."""
+
+    kv: slice
+    q: slice
+
+
+def _pieces(heads: int, kv_heads: int) -> list[_Heads]:
+    count = next(n for n in range(min(PIECES, kv_heads), 0, -1) if kv_heads % n == 0)
+    kv, q = kv_heads // count, heads // count
+    return [_Heads(slice(i * kv, (i + 1) * kv), slice(i * q, (i + 1) * q)) for i in range(count)]
+
+
+class _Attention(torch.autograd.Function):
+    """q [n, H, D], k [n, Hk, D], v [n, Hk, Dv], sinks [H] or None -> out [n, H, Dv].
+
+    While a stage of a piece of the heads is computed, the keys and values of the next one are on their way. In the
+    backward it is the gradients of the piece before, back to their ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:
+        kv, head_dim = torch.cat((k, v), 2), k.shape[2]
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        steps = [(heads, stage) for heads in _pieces(q.shape[1], k.shape[1]) for stage in call.stages]
+        received, lses = [], []
+        coming = call.send(kv[:, steps[0][0].kv], steps[0][1])
+        for number, (heads, stage) in enumerate(steps):
+            arrived = coming.wait()
+            if number + 1 < len(steps):
+                then = steps[number + 1]
+                coming = call.send(kv[:, then[0].kv], then[1])
+            received.append(arrived)
+            if stage.layout is None:
+                lses.append(q.new_empty(0))
+                continue
+            known = received[number - number % len(call.stages) :]  # of this piece
+            keys = torch.cat([kv[:, heads.kv], *known]).index_select(0, stage.keys)
+            found, lse = attention(
+                stage.among_keys(q[:, heads.q]),
+                keys[..., :head_dim],
+                keys[..., head_dim:],
+                stage.layout,
+                call.scale,
+                call.deterministic,
+                window=call.window,
+                chunk=call.chunk,
+                sinks=None if sinks is None else sinks[heads.q],
+                softcap=call.softcap,
+                return_lse=True,
+            )
+            out[stage.own, heads.q] = found.index_select(0, stage.asked)
+            lses.append(lse)
+        ctx.call, ctx.head_dim = call, head_dim
+        ctx.save_for_backward(q, kv, sinks, out, *received, *lses)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call, head_dim = ctx.call, ctx.head_dim
+        q, kv, sinks, out, *saved = ctx.saved_tensors
+        of_step = zip(saved[: len(saved) // 2], saved[len(saved) // 2 :], strict=True)
+        wide = torch.promote_types(kv.dtype, torch.float32)
+        dq, dkv = torch.empty_like(q), torch.zeros_like(kv, dtype=wide)
+        dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+        returning: list[tuple[_Exchange, Stage, torch.Tensor]] = []
+        for heads in _pieces(q.shape[1], kv.shape[1]):
+            received, lses = zip(*(next(of_step) for _ in call.stages), strict=True)
+            known = torch.cat([kv[:, heads.kv], *received])
+            sums = torch.zeros_like(known, dtype=wide)
+            for stage, lse in zip(call.stages, lses, strict=True):
+                if stage.layout is None:
+                    continue
+                keys = known.index_select(0, stage.keys)
+                of_q, of_k, of_v, of_sinks = torch.ops.dualkv.bwd(
+                    stage.among_keys(dout[:, heads.q]),
+                    stage.among_keys(q[:, heads.q]),
+                    keys[..., :head_dim],
+                    keys[..., head_dim:],
+                    stage.among_keys(out[:, heads.q]),
+                    lse,
+                    stage.layout.offsets,
+                    stage.layout.parent,
+                    call.scale,
+                    call.deterministic,
+                    window=call.window,
+                    chunk=call.chunk,
+                    sinks=None if sinks is None else sinks[heads.q],
+                    softcap=call.softcap,
+                )
+                dq[stage.own, heads.q] = of_q.index_select(0, stage.asked)
+                sums.index_add_(0, stage.keys, torch.cat((of_k, of_v), 2).to(wide))  # no row twice: a fixed order
+                if dsinks is not None:
+                    dsinks[heads.q] += of_sinks
+            mine = dkv[:, heads.kv]
+            mine += sums[: len(kv)]
+            _add(returning)
+            parts = sums[len(kv) :].to(kv.dtype).split([len(x) for x in received])
+            returning = [
+                (call.send_back(part, stage), stage, mine) for part, stage in zip(parts, call.stages, strict=True)
+            ]
+        _add(returning)
+        dk, dv = dkv.to(kv.dtype).split([head_dim, kv.shape[2] - head_dim], 2)
+        return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None
+
+
+def _add(returning: list[tuple[_Exchange, Stage, torch.Tensor]]) -> None:
+    """Adds what other ranks computed for own rows, one rank after the other: several may have the same row."""
+    for exchange, stage, sums in returning:
+        parts = exchange.wait().to(sums.dtype).split(stage.sent_to)
+        for rows, part in zip(stage.sent.split(stage.sent_to), parts, strict=True):
+            sums.index_add_(0, rows, part)
