@@ -8,9 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
-from torch.multiprocessing import start_processes
 
 from tests.integrations.megatron import cpu
 from tools.bench import megatron as bench
@@ -19,11 +17,9 @@ from tools.bench.megatron_costs import Group, Model
 TINY = Model(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
 
 
-def main(number: int, file: Path, port: int) -> None:
-    torch.set_num_threads(1)
+def main(number: int, file: Path) -> None:
     run = bench.Run(TINY, 2, 2, 1, 1, 4, torch.float32, False, torch.device("cpu"))
     with (
-        cpu.rank(dist.TCPStore("127.0.0.1", port), number, 2),
         mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"),
         mock.patch.object(bench, "SMALL", TINY),
         mock.patch.object(bench, "SMALL_GROUP", Group(3, 6, 4, groups=4)),
@@ -34,5 +30,4 @@ def main(number: int, file: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    start_processes(main, (Path(sys.argv[1]), store.port), 2, start_method="fork")
+    cpu.start_ranks(main, 2, Path(sys.argv[1]))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
 from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
@@ -57,11 +56,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(number: int, folder: Path, port: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    with cpu.rank(dist.TCPStore("127.0.0.1", port), number, COUNT):  # a FileStore takes minutes of system time
-        found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
-        found["refused"] = refused()
+def main(number: int, folder: Path, names: list[str]) -> None:
+    found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
+    found["refused"] = refused()
     torch.save(found, folder / f"{number}.pt")
 
 
@@ -98,6 +95,4 @@ def refused() -> list[str]:
 
 
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    given = Path(sys.argv[1]), store.port, sys.argv[2:]
-    start_processes(main, given, COUNT, start_method="fork")  # megatron-core is imported once
+    cpu.start_ranks(main, COUNT, Path(sys.argv[1]), sys.argv[2:])

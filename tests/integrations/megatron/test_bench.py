@@ -35,7 +35,7 @@ def test_all_ways_compute_the_same() -> None:
 def test_ranks_compute_what_one_does(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.bench_ranks", str(file)]
-    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[3])
+    subprocess.run(command, check=True, timeout=900, cwd=Path(__file__).parents[3])
     figures = json.loads(file.read_text())
     assert {kind: made["groups"] for kind, made in figures["rows"].items()} == {
         "one": 1, "tensor": 1, "context": 1, "pipeline": 4, "data": 2,
