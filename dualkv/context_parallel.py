@@ -24,8 +24,8 @@ from dualkv.ops.attention import attention, under_autocast
 from dualkv.ops.window import Window
 from dualkv.sequence_parallel import Shard
 
-# Of the KV heads. Fewer pieces leave more of the exchange in sight, and take more memory for rows of q that ask nothing.
-# More pieces make the calls of attention short.
+# Of the KV heads. Fewer pieces would leave more of the exchange in sight and take more memory for rows of q that ask
+# nothing; more would make the calls of attention short.
 PIECES = 8
 
 

@@ -12,6 +12,7 @@ import dualkv
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
+from dualkv.context_plan import part_of, shares
 from dualkv.ops import hopper
 from tests import oracle
 from tests.gpu import test_backward as bwd
@@ -212,3 +213,26 @@ def test_a_part_below_a_path(head_dim, deterministic):
     assert not found[1][:silent].any()
     for got, want in zip(found, [wanted[0][silent:], *wanted[2:]], strict=True):
         assert (got.double() - want).norm() <= 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_parts_of_context_parallel_ranks(ranks, deterministic):
+    """Rows of several groups behind paths of their own, in one call; the ranks' gradients of keys add up."""
+    layout = tree([900, 300, 500, 1, 77, 700, 260, 41, 150, 391], [-1, 0, 1, 1, 0, -1, 5, 5, 7, -1])  # 3,320 rows
+    q, k, v, dout = bwd.inputs(layout, 8, 2, 128)
+    wanted = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, 128**-0.5, dout)
+    found = [torch.zeros_like(x, dtype=torch.double) for x in (dout, q, k, v)]
+    for part in (part for of_rank in shares(layout._segments, ranks) for part in of_rank if part):
+        keys, asked, of_keys = part_of(layout, part)
+        keys, asked = (torch.from_numpy(x).to(q.device) for x in (keys, asked))
+        own = keys[asked]
+        leaves = [torch.zeros_like(q[keys]).index_copy(0, asked, q[own]), k[keys], v[keys]]
+        leaves = [x.requires_grad_() for x in leaves]
+        out = dualkv.attention(*leaves, of_keys, None, deterministic)
+        dq, dk, dv = torch.autograd.grad(out, leaves, torch.zeros_like(out).index_copy(0, asked, dout[own]))
+        found[0][own], found[1][own] = out[asked].double(), dq[asked].double()
+        found[2].index_add_(0, keys, dk.double())
+        found[3].index_add_(0, keys, dv.double())
+    for got, want in zip(found, [wanted[0], *wanted[2:]], strict=True):
+        assert (got - want).norm() <= 0.01 * want.norm()
