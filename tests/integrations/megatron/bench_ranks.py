@@ -1,16 +1,13 @@
-"""The benchmark of megatron-core on two ranks: `python -m tests.integrations.megatron.bench_ranks FILE`."""
+"""The benchmark of megatron-core on two ranks."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
-from torch.multiprocessing import start_processes
 
 from tests.integrations.megatron import cpu
 from tools.bench import megatron as bench
@@ -19,20 +16,14 @@ from tools.bench.megatron_costs import Group, Model
 TINY = Model(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
 
 
-def main(number: int, file: Path, port: int) -> None:
-    torch.set_num_threads(1)
+def main(number: int, file: str) -> None:
     run = bench.Run(TINY, 2, 2, 1, 1, 4, torch.float32, False, torch.device("cpu"))
     with (
-        cpu.rank(dist.TCPStore("127.0.0.1", port), number, 2),
+        cpu.rank(),
         mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"),
         mock.patch.object(bench, "SMALL", TINY),
         mock.patch.object(bench, "SMALL_GROUP", Group(3, 6, 4, groups=4)),
     ):
         *_, (figures, _) = bench.measure_ranks(run, Group(3, 5, 4))
     if number == 0:
-        file.write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    start_processes(main, (Path(sys.argv[1]), store.port), 2, start_method="fork")
+        Path(file).write_text(json.dumps(figures))

@@ -61,10 +61,11 @@ def on_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def rank(store: dist.Store, number: int = 0, count: int = 1) -> Iterator[None]:
-    """One of `count` ranks of gloo, in a process of its own."""
+def rank(store: dist.Store | None = None) -> Iterator[None]:
+    """The only rank, with a store; or one of the ranks of tests/ranks.py."""
+    alone = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
     with on_cpu():
-        dist.init_process_group("gloo", store=store, rank=number, world_size=count)
+        dist.init_process_group("gloo", **alone)
         yield
         close_groups()
         dist.destroy_process_group()

@@ -1,14 +1,12 @@
-"""Four ranks of one host: `python -m tests.integrations.megatron.ranks FOLDER SCENARIO ...` saves what each found."""
+"""Four ranks of one host: each saves what it found."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
 from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
@@ -39,12 +37,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(number: int, folder: Path, port: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    with cpu.rank(dist.TCPStore("127.0.0.1", port), number, COUNT):  # a FileStore takes minutes of system time
+def main(number: int, folder: str, *names: str) -> None:
+    with cpu.rank():
         found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
         found["refused"] = refused()
-    torch.save(found, folder / f"{number}.pt")
+    torch.save(found, Path(folder) / f"{number}.pt")
 
 
 def refused() -> list[str]:
@@ -75,9 +72,3 @@ def refused() -> list[str]:
     cpu.parallel()
     one = build(enable(layer_spec()), {})
     return [*found, said(one, ids, ids, None, packed_seq_params=packed)]
-
-
-if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    given = Path(sys.argv[1]), store.port, sys.argv[2:]
-    start_processes(main, given, COUNT, start_method="fork")  # megatron-core is imported once

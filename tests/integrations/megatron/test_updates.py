@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +24,8 @@ from tests.integrations.megatron.updates import (
     rollouts,
     update,
 )
+from tests.ranks import on_ranks
 
-ROOT = Path(__file__).parents[3]
 YARN = {
     "yarn_rotary_scaling_factor": 4.0,
     "yarn_original_max_position_embeddings": 8,
@@ -126,9 +123,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     asked = (getattr(item, "callspec", None) for item in request.session.items if item.name.startswith("test_ranks["))
     names = [spec.params["name"] for spec in asked if spec is not None]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.ranks", str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
+    on_ranks(COUNT, "tests.integrations.megatron.ranks:main", str(folder), *names)
     return [torch.load(folder / f"{rank}.pt") for rank in range(COUNT)]
 
 
