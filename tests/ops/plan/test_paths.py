@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, SHORT_WINDOW_TILES, WINDOW_TILES, forward_tile
@@ -14,7 +14,7 @@ from dualkv.bench.executed import forward_pairs
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
 from tests.ops.plan.walked import below_a_path, lengths, of, rule
-from tests.strategies import binary_tree, groups, random_tree, trees
+from tests.strategies import binary_tree, examples, groups, random_tree, trees
 
 TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256]]
 
@@ -96,7 +96,7 @@ def check(seg, tokens, tile_n, window=None, parts=1):
     assert not pairs[:, seg.total :].any()
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(300)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4)
 @example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1)
@@ -106,7 +106,7 @@ def test_items_cover_each_visible_pair_once(tree, tile, heads):
         check(seg, tile.tokens(heads), tile.tile_n)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 def test_rows_of_a_path_that_do_not_ask_have_no_items(tree, tile, heads):
     if (found := below_a_path(tree)) is not None:
@@ -119,7 +119,7 @@ windows = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(300)
 @given(
     trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
 )
@@ -131,7 +131,7 @@ def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
         check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(groups(max_groups=3, max_responses=6, length=lengths), windows, st.booleans(), st.sampled_from([24, 96, 128]))
 def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
     layout = Layout.from_lengths(*layout)
@@ -140,7 +140,7 @@ def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
         check(seg, tokens, 64, window, 4)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]), windows)
 def test_windows_of_tiny_segments(tree, tokens, window):
     check(of(Layout.from_segments(*tree)), tokens, 16, window, 4)
@@ -153,7 +153,7 @@ def test_a_window_beyond_all_paths_changes_no_block():
     assert (full.regions == far.regions).all()
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]))
 def test_tiny_segments(tree, tokens):
     check(of(Layout.from_segments(*tree)), tokens, 64)
