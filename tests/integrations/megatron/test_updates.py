@@ -117,6 +117,9 @@ def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
 
 
 # ---------------------------------------------------------------- several ranks
+LEFT_OUT = ("latent", "interleaved", "KV", "each", "sequence")  # others run much of what these do
+
+
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by scenario: of those that the selected tests ask for."""
@@ -139,7 +142,11 @@ def test_context_parallel_ranks_raise_together(ranks: list[dict[str, Any]]) -> N
         ]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def marks(name: str) -> Any:
+    return pytest.mark.slow if any(word in name for word in LEFT_OUT) else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SCENARIOS])
 def test_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
     found = [one[name] for one in ranks]
     assert sum(logp is None for logp, _ in found) == (COUNT // 2 if "pipeline" in name or "interleaved" in name else 0)
