@@ -9,6 +9,8 @@ INSTALL ?= $(BIN)/python -m pip install
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
 # Waiting threads of OpenMP sleep, as in the `dualkv` command (dualkv/openmp.py): tests, fuzzer and benchmarks too.
 export OMP_WAIT_POLICY ?= passive
+# Dozens of processes import torch: bytecode halves that, so it is kept, also where the machine says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40))
+
+
+def examples(count: int) -> settings:
+    """So many examples of a property, times EXAMPLES of the environment; however long they take."""
+    return settings(max_examples=round(count * float(os.environ.get("EXAMPLES", "1"))), deadline=None)
 
 
 @st.composite

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ranks import on_ranks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -87,13 +87,9 @@ def test_an_actor_that_takes_padded_batches(example, monkeypatch):
 
 
 def on_two_ranks(name, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command += [str(EXAMPLES / name), *options]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
+    printed = on_ranks(2, "tests.ranks:script", str(EXAMPLES / name), *options)
+    assert "Warning" not in printed, printed
+    return printed
 
 
 def as_one_rank(monkeypatch):

@@ -11,12 +11,13 @@ import pytest
 
 PROGRAM = """
 import sys, time
+start = time.process_time()
 import torch
 had = set(sys.modules)
-start = time.perf_counter()
+between = time.process_time()
 import dualkv
-seconds = time.perf_counter() - start
-print(seconds, *sorted({m.split(".")[0] for m in set(sys.modules) - had}))
+part = (time.process_time() - between) / (between - start)
+print(part, *sorted({m.split(".")[0] for m in set(sys.modules) - had}))
 """
 
 
@@ -28,7 +29,7 @@ def test_import_is_light():
     loaded = set(runs[0][1:])
     assert "dualkv" in loaded
     assert not loaded & {"cutlass", "triton", "transformers", "rich", "typer", "matplotlib", "cuda", "tvm_ffi"}
-    assert min(float(run[0]) for run in runs) < 0.3
+    assert min(float(run[0]) for run in runs) < 0.3, "of the time that torch takes"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch brings GNU OpenMP on Linux alone")

@@ -183,9 +183,9 @@ def test_host_time_does_not_grow_with_the_square_of_depth():
     """10,000 segments under one another; 0.01 s on an idle core, 2 s when every level looked at every segment."""
     best = np.inf
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         chain = Layout.from_segments(range(10_001), range(-1, 9_999))
         assert chain.visible_end.tolist() == [10_000] * 10_000
         assert chain.position_ids.tolist() == list(range(10_000))
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.5

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 import dualkv
 from dualkv.context_parallel import ContextShard
 from dualkv.sequence_parallel import Shard, padded
+from tests.ranks import on_ranks
 
 RANKS = 4
 KINDS = (Shard, ContextShard)
@@ -47,8 +47,7 @@ def sinks(wanted: bool) -> torch.Tensor | None:
 
 
 def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     found = {}
     for kind in KINDS:
         shard = kind(LAYOUT, dist.group.WORLD)
@@ -129,7 +128,7 @@ def said(call: Any, *args: Any, **kwargs: Any) -> str:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (folder,), RANKS)
+        on_ranks(RANKS, "tests.test_sequence_parallel:run", folder)
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(RANKS)]
 
 

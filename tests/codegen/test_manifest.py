@@ -1,10 +1,11 @@
 """The kernels' machine code against its record: registers, spills, shared memory, wgmma, TMA and register budgets.
 
-A compile takes seconds, so there are three sizes of this check. `make test` compiles SAMPLE: a kernel of each
-operation. `.ci/run` compiles SPECS, which are enough to differ in every way that shapes the code. `make check-kernels`
-compiles all. Kernels that lie compiled in build/kernels, from the same sources and by the same compiler, are not
-compiled again. That the others are as recorded follows from the sources, which are those that all of them were compiled
-from. After a change that is meant, `make manifest` records it.
+A compile takes seconds, so there are four sizes of this check. `make test` compiles SAMPLE: a kernel of each
+operation. `.ci/run` compiles KINDS, one of each kind of code. `pytest tests/codegen/test_manifest.py -m ''` compiles
+SPECS, which differ in every way that shapes the code. `make check-kernels` compiles all. Kernels that lie compiled in
+build/kernels, from the same sources and by the same compiler, are not compiled again. That the others are as recorded
+follows from the sources, which are those that all of them were compiled from. After a change that is meant,
+`make manifest` records it.
 
 A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other
 boxes and divisions. So SPECS are every head dim; at one head dim packed heads that leave rows over (7), and fp16; and
@@ -16,6 +17,10 @@ kernels around it those of one head dim for each order of dQ and statistics (64,
 are recorded at the head dim that training meets most and at a wide one, and each of the others, which are not recorded,
 at one of the two. Of windows, sinks and softcapping, at two head dims and but for deterministic sums, the kernels whose
 features no other one has with more.
+
+KINDS are of these: packed heads that leave rows over; the forwards of one and two warp groups and of trees with
+windows; of the backward each class (narrow, wide, split), one with features, one with deterministic sums, one without
+clusters and one of a part of the gradients; and a small kernel with sinks.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ def more(one, other):
     return (one.operation, one.head_dim) == (other.operation, other.head_dim) and set.__lt__(*features)
 
 
+MOST = {spec for spec in FEATURED if not any(more(other, spec) for other in FEATURED)}
 SPECS = sorted(
     {forward_spec("bf16", d, 4) for d in HEAD_DIMS}
     | {forward_spec("bf16", 128, 7), forward_spec("fp16", 128, 4), backward_specs("fp16", 128).main}
@@ -54,13 +60,24 @@ SPECS = sorted(
     | {spec for d, of_v in MIXED for spec in backward_specs("bf16", d, head_dim_v=of_v).present}
     | {spec for part in ("q", "kv") for spec in backward_specs("bf16", 128, gradients=part).present}
     | {backward_specs("bf16", 256, gradients=part).main for part in ("q", "kv")}
-    | {spec for spec in FEATURED if not any(more(other, spec) for other in FEATURED)},
+    | MOST,
     key=str,
 )
 SAMPLE = {
     forward_spec("fp16", 128, 4),
     forward_spec("bf16", 64, 4, trees=True),
     *backward_specs("bf16", 128).present,
+}
+KINDS = SAMPLE | {
+    forward_spec("bf16", 128, 7),
+    forward_spec("bf16", 512, 4),
+    *(s for s in MOST if s.operation == "fwd_paths" and s.head_dim == 256 and s.tile.tile_n == 48),
+    *(s for s in MOST if s.operation == "bwd" and s.head_dim == 256),
+    *(s for s in MOST if s.operation == "bwd_preprocess" and s.features == "sinks"),
+    backward_specs("bf16", 128, deterministic=True).main,
+    backward_specs("bf16", 128, few_keys=True).main,
+    backward_specs("bf16", 128, gradients="q").main,
+    backward_specs("bf16", 512).main,
 }
 NOT_RECORDED = [(128, "v"), (128, "qk"), (256, "k"), (256, "qv")]
 
@@ -78,9 +95,11 @@ def described(request):
     return describe({test.callspec.params["spec"] for test in tests})
 
 
-@pytest.mark.parametrize(
-    "spec", [pytest.param(spec, id=str(spec), marks=() if spec in SAMPLE else pytest.mark.kernels) for spec in SPECS]
-)
+def marks(spec):
+    return () if spec in SAMPLE else pytest.mark.kernels if spec in KINDS else pytest.mark.slow
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, id=str(spec), marks=marks(spec)) for spec in SPECS])
 def test_kernel_is_as_recorded(described, spec):
     now = described[spec]
     assert manifest.problems(spec, now) == []
@@ -90,7 +109,8 @@ def test_kernel_is_as_recorded(described, spec):
 
 
 def test_the_sample_has_every_operation():
-    assert set(SPECS) > SAMPLE
+    assert set(SPECS) > KINDS > SAMPLE
+    assert len(KINDS) == len(SAMPLE) + 9
     assert {spec.operation for spec in SAMPLE} == set(TILES)
 
 
@@ -138,7 +158,7 @@ def products(described):
     return sum(n for name, n in described["instructions"].items() if name.startswith("HGMMA"))
 
 
-@pytest.mark.kernels
+@pytest.mark.slow
 def test_gradients_that_are_not_asked_cost_no_products():
     """Products of S and, but for dV alone, dP; and of each gradient asked. Every part compiles without a problem."""
     parts = {backward_specs("bf16", d, gradients=part).main for d, part in NOT_RECORDED}

@@ -193,7 +193,7 @@ def test_many_askers_one_compile(compiles):
 
 
 def test_several_kernels_are_compiled_side_by_side(compiles, monkeypatch):
-    monkeypatch.setenv("STAND_IN_SECONDS", "0.4")
+    monkeypatch.setenv("STAND_IN_SECONDS", "3")
     monkeypatch.setattr(store, "_loaded", {})
     monkeypatch.setattr(store, "open_entry", lambda path, spec: spec.symbol)
     store.entry(SPEC)
@@ -201,7 +201,7 @@ def test_several_kernels_are_compiled_side_by_side(compiles, monkeypatch):
     specs = [SPEC, *backward_specs("bf16", 128).present, SPEC]
     begin = time.monotonic()
     assert store.load_all(specs) == [spec.symbol for spec in specs]
-    assert time.monotonic() - begin < 1.2
+    assert time.monotonic() - begin < 10, "four in turn take twelve seconds"
     assert store.counts == {"cache": 1, "compiled": 4}
     assert len(compiles()) == 5
     assert store.load_all(specs) == [spec.symbol for spec in specs]

@@ -45,7 +45,7 @@ def start(program: str, **environment: str) -> subprocess.Popen:
 
 
 def output(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return out
 
@@ -55,7 +55,7 @@ def left_over() -> list[str]:
     return [p.name for p in store.cache_dir().iterdir() if p.is_dir() and p.name.startswith(".")]
 
 
-def wait_for(happened, seconds=20.0):
+def wait_for(happened, seconds=900.0):
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "waited in vain"
@@ -145,7 +145,7 @@ def test_killed_at_any_moment(compiles, damaged):
 
 def test_killed_while_others_wait(compiles):
     """The lock goes with the process; one of those that wait compiles, and what the dead one began is removed."""
-    first = start("store.entry(SPEC)", STAND_IN_SECONDS="60")
+    first = start("store.entry(SPEC)", STAND_IN_SECONDS="900")
     wait_for(lambda: store.cache_dir().is_dir() and left_over())
     others = [start("print(store.entry(SPEC))", STAND_IN_SECONDS="0.2") for _ in range(2)]
     time.sleep(0.3)
@@ -171,7 +171,7 @@ child = os.fork()
 if child == 0:
     store.load(forward_spec("fp16", 128, 4))
     os._exit(0)
-end = time.monotonic() + 20
+end = time.monotonic() + 900
 while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < end:
     time.sleep(0.01)
 if not ended:
@@ -195,19 +195,19 @@ while not any(p.is_dir() for p in store.cache_dir().glob(".*")):
     time.sleep(0.01)
 child = os.fork()
 if child == 0:
-    time.sleep(60)
+    time.sleep(900)
     os._exit(0)
 print(child, flush=True)
-time.sleep(60)
+time.sleep(900)
 """,
-        STAND_IN_SECONDS="60",
+        STAND_IN_SECONDS="900",
     )
     child = int(first.stdout.readline())
     try:
         first.kill()
         begin = time.monotonic()
         output(start("store.entry(SPEC)", STAND_IN_SECONDS="0"))
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 600
         os.kill(child, 0)  # it still lives
     finally:
         os.kill(child, signal.SIGKILL)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dualkv
@@ -15,6 +15,7 @@ from dualkv.data.packing import IGNORED
 from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
 from dualkv.layout import Segments
 from dualkv.prefixes import shared_prefixes
+from tests.strategies import examples
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)
 
@@ -28,7 +29,7 @@ def prefixes(sequences):
 
 
 # ---------------------------------------------------------------- the trie
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(SEQUENCES, st.integers(1, 4))
 def test_every_sequence_is_a_path(sequences, min_shared):
     tree = prefix_tree([np.array(s) for s in sequences], min_shared)
@@ -52,7 +53,7 @@ def test_every_sequence_is_a_path(sequences, min_shared):
         assert (np.diff(sources) > 0).all()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(SEQUENCES, st.integers(1, 4), st.data())
 def test_some_of_the_sequences_are_a_tree_too(sequences, min_shared, data):
     shared = shared_prefixes([np.array(s) for s in sequences]).at_least(min_shared)
@@ -67,7 +68,7 @@ def test_some_of_the_sequences_are_a_tree_too(sequences, min_shared, data):
         assert some.tokens == len(prefixes([sequences[i] for i in chosen]))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(SEQUENCES, st.integers(1, 4), st.integers(0, 20), st.integers(1, 8))
 def test_micro_batches_hold_every_sequence_once(sequences, min_shared, more, min_count):
     budget, min_count = max(map(len, sequences)) + more, min(min_count, len(sequences))
@@ -83,7 +84,7 @@ def test_micro_batches_hold_every_sequence_once(sequences, min_shared, more, min
         assert (len(plan) == 1) == (len(prefixes(sequences)) <= budget)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(SEQUENCES, st.integers(0, 20))
 def test_micro_batches_repeat_as_little_as_possible(sequences, more):
     """Against every way to cut the sequences in the order of the tree."""
@@ -142,7 +143,7 @@ def timed(run):
 
 
 # ---------------------------------------------------------------- packing
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(SEQUENCES, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_the_way_back(sequences, min_shared, random):
     masks = [[False, *(random.random() < 0.6 for _ in s[1:])] for s in sequences]
@@ -172,7 +173,7 @@ def test_the_way_back(sequences, min_shared, random):
     assert counts.tolist() == batch._tokens_of_row.tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(SEQUENCES, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_one_label_a_row(sequences, min_shared, random):
     """What heads of one label a row compute is what each sequence alone asks for."""

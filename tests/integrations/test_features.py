@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import dualkv
 
@@ -32,6 +31,7 @@ from tests.integrations.tiny import (  # noqa: E402
     paths,
     token_ids,
 )
+from tests.ranks import on_ranks  # noqa: E402
 
 # Windows and chunks of fewer tokens than a prompt has, than a response, and than both; of 4, they end at any depth.
 CASES = {"both": (LAYOUT, 3), "either": (LAYOUT, 5), "response": (LAYOUT, 8), "tree": (TREE, 4)}
@@ -109,8 +109,7 @@ def weighted(hidden: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 
 def on_a_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     shard = Shard(LAYOUT, dist.group.WORLD)
     ids = torch.nn.functional.pad(token_ids(LAYOUT), (0, RANKS))
     first = rank * shard.num_tokens
@@ -125,7 +124,7 @@ def on_a_rank(rank: int, folder: str) -> None:
 
 
 def test_shares_of_ranks_are_the_whole(tmp_path: Path) -> None:
-    mp.spawn(on_a_rank, (str(tmp_path),), RANKS)
+    on_ranks(RANKS, "tests.integrations.test_features:on_a_rank", str(tmp_path))
     ranks = [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(RANKS)]
     for name in SHARED:
         model = enable(make_featured(name, 5), check=False).model

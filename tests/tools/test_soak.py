@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,8 +54,10 @@ def test_the_command_files_its_curve(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "steps", leaking)
     app = soak.typer.Typer()
     app.command()(soak.main)
+    # A hundredth of a second a step, however slow the machine is.
+    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=itertools.count(step=0.01).__next__))
     path = tmp_path / "soak.json"
-    arguments = ["--device", "cpu", "--seconds", "1.5", "--every", "0", "--json", str(path)]
+    arguments = ["--device", "cpu", "--seconds", "1", "--every", "0", "--json", str(path)]
     monkeypatch.setattr(soak, "sample", lambda *a, real=soak.sample: real(*a) | {"descriptors": len(leak)})
     monkeypatch.setattr(soak.gc, "collect", lambda: None)
     said = CliRunner().invoke(app, arguments)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from torch.multiprocessing import start_processes
 
 
 def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -63,29 +60,12 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def start_ranks(main: Callable[..., None], count: int, *args: Any) -> None:
-    """Runs `main(number, *args)` in `count` processes, which take over what this one has imported.
-
-    They meet at a TCPStore (a FileStore takes minutes of system time). The first of them has its thread: a fork beside
-    that thread can copy a lock which it holds, and the new process waits for it forever.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        start_processes(_rank, (main, server, count, args), count, start_method="fork")
-
-
-def _rank(number: int, main: Callable[..., None], server: socket.socket, count: int, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    port, first = server.getsockname()[1], number == 0
-    listens = os.dup(server.fileno()) if first else None
-    with rank(dist.TCPStore("127.0.0.1", port, is_master=first, master_listen_fd=listens), number, count):
-        main(number, *args)
-
-
 @contextmanager
-def rank(store: dist.Store, number: int = 0, count: int = 1) -> Iterator[None]:
-    """One of `count` ranks of gloo, in a process of its own."""
+def rank(store: dist.Store | None = None) -> Iterator[None]:
+    """The only rank, with a store; or one of the ranks of tests/ranks.py."""
+    alone = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
     with on_cpu():
-        dist.init_process_group("gloo", store=store, rank=number, world_size=count)
+        dist.init_process_group("gloo", **alone)
         yield
         close_groups()
         dist.destroy_process_group()

@@ -1,8 +1,7 @@
-"""Four ranks of one host: `python -m tests.integrations.megatron.ranks FOLDER SCENARIO ...` saves what each found."""
+"""Four ranks of one host: each saves what it found."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(number: int, folder: Path, names: list[str]) -> None:
-    found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
-    found["refused"] = refused()
-    torch.save(found, folder / f"{number}.pt")
+def main(number: int, folder: str, *names: str) -> None:
+    with cpu.rank():
+        found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
+        found["refused"] = refused()
+    torch.save(found, Path(folder) / f"{number}.pt")
 
 
 def refused() -> list[str]:
@@ -92,7 +92,3 @@ def refused() -> list[str]:
     cpu.parallel()
     one = build(enable(layer_spec()), {})
     return [*found, said(one, ids, ids, None, packed_seq_params=packed)]
-
-
-if __name__ == "__main__":
-    cpu.start_ranks(main, COUNT, Path(sys.argv[1]), sys.argv[2:])

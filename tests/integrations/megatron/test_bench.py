@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
 from megatron.core import tensor_parallel
 
+from tests.ranks import on_ranks
 from tools.bench import megatron as bench
 from tools.bench.megatron_costs import Group, Model
 
@@ -34,8 +33,7 @@ def test_all_ways_compute_the_same() -> None:
 
 def test_ranks_compute_what_one_does(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.bench_ranks", str(file)]
-    subprocess.run(command, check=True, timeout=900, cwd=Path(__file__).parents[3])
+    on_ranks(2, "tests.integrations.megatron.bench_ranks:main", str(file))
     figures = json.loads(file.read_text())
     assert {kind: made["groups"] for kind, made in figures["rows"].items()} == {
         "one": 1, "tensor": 1, "context": 1, "pipeline": 4, "data": 2,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +24,8 @@ from tests.integrations.megatron.updates import (
     rollouts,
     update,
 )
+from tests.ranks import on_ranks
 
-ROOT = Path(__file__).parents[3]
 YARN = {
     "yarn_rotary_scaling_factor": 4.0,
     "yarn_original_max_position_embeddings": 8,
@@ -120,15 +117,16 @@ def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
 
 
 # ---------------------------------------------------------------- several ranks
+LEFT_OUT = ("latent", "interleaved", "KV", "each", "sequence")  # others run much of what these do
+
+
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by scenario: of those that the selected tests ask for."""
     folder = tmp_path_factory.mktemp("ranks")
     asked = (getattr(item, "callspec", None) for item in request.session.items if item.name.startswith("test_ranks["))
     names = [spec.params["name"] for spec in asked if spec is not None]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.ranks", str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
+    on_ranks(COUNT, "tests.integrations.megatron.ranks:main", str(folder), *names)
     return [torch.load(folder / f"{rank}.pt") for rank in range(COUNT)]
 
 
@@ -146,7 +144,11 @@ def test_context_parallel_ranks_raise_together(ranks: list[dict[str, Any]]) -> N
         ]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def marks(name: str) -> Any:
+    return pytest.mark.slow if any(word in name for word in LEFT_OUT) else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SCENARIOS])
 def test_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
     found = [one[name] for one in ranks]
     assert sum(logp is None for logp, _ in found) == (COUNT // 2 if "pipeline" in name or "interleaved" in name else 0)

@@ -1,9 +1,8 @@
-"""A rank that trains with DDP: `torchrun -m tests.integrations.trl.ranks FOLDER` saves there what each computed."""
+"""A rank that trains with DDP, and saves what it computed."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -15,9 +14,9 @@ from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer
 from tests.integrations.trl.runs import Padded, train
 from tests.integrations.trl.test_pairs import dpo, rewards, scorer, trained
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+
+def main(number: int, to: str) -> None:
+    folder, rank = Path(to), str(number)
     runs = {
         cls.__name__: train(cls, folder / rank, ddp_backend="gloo", num_generations=8) for cls in (GRPOTrainer, Padded)
     }

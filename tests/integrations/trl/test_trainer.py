@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -36,11 +33,11 @@ from tests.integrations.trl.runs import (
     train,
     turns,
 )
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
 LORA = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-ROOT = Path(__file__).parents[3]
 OF_THE_CLOCK = {"step_time", "train_runtime", "eval_runtime"}
 RUNS: dict[str, dict[str, Any]] = {
     "dapo": {"evaluate": True},
@@ -259,10 +256,7 @@ def test_updates_on_shared_turns_are_those_of_trl(folder: Path, of: str, depths:
 
 def test_two_ranks_that_share_groups(tmp_path: Path) -> None:
     """DDP: the rollouts of a prompt are on both ranks, and each rank packs those that it has."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.integrations.trl.ranks", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, "tests.integrations.trl.ranks:main", str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     for runs in ranks:
         assert largest(runs["GRPOTrainer"].logps, runs["Padded"].logps) < 1e-5

@@ -91,7 +91,7 @@ def answer(engine: Engine, sent: Queue[Any], path: str, asked: dict[str, Any]) -
         return {"vllm_config": settings}
     if path == "/update_weights":
         info = asked["update_info"]
-        named = [sent.get(timeout=60) for _ in info["names"]]
+        named = [sent.get(timeout=900) for _ in info["names"]]
         assert [(n, list(w.shape)) for n, w in named] == list(zip(info["names"], info["shapes"], strict=True))
         engine.load_weights(named)
     elif path == "/reset_prefix_cache":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES, HEAD_DIMS, MIXED, BackwardTile, backward_tile
@@ -32,7 +32,7 @@ from tests.ops.plan.walked import (
     segments,
 )
 from tests.pace import against_writing
-from tests.strategies import random_tree, trees
+from tests.strategies import examples, random_tree, trees
 
 BLOCKS = [items.BLOCK_BEGIN, items.BLOCK_END]
 TILES = sorted({*BACKWARD_TILES.values(), *FEW_KEYS_TILES.values()}, key=repr)
@@ -118,7 +118,7 @@ def check_waits(tile, plan):
             assert written[where, value] < asks, "waits for an item that may not have begun"
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(300)
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
 @example([(129, [])], TILES[0], 1, 1, 132)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)
@@ -129,7 +129,7 @@ def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_s
     check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(120)
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, st.booleans())
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_heads, deterministic):
     """Every pair of a response's query, every key's gradients, and no block of rows that do not ask."""
@@ -141,7 +141,7 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_he
         check_turns(seg, tile, plan, kv_heads)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.booleans())
 def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
     """Those above a part of a tree, of several segments."""
@@ -155,7 +155,7 @@ def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
         check_turns(seg, tile, plan, 2)
 
 
-@settings(max_examples=800, deadline=None)
+@examples(240)
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
 @example([(500, [200, 100])], TILES[-1], 40, 1, 132)
 def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sms):
@@ -183,7 +183,7 @@ def test_responses_start_behind_the_next_prompt():
     assert plan.num_partials == 16 * 8 * 2, "of every second group: 10000 rows are whole blocks"
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(trees(length=lengths), st.sampled_from(TILES))
 def test_deeper_trees(tree, tile):
     seg = of(Layout.from_segments(*tree))
@@ -194,7 +194,7 @@ def test_deeper_trees(tree, tile):
         check_turns(seg, tile, plan, 1)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(trees(max_segments=200, length=st.integers(0, 20)), st.sampled_from(TILES), ratios, num_sms_)
 def test_deterministic_sums_of_tiny_segments_have_one_order(tree, tile, ratio, num_sms):
     seg = of(Layout.from_segments(*tree))

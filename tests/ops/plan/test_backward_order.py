@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dualkv.ops.plan.backward_order import (
@@ -16,6 +16,7 @@ from dualkv.ops.plan.backward_order import (
     lengths_in,
     longest_first,
 )
+from tests.strategies import examples
 
 
 def pieces_of(*key_ranges):
@@ -52,14 +53,14 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(any_pieces(), st.integers(1, 3), st.sampled_from([None, 1, 2, 22]))
 def test_every_piece_of_every_kv_head_starts_once(policy, pieces, kv_heads, wave):
     order = policy(pieces, kv_heads, wave)
     assert sorted(order.tolist()) == list(range(kv_heads * len(pieces.item)))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(any_pieces(), st.integers(1, 3), st.sampled_from([None, 1, 2, 22]))
 def test_in_key_order_no_piece_starts_before_one_of_earlier_keys(pieces, kv_heads, wave):
     order = in_key_order(pieces, np.zeros_like(pieces.item), kv_heads, wave)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, HEAD_DIMS, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
@@ -19,6 +19,7 @@ from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
 from tests.ops.plan.walked import groups, not_asking, of_groups, rule, segments
 from tests.pace import against_writing
+from tests.strategies import examples
 
 TILES = list(FORWARD_TILES.values())
 
@@ -119,7 +120,7 @@ def check(seg, tile, heads):
     assert not pairs[:, seg.total :].any()
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(300)
 @given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example([(129, [])], TILES[0], 1)
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4)
@@ -129,7 +130,7 @@ def test_items_cover_each_visible_pair_once(groups, tile, heads):
     check(of_groups(groups), tile, heads)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(120)
 @given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, heads):
     seg, before = not_asking(of_groups(groups))
@@ -241,7 +242,7 @@ def test_every_head_dim_and_ratio_has_a_tile():
             kernel_head_dim(wrong)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 9000), st.lists(st.integers(0, 9000), max_size=5)), max_size=20))
 def test_a_plan_made_in_parts_is_the_same(groups):
     seg = segments([p for p, _ in groups], [rs for _, rs in groups])

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, SHORT_WINDOW_TILES, WINDOW_TILES, forward_tile
@@ -14,7 +14,7 @@ from dualkv.bench.executed import forward_pairs
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from dualkv.ops.window import Window
 from tests.ops.plan.walked import below_a_path, lengths, of, rule
-from tests.strategies import binary_tree, groups, random_tree, trees
+from tests.strategies import binary_tree, examples, groups, random_tree, trees
 
 TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256]]
 
@@ -98,7 +98,7 @@ def check(seg, tokens, tile_n, window=None, parts=1):
     assert not pairs[:, seg.total :].any()
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(300)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 @example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4)
 @example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1)
@@ -108,7 +108,7 @@ def test_items_cover_each_visible_pair_once(tree, tile, heads):
         check(seg, tile.tokens(heads), tile.tile_n)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
 def test_rows_of_a_path_that_do_not_ask_have_no_items(tree, tile, heads):
     if (found := below_a_path(tree)) is not None:
@@ -121,7 +121,7 @@ windows = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(300)
 @given(
     trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
 )
@@ -133,7 +133,7 @@ def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
         check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(groups(max_groups=3, max_responses=6, length=lengths), windows, st.booleans(), st.sampled_from([24, 96, 128]))
 def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
     layout = Layout.from_lengths(*layout)
@@ -142,7 +142,7 @@ def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
         check(seg, tokens, 64, window, 4)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]), windows)
 def test_windows_of_tiny_segments(tree, tokens, window):
     check(of(Layout.from_segments(*tree)), tokens, 16, window, 4)
@@ -155,7 +155,7 @@ def test_a_window_beyond_all_paths_changes_no_block():
     assert (full.regions == far.regions).all()
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]))
 def test_tiny_segments(tree, tokens):
     check(of(Layout.from_segments(*tree)), tokens, 64)
@@ -237,15 +237,15 @@ def test_empty_layouts():
 
 @pytest.mark.parametrize("window", [None, Window(size=128), Window(size=1000), Window(chunk=500)], ids=str)
 def test_a_plan_is_quick(window):
-    """Ten thousand segments of up to 64 levels in 100 ms, or 200 with a window: the best of a few tries, as other work
-    shares the machine."""
+    """Ten thousand segments of up to 64 levels in 100 ms of an idle core, or 200 with a window. Here thrice that, and
+    the best of a few tries: other work shares the machine."""
     seg = of(Layout.from_segments(*random_tree(0, 10_000, 64, 60)))
     tile = forward_tile(128, [] if window is None else ["window"])
     path_work(seg, tile.tokens(4), tile.tile_n, window, tile.parts)  # derived arrays of the layout are made once
 
     def milliseconds():
-        start = time.perf_counter()
+        start = time.thread_time()
         path_work(seg, tile.tokens(4), tile.tile_n, window, tile.parts)
-        return (time.perf_counter() - start) * 1e3
+        return (time.thread_time() - start) * 1e3
 
-    assert min(milliseconds() for _ in range(5)) < (100 if window is None else 200)
+    assert min(milliseconds() for _ in range(5)) < (300 if window is None else 600)

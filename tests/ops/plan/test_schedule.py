@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import forward_tile, packed_heads
@@ -13,6 +13,7 @@ from dualkv.layout import segments_of
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, tile_cost
 from dualkv.ops.plan.schedule import DEALT_ROUNDS, FEW_ROUNDS, L2_BYTES, deal, schedule, side_by_side
 from tests.pace import against_writing
+from tests.strategies import examples
 
 NUM_SMS = 132
 
@@ -40,7 +41,7 @@ def group(prompt, responses, heads, kv_heads, head_dim):
     return Workload("a group", (prompt,), (tuple(responses),), heads, kv_heads, head_dim)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(
     st.integers(0, 300), st.sampled_from([1, 2, 3, 8, 14, 32]), st.sampled_from([1, 2, 66, 132]),
     st.sampled_from([1, 2]), st.sampled_from([2**10, 2**20, 2**22, 2**26]), st.booleans(),

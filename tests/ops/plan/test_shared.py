@@ -2,16 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dualkv import Layout
 from dualkv.layout import segments_of
 from dualkv.ops.plan.shared import longest_first, segment_at, visible_end_over
-from tests.strategies import trees
+from tests.strategies import examples, trees
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(trees(), st.data())
 def test_lookups_of_segments(tree, data):
     layout = Layout.from_segments(*tree)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
@@ -26,7 +26,7 @@ from tests.ops.plan.walked import (
     rule,
     segments,
 )
-from tests.strategies import trees
+from tests.strategies import examples, trees
 
 TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=128, cluster=1, heads_inside=True)}, key=repr)
 ORDERED = [BackwardTile(**(vars(tile) | {"deterministic": True})) for tile in TILES]
@@ -103,7 +103,7 @@ sizes = st.one_of(st.integers(1, 10), st.integers(1, 700), st.sampled_from([63, 
 windows = st.builds(lambda chunked, n: Window(chunk=n) if chunked else Window(n), st.booleans(), sizes)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(200)
 @given(groups, windows, st.sampled_from(TILES + ORDERED), ratios, kv_heads_, num_sms_)
 @example([(129, [])], Window(1), TILES[0], 1, 1, 132)
 @example([(1, [1] * 300)], Window(2), TILES[0], 4, 1, 132)
@@ -114,7 +114,7 @@ def test_items_cover_each_visible_pair_once(groups, window, tile, ratio, kv_head
     check(seg, window, tile, plan, ratio * kv_heads, kv_heads)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(trees(length=lengths), windows, st.sampled_from(TILES + ORDERED))
 def test_trees(tree, window, tile):
     seg = of(Layout.from_segments(*tree))
@@ -122,7 +122,7 @@ def test_trees(tree, window, tile):
         check(seg, window, tile, windowed_work(seg, window, tile, 2, 1, 132), 2, 1)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(groups, windows, st.sampled_from(TILES + ORDERED))
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, window, tile):
     seg, before = not_asking(of_groups(groups))

@@ -1,0 +1,82 @@
+"""Ranks of gloo on this host, for tests: forks of one fresh process, so that packages are imported once.
+
+`python -m tests.ranks COUNT MODULE:FUNCTION ARGUMENT ...` calls the function on each rank, with its number and the
+arguments. The environment is that of torchrun, so that `dist.init_process_group("gloo")` needs no more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 1800  # ranks that wait for each other forever end here; other work on the machine does not
+
+
+def on_ranks(count: int, function: str, *arguments: str) -> str:
+    """What the ranks printed to standard output and, behind it, to standard error.
+
+    Args:
+        count: of ranks.
+        function: `MODULE:FUNCTION`, which each of them calls with its number and the arguments.
+    """
+    command = [sys.executable, "-m", "tests.ranks", str(count), function, *arguments]
+    # One thread each, and none where the ranks are forked: a lock that another thread holds then stays locked.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+        try:
+            said, _ = process.communicate(timeout=SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the ranks, if there are any left
+    assert process.returncode == 0, said[-5000:]
+    return said
+
+
+def script(rank: int, path: str, *options: str) -> None:
+    """Runs a program, as torchrun does."""
+    sys.argv = [path, *options]
+    runpy.run_path(path, run_name="__main__")
+
+
+def _rank(rank: int, count: int, function: Callable[..., None], arguments: list[str], pipe: tuple[int, int]) -> None:
+    torch.set_num_threads(1)
+    # The first rank has the store, on a port that the system chooses. (With a FileStore ranks wait busily.)
+    more = {"timeout": timedelta(seconds=SECONDS), "wait_for_workers": False}
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, **more)
+        os.write(pipe[1], store.port.to_bytes(2, "big") * (count - 1))
+        port = store.port
+    else:
+        port = int.from_bytes(os.read(pipe[0], 2), "big")
+        store = dist.TCPStore("127.0.0.1", port, **more)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # the store is there
+    function(rank, *arguments)
+    store.set(f"done {rank}", "")
+    if rank == 0:
+        store.wait([f"done {other}" for other in range(count)])
+
+
+def main(count: str, function: str, *arguments: str) -> None:
+    module, name = function.split(":")
+    given = int(count), getattr(importlib.import_module(module), name), list(arguments), os.pipe()
+    start_processes(_rank, given, int(count), start_method="fork")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
