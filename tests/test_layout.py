@@ -51,6 +51,16 @@ def test_mean_keys_are_those_of_rows_that_kernels_compute():
     assert mean_keys(Layout.from_lengths([], [])) == mean_keys(Layout.from_lengths([0], [[0]])) == 0.0
 
 
+def test_rows_of_each_group_that_ask_nothing():
+    layout = Layout.from_lengths([10, 0, 3], [[3, 5], [], [0, 2]])
+    assert layout.without_queries([11, 0, 0])._segments.first_query.tolist() == [11, 18, 18]
+    assert layout.without_queries([0, 0, 4])._segments.first_query.tolist() == [0, 18, 22]
+    assert mean_keys(layout.without_queries([17, 0, 4])) == (15 + 5) / 2
+    for rows in ([11, 0], [18, 0, 0], [0, -1, 0]):
+        with pytest.raises(ValueError, match=r"expected a number for each group, fewer than \[18, 0, 5\]"):
+            layout.without_queries(rows)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=7))
 def test_parents_that_cross_are_refused(choices):
