@@ -21,7 +21,6 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
     ("settings", "says"),
     [
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
-        ({"context_parallel_size": 8}, "context_parallel_size is 8, expected a divisor of the 4 attention heads "),
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel is True, expected False: "),
         (
             {"virtual_pipeline_model_parallel_size": 2},
