@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dualkv import Layout
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
@@ -40,7 +41,9 @@ def load(path: Path) -> ModuleType:
 def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
     """The side that calls an earlier composition, without autograd."""
     inputs.check_plain()
-    qkv, segments = (inputs.q, inputs.k, inputs.v), inputs.layout._segments
+    qkv = inputs.q, inputs.k, inputs.v
+    # Of its own: both versions keep what they plan with a layout, under the same name.
+    segments = Layout.from_segments(inputs.layout.offsets, inputs.layout.parent)._segments
 
     def forward() -> Any:
         return module.forward(*qkv, segments, inputs.scale)
@@ -70,12 +73,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         now = result["sides"].get(NOW, {})
         ms = now.get("sustained_ms")
         merge = now.get("parts", {}).get("merge", {}).get("cold_ms")
-        others = [milliseconds(result, name) for name in (BEFORE, REPLICATED, FLEX)]
+        others = [milliseconds(result, name) for name in (REPLICATED, FLEX)]
         shares = f"{merge / now['cold_ms']:.1%}" if merge else ""
         ratios = [f"{other:.2f}: {other / ms:.2f}" if ms and other else "" for other in others]
         name = f"{result['workload']['name']}, {result['direction']}"
         rows.append([name, f"{ms:.2f}" if ms else now.get("error", ""), shares, *ratios])
-    head = ["ms", "composition", "its merges", "before: over it", "replicated: over it", "FlexAttention: over it"]
+    head = ["ms", "composition", "its merges", "replicated: over it", "FlexAttention: over it"]
     return markdown_table(head, rows)
 
 
