@@ -379,7 +379,7 @@ class Layout:
             ValueError: another number of rows.
         """
         of_groups = self._segments.group_rows
-        if np.ndim(rows):
+        if not isinstance(rows, int):
             silent = np.array(rows, np.int64)
             if len(silent) != len(of_groups) or (silent < 0).any() or (silent >= np.maximum(of_groups, 1)).any():
                 raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")

@@ -82,9 +82,12 @@ LAYER_TYPES = (
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "hybrid"),
     *("linear_attention", "mamba", "conv", "mlp", "moe"),
 )
-OF_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
-WITH_OTHER_HEADS = ("mimo_v2_flash",)  # model types whose window layers have twice the KV heads
-WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")  # model types; no field of a config.json says so
+OF_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "n_head"}
+OF_LATENT_HEADS = {"qk_nope_head_dim", "qk_rope_head_dim"}
+# Model types; no field of a config.json says so.
+WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "hy_v4")
+WITH_SINKS_IN_WINDOWS = ("mimo_v2_flash",)  # whose window layers have twice the KV heads, too
+WITH_WINDOWS_IN_FULL_LAYERS = ("minimax",)  # where there is a sliding_window
 
 
 # ---------------------------------------------------------------- models
@@ -128,32 +131,37 @@ def heads_of_config(config: Any, where: str) -> Heads:
     config = config.get("text_config", config)
     if feature := _not_computed(config):
         raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
-    if config.get("model_type") in WITH_OTHER_HEADS:
-        kind = config["model_type"]
-        raise ValueError(f"{where} has layers with other heads ({kind}), expected --head-dims and --gqa instead")
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim, head_dim_v = config.get("head_dim"), config.get("v_head_dim")
-    if config.get("kv_lora_rank") is not None:  # latent attention: every query head has keys and values of its own
-        parts = [config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-        head_dim, kv_heads = sum(parts) if all(type(part) is int for part in parts) else None, heads
-    elif head_dim is None and isinstance(heads, int) and heads > 0 and isinstance(config.get("hidden_size"), int):
-        head_dim = config["hidden_size"] // heads
-    found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    found |= {} if head_dim_v is None else {"v_head_dim": head_dim_v}
-    _check_heads(found, where)
-    features, others = _features(config), list[Heads]()
+    shape, features, others = _heads(config, where), _features(config), list[Heads]()
     if (of_all := config.get("global_head_dim")) is not None:  # Gemma 4's layers of full attention
-        others.append(Heads(heads, config.get("num_global_key_value_heads") or kv_heads, of_all))
+        others.append(Heads(shape.heads, config.get("num_global_key_value_heads") or shape.kv_heads, of_all))
+    if config.get("model_type") in WITH_SINKS_IN_WINDOWS:
+        others.append(shape._replace(kv_heads=2 * shape.kv_heads, features=("window", "sinks")))
+        features = ()
     kinds = dict(enumerate(config.get("layer_types") or []))
     for layer, fields in _of_single_layers(config).items():  # as transformers writes them
-        if OF_HEADS & set(fields):
-            own = {name: fields.get(name, found[name]) for name in found if name in OF_HEADS}
-            _check_heads(own, f"{where}, layer {layer},")
-            shape = own["num_attention_heads"], own["num_key_value_heads"], own["head_dim"]
-            others.append(Heads(*shape, () if kinds.get(layer) == "full_attention" else features))
-    of_v = None if head_dim_v == head_dim else head_dim_v
-    return Heads(heads, kv_heads, head_dim, features, of_v, tuple(dict.fromkeys(others)))
+        if (OF_HEADS | OF_LATENT_HEADS) & set(fields):
+            own = _heads(config | {"head_dim": shape.head_dim} | fields, f"{where}, layer {layer},")
+            others.append(own._replace(features=() if kinds.get(layer) == "full_attention" else features))
+    return shape._replace(features=features, others=tuple(dict.fromkeys(others)))
+
+
+def _heads(config: dict[str, Any], where: str) -> Heads:
+    """Of a model's layers, or of one with its own fields, without features."""
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+    head_dim, head_dim_v = config.get("head_dim"), config.get("v_head_dim")
+    width = config.get("hidden_size", config.get("n_embd"))
+    if config.get("kv_lora_rank") is not None:  # latent attention: every query head has keys and values of its own
+        parts: list[Any] = [config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        head_dim, kv_heads = sum(parts) if all(type(part) is int for part in parts) else None, heads
+    elif config.get("kv_channels") is not None:  # JetMoe: each expert of queries has as many heads as there are of keys
+        heads, head_dim = kv_heads, config["kv_channels"]
+    elif head_dim is None and isinstance(heads, int) and heads > 0 and isinstance(width, int):
+        head_dim = width // heads
+    found: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    _check_heads(found | ({} if head_dim_v is None else {"v_head_dim": head_dim_v}), where)
+    of_values = None if head_dim_v == head_dim else head_dim_v
+    return Heads(found["num_attention_heads"], found["num_key_value_heads"], found["head_dim"], (), of_values)
 
 
 def _features(config: dict[str, Any]) -> tuple[str, ...]:
@@ -161,6 +169,8 @@ def _features(config: dict[str, Any]) -> tuple[str, ...]:
     kinds = config.get("layer_types")
     sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     of_one_kind = sliding or config.get("attention_chunk_size") is not None
+    if config.get("model_type") in WITH_WINDOWS_IN_FULL_LAYERS:
+        kinds = None
     found = {
         "window": not {"sliding_attention", "chunked_attention"}.isdisjoint(kinds) if kinds else of_one_kind,
         "sinks": config.get("model_type") in WITH_SINKS,

@@ -7,8 +7,10 @@ import json
 import shlex
 import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
+import torch
 
 from codegen import KernelError, select, store
 from codegen.spec import backward_specs, forward_spec, table
@@ -143,14 +145,50 @@ def test_values_of_another_head_dim(tmp_path, kind, heads):
     assert requested(head_dims=[(96, 200)], gqa=[4]) == requested(head_dims=[256], gqa=[4])
 
 
-def test_model_types_with_sinks_are_those_that_have_the_parameter():
-    """No field of a configuration says so: compared with the layers of transformers' classes."""
-    tf = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    for kind in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "gemma2", "olmo3", "llama4_text", "mistral"):
-        with torch.device("meta"):
-            model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, num_hidden_layers=1))
-        assert any(name.endswith("sinks") for name, _ in model.named_parameters()) == (kind in precompile.WITH_SINKS)
+ZOO = json.loads((Path(__file__).parents[2] / "docs" / "results" / "zoo.json").read_text())["types"]["rows"]
+SAMPLE = ("gpt_oss", "hy_v4", "mimo_v2_flash", "dots3_note_text", "gemma2", "gemma4_text", "gpt_bigcode", "llama4_text")
+
+
+def calls(monkeypatch, kind):
+    """The configuration of a small model of the type, and the kernels' shapes that its packed calls ask for."""
+    zoo = pytest.importorskip("tools.zoo", reason="without transformers")
+    from dualkv.integrations import transformers as integration
+
+    found, config = set(), zoo.configuration(kind)
+    real = integration.attention
+
+    def noted(q, k, v, layout, **settings):
+        given = settings | {"window": settings.get("window") or settings.get("chunk")}
+        own = tuple(name for name in select.NAMES if given.get(name) is not None)
+        of_values = None if v.shape[2] == k.shape[2] else v.shape[2]
+        found.add(precompile.Shape(q.shape[2], q.shape[1] // k.shape[1], own, of_values))
+        return real(q, k, v, layout, **settings)
+
+    monkeypatch.setattr(integration, "attention", noted)
+    auto = next(auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping)
+    with torch.device("meta"):
+        whole = getattr(zoo.transformers, auto).from_config(config, attn_implementation="eager")
+    model = zoo._small(type(whole), whole.config)
+    zoo.enable(model, check=False)
+    zoo.packed(model, zoo.LAYOUTS[0])
+    return model.config, found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow)
+        for kind, (outcome, *_) in ZOO.items()
+        if outcome == "exact"
+    ],
+)
+def test_kernels_of_a_configuration_are_those_that_packed_calls_ask_for(monkeypatch, tmp_path, kind):
+    config, asked = calls(monkeypatch, kind)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    found = heads_of(str(tmp_path))
+    shapes = {shape(heads) for heads in (found, *found.others)}
+    shapes |= {precompile._without_window(one) for one in shapes}
+    assert asked <= shapes
 
 
 @pytest.mark.parametrize(
@@ -165,7 +203,6 @@ def test_model_types_with_sinks_are_those_that_have_the_parameter():
             {"num_attention_heads": 8, "head_dim": 64, "per_layer_config": {"5": {"num_key_value_heads": 3}}},
             "c.json, layer 5, has 8 query heads for 3 KV heads",
         ),
-        ({"num_attention_heads": 8, "head_dim": 64, "model_type": "mimo_v2_flash"}, "expected --head-dims"),
         ({"num_attention_heads": 8, "head_dim": 64, "v_head_dim": "32"}, "has v_head_dim='32'"),
         ({"num_attention_heads": 8, "head_dim": 64, "kv_lora_rank": 32}, "has head_dim=None"),
     ],
