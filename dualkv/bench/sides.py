@@ -17,7 +17,7 @@ from torch._functorch import config as functorch_config
 import dualkv
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
-from dualkv.ops import composition, hopper
+from dualkv.ops import backends, composition, hopper
 from dualkv.ops.intervals import group_lengths, interval_ends
 
 
@@ -74,6 +74,8 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False, backend: s
     reason = hopper.unsupported(inputs.q) if backend is None else None
     if reason:
         raise RuntimeError(f"no kernel for {reason}")
+    if backend is None and (other := backends.of_variable()) not in (None, "hopper"):
+        raise RuntimeError(f"{backends.VARIABLE} is {other!r}, expected none: this side is our kernels")
     leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]
     features = {**inputs.features, **({"backend": backend} if backend else {})}
     if direction == "bwd":

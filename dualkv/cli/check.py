@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Line:
-    """One backend on one case. `worst` is the largest ||x - reference|| / ||reference|| of out, dq, dk and dv; it and
+    """One backend on one case. `worst` is the largest ||x - reference|| / ||reference|| of out and gradients. It and
     the times are None where `says` has an error or a refusal."""
 
     backend: str
@@ -79,8 +80,11 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[An
                 says = " ".join(f"{type(e).__name__}: {e}".split())[:300]
                 yield Line(name, case, None, None, None, says)
                 continue
-            worst = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+            errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+            worst = max(math.inf if math.isnan(error) else error for error in errors)
             says = "exact to rounding" if worst <= BOUND else f"WRONG: expected at most {BOUND}"
+            if worst <= BOUND and features.get("deterministic") and not _repeats(made, layout, features, name):
+                says = "WRONG: gradients differ from call to call with deterministic=True"
             yield Line(name, case, worst, forward_ms, backward_ms, says)
 
 
@@ -103,22 +107,37 @@ def _drawn(layout: Layout, heads: tuple[int, int, int, int], device: torch.devic
 def _computed(
     made: Drawn, layout: Layout, features: dict[str, Any], backend: str, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], float, float]:
-    """(out, dq, dk, dv) and milliseconds of a forward and of a backward; the reference runs once, others a few times
-    after a first call."""
+    """(out, dq, dk, dv), dsinks where there are some, and milliseconds of a forward and of a backward; the reference
+    runs once, others a few times after a first call."""
     q, k, v = (x.to(dtype).requires_grad_() for x in made[:3])
-    given = {**features, **({"sinks": made[4]} if "sinks" in features else {})}
+    given, leaves = dict(features), [q, k, v]
+    if "sinks" in features:
+        leaves.append(made[4].clone().requires_grad_())
+        given["sinks"] = leaves[3]
 
     def forward() -> torch.Tensor:
         return dualkv.attention(q, k, v, layout, backend=backend, **given)
 
     def backward(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out, (q, k, v), made[3].to(dtype), retain_graph=True)
+        return torch.autograd.grad(out, leaves, made[3].to(dtype), retain_graph=True)
 
     out = forward()
     results = [out.detach(), *backward(out)]
     if backend == "reference":
         return results, 0.0, 0.0
     return results, _milliseconds(forward, q.device), _milliseconds(lambda: backward(out), q.device)
+
+
+def _repeats(made: Drawn, layout: Layout, features: dict[str, Any], backend: str) -> bool:
+    """Whether two calls have the same gradients, bit for bit."""
+    given = features | ({"sinks": made[4]} if "sinks" in features else {})
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        q, k, v = (x.clone().requires_grad_() for x in made[:3])
+        out = dualkv.attention(q, k, v, layout, backend=backend, **given)
+        return torch.autograd.grad(out, (q, k, v), made[3])
+
+    return all(map(torch.equal, gradients(), gradients()))
 
 
 def _milliseconds(call: Any, device: torch.device) -> float:

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dualkv.integrations import recurrent
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
+from dualkv.ops import backends
 
 # Relative difference allowed in the worst row of hidden states. fp32 rounding stays below 1e-5; a wrong position or key
 # makes more than 1e-2.
@@ -154,7 +155,12 @@ def _untouched() -> Iterator[None]:
     """
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        backends.by_default(),
+    ):
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -88,9 +90,22 @@ def check_name(backend: str | None, origin: str = "backend") -> None:
         raise ValueError(f"{origin} is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
+_BY_DEFAULT = ContextVar("by default", default=False)
+
+
+@contextmanager
+def by_default() -> Iterator[None]:
+    """Within its body DUALKV_BACKEND counts for nothing: of calls that are not the user's own."""
+    token = _BY_DEFAULT.set(True)
+    try:
+        yield
+    finally:
+        _BY_DEFAULT.reset(token)
+
+
 def of_variable() -> str | None:
     """What DUALKV_BACKEND names, None if it is not set or empty."""
-    return os.environ.get(VARIABLE) or None
+    return None if _BY_DEFAULT.get() else os.environ.get(VARIABLE) or None
 
 
 def choose(

@@ -244,6 +244,13 @@ def of(*results):
     return inputs.Side(lambda: None, lambda: tuple(torch.tensor(x) for x in results))
 
 
+def test_a_backend_for_a_whole_program_is_not_measured_as_our_kernels(fake_peers, monkeypatch):
+    made = Fp32Inputs(parse("30:5,9").with_shape(heads=4, kv_heads=2, head_dim=16))
+    monkeypatch.setenv("DUALKV_BACKEND", "reference")
+    with pytest.raises(RuntimeError, match="DUALKV_BACKEND is 'reference', expected none"):
+        sides.SIDES["dualkv"](made, "fwd")
+
+
 def test_results_are_checked():
     with pytest.raises(RuntimeError, match="not written"):
         run.run_checked(of([1.0], [1.0, float("nan")]), None)

@@ -16,6 +16,7 @@ from torch import nn
 
 tf = pytest.importorskip("transformers")
 
+import dualkv  # noqa: E402
 from dualkv.integrations import layers, selfcheck  # noqa: E402
 from dualkv.integrations.models import config_of  # noqa: E402
 from dualkv.integrations.shrink import SELF_CHECK, shrink, thresholds  # noqa: E402
@@ -35,6 +36,15 @@ def verdict(family: str, model: str = "Model", **settings: Any) -> str | None:
 
 
 # ---------------------------------------------------------------- verdicts
+def test_a_backend_for_a_whole_program_is_not_that_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy runs in fp32 on the CPU, which no other backend serves."""
+    monkeypatch.setenv("DUALKV_BACKEND", "flash")
+    assert verdict("Llama", num_key_value_heads=8) is None
+    layout = dualkv.Layout.from_lengths([2], [[1]])
+    with pytest.raises(ValueError, match="DUALKV_BACKEND is 'flash', which does not serve"):
+        dualkv.attention(*torch.zeros(3, 3, 1, 8), layout)
+
+
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096,
              "long_factor": [3.0] * 48, "short_factor": [1.0] * 48}  # fmt: skip

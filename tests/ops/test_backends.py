@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import sys
 import types
 from contextlib import nullcontext
@@ -444,16 +445,32 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
 
         return reference._replace(module=types.SimpleNamespace(forward=forward, backward=reference.module.backward))
 
+    def with_gradients(change):
+        def backward(*given):
+            found = list(reference.module.backward(*given))
+            change(found)
+            return tuple(found)
+
+        return reference._replace(module=types.SimpleNamespace(forward=reference.module.forward, backward=backward))
+
+    def not_finite(which):
+        return with_gradients(lambda found: found[which].view(-1)[-1:].fill_(float("nan")))
+
+    count, every = itertools.count(1), {"sinks": True, "deterministic": True}
     broken = types.SimpleNamespace(forward=lambda *given: 1 / 0, backward=None)
     named = {"right": with_scale(1), "wrong": with_scale(2), "broken": reference._replace(module=broken),
-             "refusing": reference._replace(unsupported=lambda *given: "this test")}  # fmt: skip
+             "refusing": reference._replace(unsupported=lambda *given: "this test"),
+             **{f"NaN in d{name}": not_finite(which) for which, name in enumerate(("q", "k", "v", "sinks"))},
+             "others every time": with_gradients(lambda found: found[0].mul_(1 + next(count) / 256))}  # fmt: skip
     for name, backend in named.items():
         monkeypatch.setitem(backends.BACKENDS, name, backend)
     lines = {
         line.backend: line
-        for line in check.run(torch.device("cpu"), list(named), iter([("a case", layout, heads, {})]))
+        for line in check.run(torch.device("cpu"), list(named), iter([("a case", layout, heads, every)]))
     }
-    assert [line.wrong for line in lines.values()] == [False, True, True, False]
+    assert [line.wrong for line in lines.values()] == [False, True, True, False, True, True, True, True, True]
+    assert lines["others every time"].says.startswith("WRONG: gradients differ from call to call")
+    assert all(lines[f"NaN in d{name}"].worst == float("inf") for name in ("q", "k", "v", "sinks"))
     assert lines["right"].worst < check.BOUND < lines["wrong"].worst
     assert "division by zero" in lines["broken"].says
     assert lines["refusing"].says == "refused: does not serve this test"
