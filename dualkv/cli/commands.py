@@ -147,8 +147,6 @@ def demo(
     console = _console(json_to)
     if plot is not None:
         _check_plot(plot)
-    if json_to not in (None, "-"):
-        _check_folder(Path(str(json_to)))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     with tracked(console) as track:
@@ -190,6 +188,8 @@ def doctor(
     from dualkv.cli.doctor import examine
 
     console = _console(json_to)
+    if model is not None and check:
+        raise ValueError("--check is of this machine and --model of a model, expected one of them")
     if model is not None:
         _doctor_model(model, console, json_to)
         return
@@ -315,9 +315,8 @@ def bench(
         return
     if plot is not None:
         _check_plot(plot)
-    for path in (markdown, None if json_to in (None, "-") else Path(str(json_to))):
-        if path is not None:
-            _check_folder(path)
+    if markdown is not None:
+        _check_folder(markdown)
     command.check_gpu()
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
@@ -391,7 +390,9 @@ def precompile(
     models: Annotated[
         str, typer.Option(help="Names by commas (qwen3-8b, llama-3-8b, ...), or paths of a config.json.")
     ] = "",
-    tp: Annotated[str, typer.Option(help="Tensor-parallel degrees of the models, by commas.")] = "1",
+    tp: Annotated[
+        str | None, typer.Option(help="Tensor-parallel degrees of the models, by commas.", show_default="1")
+    ] = None,
     head_dims: Annotated[
         str,
         typer.Option(help="Head dims by commas, each with every --gqa; 192/128 for values of another head dim."),
@@ -427,15 +428,19 @@ def precompile(
     from codegen import spec
     from dualkv.cli import precompile as kernels
 
+    console = _console(json_to)
+    if features and not head_dims:
+        raise ValueError(f"--features is {features!r} without --head-dims, expected both: models say theirs themselves")
+    if tp is not None and not models:
+        raise ValueError(f"--tp is {tp!r} without --models, expected both: --gqa is the ratio on a rank")
     specs = kernels.requested(
-        _commas(models), _numbers("tp", tp), _head_dims(head_dims), _numbers("gqa", gqa),
+        _commas(models), _numbers("tp", tp or "1"), _head_dims(head_dims), _numbers("gqa", gqa),
         _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
         tuple(_commas(features)),
     )  # fmt: skip
     if everything and specs:
         raise ValueError("--all is every kernel, expected no --models and no --head-dims beside it")
     specs = spec.table() if everything else specs
-    console = _console(json_to)
     if (out is None) == (check is None):
         raise ValueError("expected --out DIR (compile into it) or --check DIR (look at it), one of them")
     if check is not None and wheel is not None:
@@ -477,7 +482,9 @@ def toolchain_install(debug: DebugOption = False) -> None:
 
 # ---------------------------------------------------------------------- output
 def _console(json_to: str | None) -> Console:
-    """Standard output, unless the JSON goes there."""
+    """Standard output, unless the JSON goes there; its folder is there."""
+    if json_to not in (None, "-"):
+        _check_folder(Path(str(json_to)))
     return Console(stderr=json_to == "-")
 
 

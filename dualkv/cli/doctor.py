@@ -77,16 +77,19 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether everything that dualkv needs is there: packages, and for a Hopper GPU kernels or their compiler."""
+        """Whether everything that dualkv needs is there: packages, for a Hopper GPU kernels or their compiler, and a
+        DUALKV_BACKEND that serves something, if it is set."""
         served = self.kernels or self.compiler or not any(runs.what == KERNEL for runs in self.runs)
-        return bool(served) and all(package.version is not None for package in self.packages if package.needed)
+        computed = not self.runs or any(runs.what != NOTHING for runs in self.runs)
+        packages = all(package.version is not None for package in self.packages if package.needed)
+        return bool(served) and computed and packages
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"healthy": self.healthy}
 
 
-KERNEL = backends.BACKENDS["hopper"].what
+KERNEL, NOTHING = backends.BACKENDS["hopper"].what, "nothing"
 
 # What dualkv cannot do without, as its metadata asks for it, and what for.
 NEEDED = {
@@ -232,10 +235,10 @@ def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
     if asked is not None:
         if asked not in backends.BACKENDS:
             why = f"{backends.VARIABLE} is {asked!r}, expected one of {', '.join(backends.BACKENDS)}"
-            return Runs(where, "nothing", why)
+            return Runs(where, NOTHING, why)
         reason = backends.BACKENDS[asked].unsupported(q, q, None, None)
         if reason:
-            return Runs(where, "nothing", f"{backends.VARIABLE} is {asked!r}, which does not serve {reason}")
+            return Runs(where, NOTHING, f"{backends.VARIABLE} is {asked!r}, which does not serve {reason}")
         return Runs(where, backends.BACKENDS[asked].what, f"{backends.VARIABLE} is {asked!r}")
     if device.type == "cpu":
         why = "no kernels are made for CPUs; exact, for tests and small models"
@@ -250,6 +253,8 @@ def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
 
 def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> list[str]:
     advice = [f"{p.name} is missing and dualkv needs it: {p.install}" for p in packages if p.needed and not p.version]
+    if backends.of_variable() is not None:
+        advice.append(f"{backends.VARIABLE} chooses what computes attention: unset it for the default")
     if not torch.cuda.is_available():
         if not gpus:
             advice.append("no NVIDIA GPU with a working driver: everything runs on the CPU, for tests and small models")

@@ -121,3 +121,12 @@ def test_the_command_prints_them(compiles, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "bf16, head dim 96" in out
     assert f"the cache {store.cache_dir()}" in out
+
+
+def test_a_backend_that_serves_nothing_is_unhealthy(monkeypatch):
+    monkeypatch.setenv("DUALKV_BACKEND", "fa2")
+    found = doctor.examine()
+    assert not found.healthy
+    assert "DUALKV_BACKEND chooses what computes attention: unset it for the default" in found.advice
+    monkeypatch.setenv("DUALKV_BACKEND", "reference")
+    assert any(runs.what != doctor.NOTHING for runs in doctor.examine().runs)
