@@ -117,7 +117,7 @@ def test_logits_never_exist_whole(style):
     assert forward.products == -(-rows // chunk_size)
 
 
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 2.0)])
+@pytest.mark.parametrize(("temperature", "softcap"), [pytest.param(1.0, None, marks=pytest.mark.slow), (0.7, 2.0)])
 def test_compiled_is_the_same(temperature, softcap):
     """Gradients of log-probs alone too, for which the backward has a shorter way; chunks of two sizes."""
     for loss in (lambda logp, entropy: logp.sum(), lambda logp, entropy: (logp * entropy).sum()):

@@ -471,7 +471,7 @@ def test_autocast(family: str) -> None:
     assert_close("log-probs", packed, expected, 2 * ((alone - expected).norm() / expected.norm()).item() + 1e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "minimax"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), "minimax"])
 def test_compiled(family: str) -> None:
     """The graph breaks at recurrent layers; results and gradients stay."""
     model = enable(make(family), check=False)
