@@ -9,7 +9,6 @@ several pieces: one is on its way while attention runs on the piece before.
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from dualkv.context_plan import Stage, rows_of, shares, stages
 from dualkv.layout import Layout
-from dualkv.ops.attention import attention, under_autocast
+from dualkv.ops.attention import attention
 from dualkv.ops.window import Window
 from dualkv.sequence_parallel import Shard
 
@@ -66,30 +65,42 @@ class ContextShard(Shard):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this rank's rows."""
-        self._check_attention(q, k, sinks)
+        call = self._checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
         if self.world_size == 1:
             return super().attention(
                 q, k, v, softmax_scale, deterministic, window=window, chunk=chunk, sinks=sinks, softcap=softcap
             )
-        q, k, v, sinks = under_autocast(q, k, v, sinks)
-        scale = 1 / math.sqrt(q.shape[2]) if softmax_scale is None else float(softmax_scale)
-        call = _Call(self.group, self._stages(window, chunk), scale, deterministic, window, chunk, softcap)
-        out: torch.Tensor = _Attention.apply(q, k, v, sinks, call)
+        learned = [x for x in (q, k, v, sinks) if x is not None and x.requires_grad]
+        run = _Run(
+            self.group,
+            self._stages(call.window, call.chunk),
+            call.softmax_scale,
+            deterministic,
+            call.window,
+            call.chunk,
+            call.softcap,
+            torch.is_grad_enabled() and bool(learned),
+        )
+        out: torch.Tensor = _Attention.apply(call.q, call.k, call.v, call.sinks, run)
         return out
 
     def _stages(self, window: int | None, chunk: int | None) -> list[Stage]:
-        """Made once a layout and window."""
+        """Made once a layout, device and window."""
         hiding = None if window is None and chunk is None else Window(window, chunk)
 
         def make() -> list[Stage]:
             return stages(self.layout, self.shares, self.rank, hiding)
 
-        return self.layout._segments.cached(("context parallel", self.world_size, self.rank, hiding), make)
+        key = "context parallel", self.world_size, self.rank, self.layout.device, hiding
+        return self.layout._segments.cached(key, make)
 
 
 # ---------------------------------------------------------------- the exchange and the attention
-class _Call(NamedTuple):
-    """What an attention is asked for, the same on all ranks of the group."""
+class _Run(NamedTuple):
+    """What an attention is asked for, the same on all ranks of the group.
+
+    kept: whether a backward may follow, which needs what was received.
+    """
 
     group: dist.ProcessGroup | None
     stages: list[Stage]
@@ -98,6 +109,7 @@ class _Call(NamedTuple):
     window: int | None
     chunk: int | None
     softcap: float | None
+    kept: bool
 
     def send(self, kv: torch.Tensor, stage: Stage) -> _Exchange:
         """Of own rows to where they are needed."""
@@ -144,58 +156,67 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: _Call
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, run: _Run
     ) -> torch.Tensor:
         kv, head_dim = torch.cat((k, v), 2), k.shape[2]
         out = q.new_empty(*q.shape[:2], v.shape[2])
-        steps = [(heads, stage) for heads in _pieces(q.shape[1], k.shape[1]) for stage in call.stages]
-        received, lses = [], []
-        coming = call.send(kv[:, steps[0][0].kv], steps[0][1])
+        steps = [(heads, stage) for heads in _pieces(q.shape[1], k.shape[1]) for stage in run.stages]
+        received: list[torch.Tensor] = []  # of all pieces of the heads, if they are kept
+        known: list[torch.Tensor] = []  # of this piece
+        lses = []
+        coming = run.send(kv[:, steps[0][0].kv], steps[0][1])
         for number, (heads, stage) in enumerate(steps):
             arrived = coming.wait()
             if number + 1 < len(steps):
                 then = steps[number + 1]
-                coming = call.send(kv[:, then[0].kv], then[1])
-            received.append(arrived)
+                coming = run.send(kv[:, then[0].kv], then[1])
+            if stage is run.stages[0]:
+                known = []
+            known.append(arrived)
+            if run.kept:
+                received.append(arrived)
             if stage.layout is None:
                 lses.append(q.new_empty(0))
                 continue
-            known = received[number - number % len(call.stages) :]  # of this piece
             keys = torch.cat([kv[:, heads.kv], *known]).index_select(0, stage.keys)
             found, lse = attention(
                 stage.among_keys(q[:, heads.q]),
                 keys[..., :head_dim],
                 keys[..., head_dim:],
                 stage.layout,
-                call.scale,
-                call.deterministic,
-                window=call.window,
-                chunk=call.chunk,
+                run.scale,
+                run.deterministic,
+                window=run.window,
+                chunk=run.chunk,
                 sinks=None if sinks is None else sinks[heads.q],
-                softcap=call.softcap,
+                softcap=run.softcap,
                 return_lse=True,
             )
             out[stage.own, heads.q] = found.index_select(0, stage.asked)
             lses.append(lse)
-        ctx.call, ctx.head_dim = call, head_dim
-        ctx.save_for_backward(q, kv, sinks, out, *received, *lses)
+        ctx.run, ctx.head_dim = run, head_dim
+        if run.kept:
+            ctx.save_for_backward(q, kv, sinks, out, *received, *lses)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, head_dim = ctx.call, ctx.head_dim
+        run, head_dim = ctx.run, ctx.head_dim
         q, kv, sinks, out, *saved = ctx.saved_tensors
+        # Of k and v both or neither, so that what ranks send each other has one shape.
+        wanted = {"q": ctx.needs_input_grad[0], "kv": any(ctx.needs_input_grad[1:3])}
+        gradients = "".join(name for name in wanted if wanted[name]) or "q"  # the op computes one at least
         of_step = zip(saved[: len(saved) // 2], saved[len(saved) // 2 :], strict=True)
         wide = torch.promote_types(kv.dtype, torch.float32)
         dq, dkv = torch.empty_like(q), torch.zeros_like(kv, dtype=wide)
         dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
         returning: list[tuple[_Exchange, Stage, torch.Tensor]] = []
         for heads in _pieces(q.shape[1], kv.shape[1]):
-            received, lses = zip(*(next(of_step) for _ in call.stages), strict=True)
+            received, lses = zip(*(next(of_step) for _ in run.stages), strict=True)
             known = torch.cat([kv[:, heads.kv], *received])
-            sums = torch.zeros_like(known, dtype=wide)
-            for stage, lse in zip(call.stages, lses, strict=True):
+            sums = torch.zeros_like(known, dtype=wide) if wanted["kv"] else None
+            for stage, lse in zip(run.stages, lses, strict=True):
                 if stage.layout is None:
                     continue
                 keys = known.index_select(0, stage.keys)
@@ -208,27 +229,33 @@ class _Attention(torch.autograd.Function):
                     lse,
                     stage.layout.offsets,
                     stage.layout.parent,
-                    call.scale,
-                    call.deterministic,
-                    window=call.window,
-                    chunk=call.chunk,
-                    sinks=None if sinks is None else sinks[heads.q],
-                    softcap=call.softcap,
+                    run.scale,
+                    run.deterministic,
+                    gradients,
+                    run.window,
+                    run.chunk,
+                    None if sinks is None else sinks[heads.q],
+                    run.softcap,
                 )
-                dq[stage.own, heads.q] = of_q.index_select(0, stage.asked)
-                sums.index_add_(0, stage.keys, torch.cat((of_k, of_v), 2).to(wide))  # no row twice: a fixed order
+                if wanted["q"]:
+                    dq[stage.own, heads.q] = of_q.index_select(0, stage.asked)
+                if sums is not None:  # no row twice: a fixed order
+                    sums.index_add_(0, stage.keys, torch.cat((of_k, of_v), 2).to(wide))
                 if dsinks is not None:
                     dsinks[heads.q] += of_sinks
+            if sums is None:
+                continue
             mine = dkv[:, heads.kv]
             mine += sums[: len(kv)]
             _add(returning)
             parts = sums[len(kv) :].to(kv.dtype).split([len(x) for x in received])
             returning = [
-                (call.send_back(part, stage), stage, mine) for part, stage in zip(parts, call.stages, strict=True)
+                (run.send_back(part, stage), stage, mine) for part, stage in zip(parts, run.stages, strict=True)
             ]
         _add(returning)
         dk, dv = dkv.to(kv.dtype).split([head_dim, kv.shape[2] - head_dim], 2)
-        return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None
+        found = dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None
+        return tuple(x if need else None for x, need in zip(found, ctx.needs_input_grad, strict=True))
 
 
 def _add(returning: list[tuple[_Exchange, Stage, torch.Tensor]]) -> None:

@@ -28,6 +28,9 @@ def shares(segments: Segments, ranks: int) -> list[list[list[Range]]]:
     they are in their group, so some number of first ones makes the rank's pairs the mean. The order is the packed one,
     which leaves short groups whole. If large groups make that uneven, it is by visible keys, of all groups together.
 
+    Pairs are those of attention without a window. The rows are the same in all layers, and a layer with a window has
+    few pairs beside the others; a model that has windows alone would share them more evenly by another order.
+
     Args:
         segments: of a multiple of `ranks` rows.
         ranks: 1 or more.

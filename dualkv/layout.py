@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels.abi import MAX_ROWS
-from dualkv.arrays import IntArray, Lengths, cumulative_array, int_array, length_array, length_arrays
+from dualkv.arrays import IntArray, Lengths, cumulative_array, int_array, length_array, length_arrays, positive
 from dualkv.prefixes import read_sequences
 
 Value = TypeVar("Value")
@@ -92,6 +92,16 @@ class Segments:
         return np.split(order, np.cumsum(np.bincount(self.depth))[:-1])
 
     @cached_property
+    def roots(self) -> IntArray:
+        """[G] the segments without a parent: prompts."""
+        return np.flatnonzero(self.parent == -1)
+
+    @cached_property
+    def group_of_segment(self) -> IntArray:
+        """[S]."""
+        return np.cumsum(self.parent == -1) - 1
+
+    @cached_property
     def subtree_end(self) -> IntArray:
         """[S] first packed row after the subtree of each segment."""
         end = self.offsets[1:].copy()
@@ -122,14 +132,13 @@ class Segments:
     def first_query(self) -> IntArray:
         """[G] the first row of each group that kernels compute. Rows that ask nothing are skipped, except the last row
         of a group that has no other rows. See Layout.without_prompt_queries and without_queries."""
-        roots = np.flatnonzero(self.parent == -1)
-        begin, end = self.offsets[roots], self.subtree_end[roots]
+        begin, end = self.offsets[self.roots], self.subtree_end[self.roots]
         return begin if self.silent is None else np.minimum(begin + self.silent, np.maximum(end - 1, begin))
 
     @cached_property
     def mean_visible_keys(self) -> float:
         """Keys that a row sees, on average over the rows that kernels compute."""
-        begin = np.clip(self.first_query[np.cumsum(self.parent == -1) - 1], self.offsets[:-1], self.offsets[1:])
+        begin = np.clip(self.first_query[self.group_of_segment], self.offsets[:-1], self.offsets[1:])
         rows, hidden = self.offsets[1:] - begin, begin - self.offsets[:-1]
         pairs = rows * (self.first_position + hidden) + rows * (rows + 1) // 2
         return float(pairs.sum() / max(rows.sum(), 1))
@@ -152,8 +161,7 @@ class Segments:
     @cached_property
     def group_rows(self) -> IntArray:
         """[G] rows of each group."""
-        roots = np.flatnonzero(self.parent == -1)
-        return self.subtree_end[roots] - self.offsets[roots]
+        return self.subtree_end[self.roots] - self.offsets[self.roots]
 
     @cached_property
     def group_of_row(self) -> IntArray:
@@ -235,8 +243,10 @@ class Layout:
         self.device = torch.device(device)
 
     @classmethod
-    def _from_arrays(cls, offsets: IntArray, parent: IntArray, device: torch.device | str) -> Layout:
-        segments = Segments(offsets, parent)
+    def _from_arrays(
+        cls, offsets: IntArray, parent: IntArray, device: torch.device | str, silent: IntArray | None = None
+    ) -> Layout:
+        segments = Segments(offsets, parent, silent)
         tensors = torch.from_numpy(offsets.astype(np.int32)), torch.from_numpy(parent.astype(np.int32))
         _remember(*tensors, segments)
         return cls(segments, *tensors, device)
@@ -366,7 +376,7 @@ class Layout:
         Kernels skip the work of these rows: their out and dq are zero, and their log-sum-exp is infinite. So a backward
         that is called with copies of `offsets` and `parent`, and computes these rows, makes the same gradients.
         """
-        return self._asking_less(self._segments.lengths[self._segments.parent == -1])
+        return self._asking_less(self._segments.lengths[self._segments.roots])
 
     def without_queries(self, rows: int | Sequence[int]) -> Layout:
         """The same layout for calls that do not use the first rows of out and lse, whose gradients are zero there: the
@@ -377,17 +387,19 @@ class Layout:
 
         Raises:
             ValueError: another number of rows.
+            TypeError: no integers.
         """
         of_groups = self._segments.group_rows
-        if not isinstance(rows, int):
-            silent = np.array(rows, np.int64)
-            if len(silent) != len(of_groups) or (silent < 0).any() or (silent >= np.maximum(of_groups, 1)).any():
-                raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
-            return self._asking_less(silent)
-        first = int(of_groups[0]) if len(of_groups) else 0
-        if not 0 < rows < first:
-            raise ValueError(f"rows is {rows}, expected 1 to {first - 1}: fewer than the first group has")
-        return self._asking_less(np.concatenate([[rows], np.zeros(len(of_groups) - 1, np.int64)]))
+        if not isinstance(rows, Sequence | np.ndarray):
+            first = int(of_groups[0]) if len(of_groups) else 0
+            number = positive("rows", rows)
+            if number >= first:
+                raise ValueError(f"rows is {number}, expected fewer than the {first} of the first group")
+            return self._asking_less(np.concatenate([[number], np.zeros(len(of_groups) - 1, np.int64)]))
+        silent = int_array("rows", rows)
+        if len(silent) != len(of_groups) or (silent < 0).any() or (silent >= np.maximum(of_groups, 1)).any():
+            raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
+        return self._asking_less(silent)
 
     def _asking_less(self, silent: IntArray) -> Layout:
         segments = Segments(self._segments.offsets, self._segments.parent, silent)
@@ -404,7 +416,7 @@ class Layout:
     @property
     def num_groups(self) -> int:
         """G."""
-        return int((self._segments.parent == -1).sum())
+        return len(self._segments.roots)
 
     @property
     def num_segments(self) -> int:
@@ -434,13 +446,13 @@ class Layout:
     @property
     def prompt_lens(self) -> list[int]:
         """Tokens of each group's prompt."""
-        return self._segments.lengths[self._segments.parent == -1].tolist()
+        return self._segments.lengths[self._segments.roots].tolist()
 
     @property
     def response_lens(self) -> list[list[int]]:
         """Tokens of each response, one list for each group (every segment below a prompt, in packed order)."""
         s = self._segments
-        starts = np.flatnonzero(s.parent == -1)
+        starts = s.roots
         return [part[1:].tolist() for part in np.split(s.lengths, starts[1:])] if len(starts) else []
 
     # ------------------------------------------------------------------ per-token tensors, made once
@@ -485,7 +497,8 @@ class Layout:
     # ------------------------------------------------------------------ as a value
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the segments alone; device tensors and plans are made again."""
-        return Layout._from_arrays, (self._segments.offsets, self._segments.parent, self.device)
+        segments = self._segments
+        return Layout._from_arrays, (segments.offsets, segments.parent, self.device, segments.silent)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):

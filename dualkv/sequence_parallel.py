@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dualkv.layout import Layout
-from dualkv.ops.attention import attention
+from dualkv.ops import dispatch
+from dualkv.ops.attention import Call, attention, checked
 
 
 def padded(layout: Layout, rows: int) -> Layout:
@@ -161,17 +162,19 @@ class Shard:
             out [num_tokens, H, Dv].
 
         Raises:
-            ValueError: heads that the ranks cannot share, another number of rows, and what the attention refuses.
+            ValueError, TypeError: heads that the ranks cannot share, another number of rows, and what
+                :func:`dualkv.attention` refuses. Before anything is sent.
         """
+        call = self._checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
         heads, kv_heads = q.shape[1], k.shape[1]
         if heads % self.world_size:
             raise ValueError(
                 f"q has {heads} heads, expected a multiple of the {self.world_size} sequence-parallel ranks"
             )
-        self._check_attention(q, k, sinks)
-        features: dict[str, Any] = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
+        features: dict[str, Any] = {"window": call.window, "chunk": call.chunk, "softcap": call.softcap}
         if self.world_size == 1:
-            return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
+            return attention(q, k, v, self.layout, call.softmax_scale, deterministic, sinks=sinks, **features)
+        q, k, v, sinks = call.q, call.k, call.v, call.sinks
         # A rank's query heads read consecutive key heads: repeated until every rank gets equally many, each in order.
         repeats = self.world_size // math.gcd(kv_heads, self.world_size)
         if repeats > 1:
@@ -184,18 +187,29 @@ class Shard:
         q, k, v = (x.unflatten(1, (-1, head_dim)) for x, head_dim in columns)
         if sinks is not None:
             features["sinks"] = sinks.unflatten(0, (self.world_size, -1))[self.rank]
-        out = attention(q, k, v, self.layout, softmax_scale, deterministic, **features)
+        out = attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
         back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2)
 
-    def _check_attention(self, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> None:
-        heads, kv_heads = q.shape[1], k.shape[1]
-        if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(f"q has {heads} heads and k {kv_heads}, expected q's to be a multiple of k's")
+    def _checked(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None,
+        window: int | None,
+        chunk: int | None,
+        sinks: torch.Tensor | None,
+        softcap: float | None,
+    ) -> Call:
+        """All that :func:`dualkv.attention` checks, before anything is sent: else ranks would wait for one that raised
+        an error."""
+        call = checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
+        dispatch.check_tensors(call.q, call.k, call.v)
+        dispatch.check_features(call.q, call.window, call.chunk, call.sinks, call.softcap)
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
-        if sinks is not None and sinks.shape != (heads,):
-            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {(heads,)}, of all ranks' heads")
+        return call
 
 
 class _Exchange(torch.autograd.Function):

@@ -59,6 +59,14 @@ def test_rows_of_each_group_that_ask_nothing():
     for rows in ([11, 0], [18, 0, 0], [0, -1, 0]):
         with pytest.raises(ValueError, match=r"expected a number for each group, fewer than \[18, 0, 5\]"):
             layout.without_queries(rows)
+    assert layout.without_queries(np.int64(11))._segments.first_query.tolist() == [11, 18, 18]
+    with pytest.raises(ValueError, match="rows is 18, expected fewer than the 18 of the first group"):
+        layout.without_queries(18)
+    with pytest.raises(ValueError, match="rows is 1, expected fewer than the 0 of the first group"):
+        Layout.from_lengths([], []).without_queries(1)
+    for wrong in (1.5, "1", [1.5, 0, 0]):
+        with pytest.raises(TypeError, match="rows"):
+            layout.without_queries(wrong)
 
 
 @settings(max_examples=300, deadline=None)
@@ -134,9 +142,16 @@ def test_copies_and_pickles_are_layouts_of_their_own():
     assert layout.visible_end is not None  # something made that must not travel
     for twin in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert twin == layout
+        assert twin._segments.silent is None
         assert twin.offsets is not layout.offsets
         assert twin._segments._cache == {}
         assert segments_of(twin.offsets, twin.parent) is twin._segments
+
+
+def test_copies_and_pickles_keep_rows_that_ask_nothing():
+    layout = Layout.from_lengths([3], [[2, 1]]).without_prompt_queries()
+    for twin in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert twin._segments.silent.tolist() == [3]
 
 
 def test_host_state_lives_as_long_as_the_host_tensors():

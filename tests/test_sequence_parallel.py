@@ -61,6 +61,8 @@ def run(rank: int, folder: str) -> None:
             found[kind, case, "sinks"] = None if learned is None else learned.grad
         found[kind, "positions"] = shard.gather(shard.position_ids)
     found["odd heads"] = odd_heads(rank)
+    found["refused"] = [refused(kind, layout) for kind in KINDS for layout in (LAYOUT, ONE_ROW)]
+    found["some gradients"] = some_gradients()
     shard = Shard(LAYOUT, dist.group.WORLD)
     found["errors"] = [
         refusal(shard, torch.zeros(11, 6, 8), torch.zeros(11, 2, 8)),
@@ -77,6 +79,72 @@ def run(rank: int, folder: str) -> None:
     found["shared"] = mine.detach(), whole.detach(), mine.grad
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
+
+
+# Of four ranks, three have no row of a prompt: they compute nothing in one of their two parts.
+ONE_ROW = dualkv.Layout.from_lengths([1], [[]])
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"k": (2, 2, 8)}, "k has 2 tokens and q {rows}, expected the same"),
+    ({"v": (2, 2, 8)}, "v has 2 tokens and q {rows}, expected the same"),
+    ({"v": (0, 3, 8)}, "v has 3 heads and k 2, expected the same"),
+    ({"q": (0, 4, 12), "k": (0, 2, 12)}, "q has head_dim 12, expected a multiple of 8 up to 512"),
+    ({"k": torch.float64}, "k is torch.float64 and q is torch.float32, expected one dtype"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0, expected a number from 2^-100 to 2^100"),
+    ({"softmax_scale": "1"}, "softmax_scale is a str, expected a Python number"),
+    ({"softcap": -1.0}, "softcap is -1.0, expected a number from 2^-20 to 2^10"),
+    ({"window": 0}, "window is 0, expected 1 or more"),
+    ({"chunk": 0}, "chunk is 0, expected 1 or more"),
+    ({"window": 2, "chunk": 2}, "got window=2 and chunk=2, expected one of the two"),
+    ({"sinks": torch.zeros(4, dtype=torch.float64)}, "sinks is torch.float64, expected q's torch.float32"),
+]
+
+
+def refused(kind: type[Shard], layout: dualkv.Layout) -> list[str]:
+    """What a rank says of each wrong call, and the sum of a right one behind them: the ranks are in step."""
+    shard, found = kind(layout, dist.group.WORLD), []
+    rows = shard.num_tokens
+    for wrong, _ in WRONG:
+        tensors = {"q": torch.ones(rows, 4, 8), "k": torch.ones(rows, 2, 8), "v": torch.ones(rows, 2, 8)}
+        for name in tensors.keys() & wrong.keys():
+            asked = wrong[name]
+            if isinstance(asked, tuple):
+                tensors[name] = torch.ones(asked[0] or rows, *asked[1:])
+            else:
+                tensors[name] = tensors[name].to(asked)
+        found.append(said(shard.attention, **tensors, **{n: x for n, x in wrong.items() if n not in tensors}))
+    right = shard.attention(torch.ones(rows, 4, 8), *[torch.ones(rows, 2, 8)] * 2)
+    return [*found, f"{float(right.sum()) / rows:.3f}"]
+
+
+@pytest.mark.parametrize("case", range(2 * len(KINDS)))
+def test_every_rank_refuses_before_it_sends(case: int, ranks: list[dict]) -> None:
+    rows = (11, 1)[case % 2]
+    for found in ranks:
+        assert found["refused"][case] == [*(text.format(rows=rows) for _, text in WRONG), "32.000"]
+
+
+def some_gradients() -> dict[str, list[torch.Tensor | None]]:
+    """Gradients of q, k and v of all rows where only some are asked for, and what a call without any keeps."""
+    shard, found = ContextShard(LAYOUT, dist.group.WORLD), {}
+    q, k, v, dout = (shard.split(x) for x in inputs(3))
+    for wanted in ("q", "k", "kv", "qkv"):
+        leaves = [x.clone().requires_grad_(name in wanted) for name, x in zip("qkv", (q, k, v), strict=True)]
+        shard.attention(*leaves).backward(dout)
+        found[wanted] = [None if x.grad is None else shard.gather(x.grad) for x in leaves]
+    with torch.no_grad():
+        found["none"] = [shard.gather(shard.attention(q, k, v))]
+    found["out"] = [shard.gather(shard.attention(q, k, v.clone().requires_grad_()).detach())]
+    return found
+
+
+def test_some_gradients_are_those_of_all(ranks: list[dict]) -> None:
+    for found in ranks:
+        of = found["some gradients"]
+        for wanted in ("q", "k", "kv"):
+            for name, x, y in zip("qkv", of[wanted], of["qkv"], strict=True):
+                assert (x is None) == (name not in wanted)
+                assert x is None or torch.equal(x, y)
+        assert torch.equal(of["none"][0], of["out"][0])
 
 
 def odd_heads(rank: int) -> list[torch.Tensor]:
@@ -120,7 +188,7 @@ def refusal(shard: Shard, q: torch.Tensor, kv: torch.Tensor, **features: torch.T
 def said(call: Any, *args: Any, **kwargs: Any) -> str:
     try:
         call(*args, **kwargs)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return "nothing raised"
 
@@ -166,7 +234,7 @@ def test_refusals_name_heads_rows_and_sinks(ranks: list[dict]) -> None:
             "q has 6 heads, expected a multiple of the 4 sequence-parallel ranks",
             "q has 12 heads and k 5, expected q's to be a multiple of k's",
             "q has 10 rows, each rank of this layout holds 11",
-            "sinks has shape (3,), expected [H] = (12,), of all ranks' heads",
+            "sinks has shape (3,), expected [H] = (12,)",
             "x has 45 rows in dimension 0, expected at most 44, the layout's",
             "x has 10 rows in dimension 1, each rank of this layout holds 11",
         ]

@@ -164,7 +164,7 @@ def plan_parts(batch: PackedSequences, budget: int) -> list[TreePart]:
     """
     plan = _Plan(batch, positive("budget", budget))
     segments = batch.layout._segments
-    plan.visit((), [(0, int(root), 0) for root in np.flatnonzero(segments.parent == -1)])
+    plan.visit((), [(0, int(root), 0) for root in segments.roots])
     return plan.parts
 
 

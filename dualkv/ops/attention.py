@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -113,34 +114,69 @@ def attention(
         ValueError: shapes, strides, devices or a layout that do not match; a scale or cap out of range; a window or
             chunk below 1, or both.
         TypeError: dtypes that differ or are not supported; a layout that is not a Layout; a window or chunk that is not
-            an integer; a cap that is not a number; a backend that is not a string.
+            an integer; a scale or cap that is not a number; a backend that is not a string.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
+    call = checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
+    out, lse = forward(
+        call.q, call.k, call.v, layout.offsets, layout.parent, call.softmax_scale, deterministic, call.window,
+        call.chunk, call.sinks, call.softcap, backend,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat, type(None))
+
+
+class Call(NamedTuple):
+    """Arguments of :func:`attention` in the form that the op takes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    softmax_scale: float
+    window: int | None
+    chunk: int | None
+    sinks: torch.Tensor | None
+    softcap: float | None
+
+
+def checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> Call:
+    """Arguments of :func:`attention`: types checked, defaults filled in, cast as autocast says. The op checks shapes.
+
+    Raises:
+        ValueError: a scale out of range; a window or chunk below 1.
+        TypeError: no tensors; a window or chunk that is not an integer; a scale or cap that is not a number.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_local(name, x)
     if sinks is not None:
         check_local("sinks", sinks)
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
     window = None if window is None else min(positive("window", window), MAX_ROWS)  # no path is longer
     chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
-    if softcap is not None:
-        if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
-            raise TypeError(f"softcap is a {type(softcap).__name__}, expected a Python number")
-        softcap = float(softcap)
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if not isinstance(value, _NUMBERS) or isinstance(value, bool):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a Python number")
     q, k, v, sinks = under_autocast(q, k, v, sinks)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     else:
         dispatch.check_scale(softmax_scale)
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
-    out, lse = forward(
-        q, k, v, layout.offsets, layout.parent, float(softmax_scale), deterministic, window, chunk, sinks, softcap,
-        backend,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return Call(q, k, v, float(softmax_scale), window, chunk, sinks, None if softcap is None else float(softcap))
 
 
 def check_local(name: str, x: object) -> None:

@@ -54,7 +54,8 @@ def _check_host(offsets: torch.Tensor, parent: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {x.device}, expected a CPU tensor (Layout keeps it on the host)")
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises ValueError or TypeError for tensors that `dualkv.attention` does not take, whatever the layout is."""
     dtype, device, whole = q.dtype, q.device, q.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         shape = x.shape
@@ -103,17 +104,23 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
 
 
-def _check_features(
+def check_features(
     q: torch.Tensor, window: int | None, chunk: int | None, sinks: torch.Tensor | None, softcap: float | None
 ) -> Window | None:
-    """The window or chunks as they were given."""
+    """The window or chunks as they were given.
+
+    Raises:
+        ValueError: a cap out of range, sinks of another shape or device, a window or chunk below 1, or both.
+        TypeError: sinks of another dtype.
+    """
     if softcap is not None and not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
         raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^10")
     if sinks is not None:
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {tuple(q.shape[1:2])}")
         if sinks.dtype not in (q.dtype, torch.float32):
-            raise TypeError(f"sinks is {sinks.dtype}, expected q's {q.dtype} or torch.float32")
+            either = "" if q.dtype == torch.float32 else " or torch.float32"
+            raise TypeError(f"sinks is {sinks.dtype}, expected q's {q.dtype}{either}")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device} and q on {q.device}, expected one device")
     return None if window is None and chunk is None else Window(window, chunk)
@@ -128,7 +135,7 @@ def _checked(
     segments = segments_of(offsets, parent)
 
     def check() -> bool:
-        _check_tensors(q, k, v)
+        check_tensors(q, k, v)
         if segments.total != q.shape[0]:
             raise ValueError(f"q has {q.shape[0]} tokens, the layout {segments.total}")
         return True
@@ -136,7 +143,7 @@ def _checked(
     # Every layer passes tensors of the same form: looking up that a form has been checked is faster than checking.
     form = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
     segments.cached((form, q.device, k.device, v.device), check)
-    hiding = _check_features(q, window, chunk, sinks, softcap)
+    hiding = check_features(q, window, chunk, sinks, softcap)
     if hiding is not None and not hiding.hides(segments.longest_path):
         hiding = None
     return segments, Features(hiding, None if sinks is None else sinks.to(_lse_dtype(q)).contiguous(), softcap)
@@ -223,8 +230,8 @@ def _fwd_fake(
     sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_host(offsets, parent)
-    _check_tensors(q, k, v)
-    _check_features(q, window, chunk, sinks, softcap)
+    check_tensors(q, k, v)
+    check_features(q, window, chunk, sinks, softcap)
     backends.check_name(backend)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
 
@@ -236,7 +243,7 @@ def _bwd_fake(
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
     softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
 ) -> Gradients:  # fmt: skip
-    _check_features(q, window, chunk, sinks, softcap)
+    check_features(q, window, chunk, sinks, softcap)
     backends.check_name(backend)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

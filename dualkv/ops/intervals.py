@@ -15,7 +15,7 @@ from dualkv.ops.window import Window
 
 def group_lengths(segments: Segments) -> IntArray:
     """[G] rows of each group that has any."""
-    roots = np.flatnonzero(segments.parent == -1)
+    roots = segments.roots
     length = segments.subtree_end[roots] - segments.offsets[roots]
     return length[length > 0]
 
@@ -50,7 +50,7 @@ def interval_ends(segments: Segments, window: Window | None = None) -> IntArray:
     first row of the group, so that there is one more.
     """
     runs = visible_runs(segments, window)
-    roots = np.flatnonzero(segments.parent == -1)
+    roots = segments.roots
     first = np.repeat(segments.offsets[roots], segments.subtree_end[roots] - segments.offsets[roots])
     ends = (runs - first[:, None, None]).reshape(segments.total, runs.shape[1] * 2)
     # The first run begins at row 0 of its group, and F holds no number for that; with a window [0, 0) comes before it.

@@ -58,7 +58,7 @@ def chunks(
     """
     offsets, visible_end, position = segments.offsets, segments.visible_end, segments.position
     lowest = window.lowest(position) if window else np.zeros(segments.total, np.int64)
-    roots = np.flatnonzero(segments.parent == -1)
+    roots = segments.roots
     run_begin, run_end = offsets[roots], segments.subtree_end[roots]
     if by_segment:
         run_begin, run_end = offsets[:-1], offsets[1:]

@@ -197,7 +197,7 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
     count = -(-(cut_end - cut_begin) // step)  # items of each cut
     key = np.repeat(cut_begin, count) + positions(count) * step
     key_end = np.minimum(key + step, np.repeat(cut_end, count))
-    group = np.searchsorted(segments.offsets[:-1][segments.parent == -1], key, side="right") - 1
+    group = np.searchsorted(segments.offsets[segments.roots], key, side="right") - 1
     run = np.searchsorted(segments.offsets[:-1][present], key, side="right") - 1
     is_response = (segments.parent[present] != -1)[run]
 
@@ -304,7 +304,7 @@ def _tree_cuts(segments: Segments, step: int, overhead: int) -> IntArray:
                 return total
             s += 1
 
-    groups = set(segments.offsets[:-1][segments.parent == -1].tolist())
+    groups = set(segments.offsets[segments.roots].tolist())
     cuts: list[int] = []
     item, seen_to = -step, 0  # the last item's first key, and one past the last row that sees any of its keys
     for s, first in enumerate(begin):

@@ -44,7 +44,7 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> Table:
         raise ValueError(f"a plan describes two key regions a tile, this layout is {segments.max_depth} levels deep")
     # 32-bit rows take half the time of 64-bit ones. They serve wherever a tile and a block past the last row still fit.
     integer: type[Any] = np.int32 if segments.total + tokens + tile_n < 2**31 else np.int64
-    offsets, roots = segments.offsets.astype(integer), np.flatnonzero(segments.parent == -1)
+    offsets, roots = segments.offsets.astype(integer), segments.roots
     first_row, group_end = segments.first_query.astype(integer), segments.subtree_end.astype(integer)[roots]
     count = -(-(group_end - first_row) // tokens)  # tiles of each group
     ends = np.cumsum(count)

@@ -74,7 +74,7 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
         parts: of a tile, equal ones, each with the blocks that its rows see (`ForwardTile.parts`); for a window.
     """
     offsets, subtree_end, parent, depth = segments.offsets, segments.subtree_end, segments.parent, segments.depth
-    roots = np.flatnonzero(parent == -1)
+    roots = segments.roots
     count = -(-(subtree_end[roots] - segments.first_query) // tokens)  # tiles of each group
     row = np.repeat(segments.first_query, count) + positions(count) * tokens
     row_end = np.minimum(row + tokens, np.repeat(subtree_end[roots], count))

@@ -107,7 +107,7 @@ def key_items(segments: Segments, window: Window, tile: BackwardTile) -> KeyItem
     count = -(-(cut_end - cut_begin) // step)
     key = np.repeat(cut_begin, count) + positions(count) * step
     key_end = np.minimum(key + step, np.repeat(cut_end, count))
-    group = np.searchsorted(segments.offsets[:-1][segments.parent == -1], key, side="right") - 1
+    group = np.searchsorted(segments.offsets[segments.roots], key, side="right") - 1
     segment = segment_at(segments.offsets, key)
     is_response = segments.parent[segment] != -1
     has_children = np.bincount(segments.parent[segments.parent >= 0], minlength=len(segments.parent)) > 0
@@ -193,7 +193,7 @@ def by_depth(segments: Segments, position: IntArray, first_row: IntArray, tile_m
     """[num_blocks] numbers of query blocks, group by group in the order of their rows' positions: first those of a
     prompt, then the first ones of all responses, and so on. The blocks that see a key are then neighbours, about."""
     depth = np.minimum.reduceat(position, first_row) // tile_m if len(first_row) else first_row
-    group = np.cumsum(segments.parent == -1)[segments.segment_of_row[first_row]]
+    group = segments.group_of_segment[segments.segment_of_row[first_row]]
     number = np.empty(len(first_row), np.int64)
     number[np.lexsort((first_row, depth, group))] = np.arange(len(first_row))
     return number
@@ -242,7 +242,7 @@ def visible_pairs(segments: Segments, window: Window, tile: BackwardTile, keys: 
     part_shift = shift[segment_at(offsets, part_begin)]
 
     # Rows of one segment in one block.
-    group = np.cumsum(segments.parent == -1) - 1
+    group = segments.group_of_segment
     begin, end = np.maximum(offsets[:-1], segments.first_query[group]), offsets[1:]
     count = np.where(begin < end, -(-end // M) - begin // M, 0)
     segment = np.repeat(np.arange(len(count)), count)
