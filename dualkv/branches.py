@@ -54,7 +54,7 @@ class Branch:
         self.num_tokens = len(part.rows)
         self._kept: dict[Hashable, _Kept] = {}
         self._gradients: dict[Hashable, tuple[torch.Tensor | None, ...]] = {}
-        self._training = torch.is_grad_enabled()
+        self._training, self._done = torch.is_grad_enabled(), False
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -108,8 +108,9 @@ class Branch:
             )
 
     def keep(self, key: Hashable, *tensors: torch.Tensor) -> None:
-        """Keeps tensors of a trunk for the parts below. Checkpointed layers come here again: the first time counts."""
-        if key not in self._kept:
+        """Keeps tensors of a trunk for the parts below. Checkpointed layers come here again, in the part's backward
+        too: the first time counts."""
+        if key not in self._kept and not self._done:
             self._kept[key] = _Kept(tensors, tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors))
 
     def kept_above(self, key: Hashable) -> tuple[torch.Tensor, ...]:
@@ -144,7 +145,7 @@ class Branch:
                 if made.requires_grad and gradient is not None:
                     roots.append(made)
                     gradients.append(gradient.to(made.dtype))
-        self._kept, self._gradients = {}, {}
+        self._kept, self._gradients, self._done = {}, {}, True
         if roots:
             torch.autograd.backward(roots, gradients)
         for branch in self._above:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import dualkv
 from dualkv import Layout
@@ -163,3 +164,15 @@ def test_what_a_branch_refuses():
     for rows in (0, batch.layout.num_tokens):
         with pytest.raises(ValueError, match=f"rows is {rows}"):
             batch.layout.without_queries(rows)
+
+
+def test_a_checkpointed_part_keeps_nothing_behind_its_backward():
+    """The recomputation in the backward comes to `keep` once more."""
+    first, *_ = plan_parts(dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]]), 3)
+    trunk = Branch(first)
+    q, k, v = (torch.randn(len(first.rows), h, 8, requires_grad=True) for h in (4, 2, 2))
+    out = checkpoint(lambda *x: trunk.attention(*x, layer=0).sin(), q, k, v, use_reentrant=False)
+    assert trunk._kept
+    trunk.backward(out.sum())
+    assert q.grad is not None
+    assert not trunk._kept

@@ -580,13 +580,17 @@ def disable(target: Target) -> Target:
 
 
 def _swap(target: Any, classes: dict[type, type]) -> None:
-    """Puts the classes' values in the place of their keys, in every layer of a spec or model."""
+    """Puts the classes' values in the place of their keys, in every layer of a spec or model. Layers whose attention is
+    another one, or none, stay as they are."""
     if isinstance(target, nn.Module):
         for layer in _layers(target):
             for module in (layer.self_attention, getattr(layer.self_attention, "core_attention", None)):
-                module.__class__ = classes.get(type(module), type(module))
+                if type(module) in classes:
+                    module.__class__ = classes[type(module)]
         return
     for layer in _specs(target):
         inner = layer.self_attention
-        inner.module = classes.get(inner.module, inner.module)
-        inner.submodules.core_attention = classes.get(inner.submodules.core_attention, inner.submodules.core_attention)
+        if isinstance(inner, ModuleSpec) and inner.module in classes:
+            inner.module = classes[inner.module]
+            core = inner.submodules.core_attention
+            inner.submodules.core_attention = classes.get(core, core)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -202,3 +203,16 @@ def test_one_length_for_all_micro_batches() -> None:
 def test_not_a_layout() -> None:
     with pytest.raises(TypeError, match=r"^layout is a list, expected a dualkv\.Layout$"):
         PackedGroups([3, 2])  # type: ignore[arg-type]
+
+
+def test_disable_leaves_layers_without_attention() -> None:
+    cpu.parallel()
+    model = build(enable(layer_spec()), {})
+    first, *others = model.decoder.layers
+    first.self_attention = torch.nn.Identity()
+    assert disable(model) is model
+    assert type(first.self_attention) is torch.nn.Identity
+    assert all(type(layer.self_attention) is SelfAttention for layer in others)
+    spec = layer_spec()
+    spec.submodules.self_attention = torch.nn.Identity
+    assert disable(spec).submodules.self_attention is torch.nn.Identity
