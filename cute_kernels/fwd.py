@@ -33,7 +33,6 @@ from cute_kernels.softmax import (
     FIRST_MAX,
     REFERENCE_LIMIT,
     SUM_LIMIT,
-    add_sinks,
     fixed_softmax,
     half_softmax,
     normalize,
@@ -167,16 +166,17 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         if const_expr(self.q_places > self.warp_groups):
             self.release_previous_Q(s, count, thread)
 
+        # Before the blocks, so that nothing waits for them at the tile's end.
+        sinks = [g.sinks[self.head(part, r)] for r in range(2)] if const_expr(self.has.sinks) else None
+
         masked, own = walk.masked, self.first_token(tile, thread.wg)
         if recompute != 0:
             masked, own = tile.blocks, Int32(-1)
         it = self.walk_blocks(state, tile, walk, masked, own, it)
 
-        normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g))
+        normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g), sinks)
         if not self.fits(state, part):
             self.request_recompute(s.recompute, n)
-        if const_expr(self.has.sinks):
-            add_sinks(state.acc_O, state.rows.scale, [g.sinks[self.head(part, r)] for r in range(2)])
         if recompute == 1 and tile.straddles:
             first, step = first_and_step(self.cluster)
             fields = g.work[g.schedule[first + n * step, 0], None]

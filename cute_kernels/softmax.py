@@ -117,23 +117,31 @@ def capped(score: Float32, factor: Float32) -> Float32:
     return 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(score * factor, fastmath=True) + 1.0)
 
 
-def add_sinks(acc_O: cute.Tensor, lse: cute.Tensor, sinks: list[Float32]) -> None:
-    """The softmax of rows with one more key each, without a value: lse becomes log(exp(lse) + exp(sink)), O *=
-    exp(lse - that). A sink of -inf changes nothing; one of +inf takes all of the row."""
-    for r in range(2):
-        excess = (sinks[r] - lse[r]) * math.log2(math.e)
-        factor = cute.arch.rcp_approx(cute.math.exp2(excess, fastmath=True) + 1.0)
-        smaller = cute.math.exp2(-cute.arch.fmax(excess, -excess), fastmath=True)  # over the larger of both
-        lse[r] = cute.arch.fmax(lse[r], sinks[r]) + cute.math.log(smaller + 1.0, fastmath=True)
-        for e in row_elements(acc_O, r):
-            acc_O[e] = acc_O[e] * factor
+def normalize(
+    acc_O: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    lse: cute.Tensor,
+    scale: Float32,
+    sinks: list[Float32] | None,
+) -> None:
+    """row_sum becomes the whole row's; O /= row_sum; lse[r] = natural log of the row's sum of exp(scale * s).
 
-
-def normalize(acc_O: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale: Float32) -> None:
-    """row_sum becomes the whole row's; O /= row_sum; lse[r] = natural log of the row's sum of exp(scale * s)."""
+    sinks: a logit each, in the sum of O and lse and not in row_sum, as of one more key without a value. A sink of -inf
+    changes nothing; one of +inf takes all of the row.
+    """
     for r in range(2):
         row_sum[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-        lse[r] = row_max[r] * scale + cute.math.log(row_sum[r], fastmath=True)
-        inverse = cute.arch.rcp_approx(row_sum[r])
+        total, reference = row_sum[r], row_max[r] * scale
+        if sinks is not None:  # relative to the larger one of the reference and the sink
+            excess = (sinks[r] - reference) * math.log2(math.e)
+            above = excess > 0.0
+            kept = cute.math.exp2(cutlass.select_(above, -excess, Float32(0.0)), fastmath=True)
+            total = total * kept + cute.math.exp2(cutlass.select_(above, Float32(0.0), excess), fastmath=True)
+            reference = cutlass.select_(above, sinks[r], reference)
+        lse[r] = reference + cute.math.log(total, fastmath=True)
+        inverse = cute.arch.rcp_approx(total)
+        if sinks is not None:
+            inverse = inverse * kept
         for e in row_elements(acc_O, r):
             acc_O[e] = acc_O[e] * inverse
