@@ -59,7 +59,8 @@ _MOST = *SLOW, *EIGHT, f"{MAIN}-d256-gqa4"
 _BY_HAND = _options("-s", ["dualkv-cudnn", "cudnn-intervals"])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
-# Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that.
+# Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that. With
+# turns of 0.4 s a side that draws more than the limit gains some per cent, and the side after it loses them.
 _TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
 
 LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
@@ -80,13 +81,13 @@ RECORDS = {
     "random-backward-h200": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
-    "traces-h200": f"-d fwd,bwd {_TREE_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _TRACES)}",
-    "traces-h200-flex": f"-d fwd,bwd -s dualkv -s flex --seconds 0.4 --rounds 2 -w {_TRACES[0]}",
-    "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _WINDOWS)}",
-    "values-h200": f"-d fwd,bwd {_VALUES_PEERS} --seconds 0.4 --rounds 2 {_options('-w', _VALUES)}",
-    "d512-h200": f"-d fwd,bwd -s dualkv -s flex --seconds 0.4 --rounds 2 {_options('-w', _D512)}",
-    "cudnn-h200": f"-d fwd,bwd {_CUDNN} --seconds 0.4 --rounds 2 {_options('-w', _MOST)}",
-    "cudnn-backend-h200": f"-d fwd,bwd {_BY_HAND} --seconds 0.4 --rounds 3 -w {MAIN} -w g64-n8",
+    "traces-h200": f"-d fwd,bwd {_TREE_PEERS} --seconds 2 --rounds 2 {_options('-w', _TRACES)}",
+    "traces-h200-flex": f"-d fwd,bwd -s dualkv -s flex --seconds 2 --rounds 2 -w {_TRACES[0]}",
+    "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 2 --rounds 2 {_options('-w', _WINDOWS)}",
+    "values-h200": f"-d fwd,bwd {_VALUES_PEERS} --seconds 2 --rounds 2 {_options('-w', _VALUES)}",
+    "d512-h200": f"-d fwd,bwd -s dualkv -s flex --seconds 2 --rounds 2 {_options('-w', _D512)}",
+    "cudnn-h200": f"-d fwd,bwd {_CUDNN} --seconds 2 --rounds 2 {_options('-w', _MOST)}",
+    "cudnn-backend-h200": f"-d fwd,bwd {_BY_HAND} --seconds 2 --rounds 3 -w {MAIN} -w g64-n8",
     "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }
