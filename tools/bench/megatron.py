@@ -190,7 +190,12 @@ def weights_of(run: Run, group: Group) -> torch.Tensor:
 
 
 def packed_steps(
-    run: Run, model: Any, group: Group, share: tuple[int, int] | None = None, own: slice = slice(None)
+    run: Run,
+    model: Any,
+    group: Group,
+    share: tuple[int, int] | None = None,
+    own: slice = slice(None),
+    cp_comm_type: str = "a2a",
 ) -> list[Step]:
     """One for all groups, or for `own` of them. With `share`, (rank, ranks), those of this rank, whatever there is of
     other ranks."""
@@ -201,7 +206,7 @@ def packed_steps(
     weights = weights_of(run, group)[own].flatten()
 
     def step() -> torch.Tensor:
-        packed = PackedGroups(batch.layout)
+        packed = PackedGroups(batch.layout, cp_comm_type=cp_comm_type)
         if share:
             packed.shard = share_of(batch.layout, *share)
         asked = packed.predictions(batch)
@@ -369,7 +374,8 @@ def shares(run: Run, model: Any, group: Group, ranks: int, whole: float | None) 
 # ---------------------------------------------------------------- several GPUs
 SMALL = Model(layers=2, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=8192)
 SMALL_GROUP = Group(6, 700, 90, groups=4)
-LAYOUTS = {"tensor": {"tp": 2}, "context": {"cp": 2}, "pipeline": {"pp": 2}, "data": {}}
+LAYOUTS = {"tensor": {"tp": 2}, "context": {"cp": 2}, "gathered": {"cp": 2}, "pipeline": {"pp": 2}, "data": {}}
+CONTEXT = {"context": "a2a", "gathered": "all_gather"}  # cp_comm_type
 GROUPS = {"pipeline": 4, "data": 2}  # in an update of all ranks; of the others one
 
 
@@ -434,7 +440,9 @@ def data_parallel_step(run: Run, model: Any, group: Group) -> Step:
 def steps_of(run: Run, model: Any, kind: str, group: Group) -> list[Step]:
     if kind == "pipeline":
         return [pipelined_step(run, model, group)]
-    return [data_parallel_step(run, model, group)] if kind == "data" else packed_steps(run, model, group)
+    if kind == "data":
+        return [data_parallel_step(run, model, group)]
+    return packed_steps(run, model, group, cp_comm_type=CONTEXT.get(kind, "a2a"))
 
 
 def shard(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -477,7 +485,7 @@ def against_one_rank(run: Run, kind: str) -> dict[str, float]:
     sums = torch.zeros(4, device=run.device)
     for name, gradient in gradients.items():
         truth = part_of(expected, name)
-        if kind == "context" or (kind == "tensor" and ("q_layernorm" in name or "k_layernorm" in name)):
+        if kind in CONTEXT or (kind == "tensor" and ("q_layernorm" in name or "k_layernorm" in name)):
             dist.all_reduce(gradient)  # of this rank's rows, or heads
         sums[:2] += torch.stack([(x.double() ** 2).sum().float() for x in (gradient - truth, truth)])
     sums[2:] = torch.stack([apart.double().square().sum().float(), apart.new_tensor(len(apart))])

@@ -36,7 +36,7 @@ def test_ranks_compute_what_one_does(tmp_path: Path) -> None:
     on_ranks(2, "tests.integrations.megatron.bench_ranks:main", str(file))
     figures = json.loads(file.read_text())
     assert {kind: made["groups"] for kind, made in figures["rows"].items()} == {
-        "one": 1, "tensor": 1, "context": 1, "pipeline": 4, "data": 2,
+        "one": 1, "tensor": 1, "context": 1, "gathered": 1, "pipeline": 4, "data": 2,
     }  # fmt: skip
     exact = {name: found for name, found in figures["check"].items() if name.endswith("float32")}
     assert len(exact) == len(bench.LAYOUTS)
