@@ -63,7 +63,7 @@ WINDOW_TILES: Tiles = FORWARD_TILES | {  # with windows and chunks: 128 keys and
 }
 SHORT_WINDOW = 1024
 SHORT_WINDOW_TILES = WINDOW_TILES | {  # up to SHORT_WINDOW: a cluster's CTAs see other keys; from 4096 on 5 % slower
-    256: ForwardTile(tile_n=64, cluster=1),
+    256: ForwardTile(tile_n=48, cluster=1),  # with 64 keys ptxas spills
 }
 SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
     64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
