@@ -1,18 +1,19 @@
 """Recurrent layers of transformers before 5.17, which do not hand a layout on to functions of their modeling file.
 
-Gated delta nets call functions that an instance holds, with arguments that they choose: a packed call runs their forward
-on a :class:`_StandIn` that holds functions of ours. Mamba-2 and the short convolutions of LFM2 have all in one method;
-a packed call runs the same computation around our convolution and scan. Some modules do not hand on what they are called
-with; their part finds the layout in an attribute then.
+Gated delta nets call functions that an instance holds, with arguments that they choose: a packed call runs their
+forward on a :class:`_StandIn` that holds functions of ours. Mamba-2 and the short convolutions of LFM2 have all in one
+method; a packed call runs the same computation around our convolution and scan. Some modules do not hand on what they
+are called with; their part finds the layout in an attribute then.
 
-As in :mod:`.seams`, forwards are replaced in classes, once, and a call without a layout runs the forward that was there.
+As in :mod:`.seams`, forwards are replaced in classes, once, and a call without a layout runs the forward that was
+there.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -144,6 +145,27 @@ def without_libraries(names: dict[str, Any]) -> Iterator[None]:
         names.update(before)
 
 
+@contextmanager
+def in_one_chunk(mixers: Iterable[nn.Module]) -> Iterator[None]:
+    """Nemotron-H's layers among `mixers` compute up to 64 rows in one chunk meanwhile.
+
+    Their PyTorch code adds up the states of chunks over the wrong axis (transformers 5.10), so that rows behind the
+    first chunk have wrong results. That of other families is right, and so is :func:`chunk_scan`.
+    """
+    sizes = {m: m.chunk_size for m in mixers if _is_wrong_behind_a_chunk(type(m))}
+    for mixer in sizes:
+        mixer.chunk_size = 64
+    try:
+        yield
+    finally:
+        for mixer, size in sizes.items():
+            mixer.chunk_size = size
+
+
+def _is_wrong_behind_a_chunk(cls: type[Any]) -> bool:
+    return any(c.__name__ == "NemotronHMamba2Mixer" and knows(c) for c in cls.__mro__)
+
+
 # ---------------------------------------------------------------- gated delta nets
 class _StandIn:
     """A recurrent layer with other functions."""
@@ -190,9 +212,9 @@ def _mamba2(conv: Forward, scan: Forward, layer: Any, hidden_states: Tensor, lay
 
 def _steps(layer: Any, dt: Tensor) -> Tensor:
     """[1, T, H] in fp32 at least. Nemotron-H limits steps otherwise in its PyTorch code than in its kernels."""
-    names = vars(sys.modules[next(c for c in type(layer).__mro__ if c.__name__ in MAMBA2).__module__])
-    limit = layer.time_step_limit
-    if "NemotronHMamba2Mixer" in names and not (dt.is_cuda and names.get("is_fast_path_available")):
+    limit, cls = layer.time_step_limit, next(c for c in type(layer).__mro__ if c.__name__ in MAMBA2)
+    fast = dt.is_cuda and vars(sys.modules[cls.__module__]).get("is_fast_path_available")
+    if cls.__name__ == "NemotronHMamba2Mixer" and not fast:
         limit = layer.time_step_min, float("inf")
     steps = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)) + layer.dt_bias)
     return steps if limit is None else steps.clamp(*limit)

@@ -138,11 +138,12 @@ def install(model: nn.Module) -> None:
         if base.__module__.startswith("transformers.models."):
             found |= {cls for name, cls in vars(sys.modules[base.__module__]).items() if name in MIXERS}
     for cls in found:
-        _install(cls)
+        install_in(cls)
     INSTALLED.add(type(model))
 
 
-def _install(cls: type[Any]) -> None:
+def install_in(cls: type[Any]) -> None:
+    """Leads layouts to a class of recurrent layers."""
     names = vars(sys.modules[cls.__module__])
     if earlier.knows(cls):
         _install_earlier(cls, names)
@@ -177,7 +178,8 @@ def on_reference(model: nn.Module) -> Iterator[None]:
     install(model)
     before, _REFERENCE[0] = _REFERENCE[0], True
     try:
-        yield
+        with earlier.in_one_chunk(mixer for _, mixer in mixers(model)):
+            yield
     finally:
         _REFERENCE[0] = before
 

@@ -30,6 +30,11 @@ TURNS = {"turns": True}  # rollouts of at most 52 tokens
 TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
 
+# veRL's own rows without padding are wrong for most hybrid models on a CPU: their recurrent layers do not see where a
+# sequence begins. So stock runs padded rows.
+PADDED = STOCK | {"remove_padding": False}
+HYBRID = {"model": "qwen3_5_text"}
+
 ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-moe": STOCK | MOE,
@@ -93,6 +98,28 @@ ONE: dict[str, dict[str, Any]] = {
     "critic-fsdp1": PACKED | CRITIC | {"strategy": "fsdp", "remove_padding": False, "budget": TIGHT},
     "stock-critic-turns": STOCK | CRITIC | TURNS,
     "critic-trees": TREES | CRITIC | {"budget": LONG, "checkpointing": False},
+    "stock-hybrid": PADDED | HYBRID,
+    "hybrid": PACKED | HYBRID | {"budget": TIGHT},
+}
+
+# The other families; these tests are slow.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "stock-hybrid-turns": PADDED | HYBRID | TURNS,
+    "hybrid-roomy": PACKED | HYBRID | {"budget": ROOMY, "pad_to": 64},
+    "hybrid-fsdp1": PACKED | HYBRID | {"strategy": "fsdp", "checkpointing": False, "budget": TIGHT},
+    "hybrid-fused": PACKED | HYBRID | {"fused": "torch", "keep": "attention"},
+    "hybrid-trees": TREES | HYBRID | {"budget": LONG},
+}
+for _model in ("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "lfm2",
+               "lfm2_moe", "minimax"):  # fmt: skip
+    HYBRIDS[f"stock-{_model}"] = PADDED | {"model": _model}
+    HYBRIDS[_model] = PACKED | {"model": _model, "budget": TIGHT}
+# With images veRL runs layers of its own, which keep sequences in a row apart.
+HYBRID_IMAGES = {"model": "images_3_5"}
+HYBRIDS |= {
+    "stock-images-3.5": STOCK | HYBRID_IMAGES,
+    "images-3.5": PACKED | HYBRID_IMAGES | {"budget": TIGHT},
+    "images-3.5-no-checkpointing": PACKED | HYBRID_IMAGES | {"budget": ROOMY, "checkpointing": False},
 }
 
 # Ranks hold rollouts 0 to 3 and 4 to 7 of each eight: in the second update one rank has a group of one beside others.
@@ -184,9 +211,11 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
     "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},
+    "olmo-hybrid": PACKED | {"run": "scored", "model": "olmo_hybrid"},
     "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
+    "sp2-hybrid": PACKED | HYBRID | {"run": "scored", "sp": 2},
     "sp2-images": PACKED | IMAGES | {"run": "scored", "sp": 2},
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
     "sp2-bench": {
@@ -202,6 +231,7 @@ FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
+    "hybrids": (1, HYBRIDS),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
 }
