@@ -19,7 +19,8 @@ IMAGES_2_5 = {
     "model": "images_2_5",
     "groups": [(23, [7, 0, 12]), (30, [3, 5, 8, 2, 6]), (14, [6, 3, 9, 1, 4, 2, 5, 8])],
 }
-OF_TEXT = IMAGES | {"groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3, 4, 7]), (15, [2, 3, 9, 1, 4, 2, 5, 1])]}
+WITHOUT = {"groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3, 4, 7]), (15, [2, 3, 9, 1, 4, 2, 5, 1])]}
+OF_TEXT = IMAGES | WITHOUT
 # In each update one of two ranks has one group, the other has four.
 ONE_GROUP_AND_FOUR = {
     "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
@@ -30,8 +31,9 @@ TURNS = {"turns": True}  # rollouts of at most 52 tokens
 TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
 
-# veRL's own rows without padding are wrong for most hybrid models on a CPU: their recurrent layers do not see where a
-# sequence begins. So stock runs padded rows.
+# veRL's own rows without padding are wrong for hybrid models on a CPU: a recurrent layer of transformers does not see
+# where a sequence begins, and veRL's layers of Qwen3.5 say it to a PyTorch function that ignores it. So stock runs
+# padded rows.
 PADDED = STOCK | {"remove_padding": False}
 HYBRID = {"model": "qwen3_5_text"}
 
@@ -114,12 +116,14 @@ for _model in ("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "bam
                "lfm2_moe", "minimax"):  # fmt: skip
     HYBRIDS[f"stock-{_model}"] = PADDED | {"model": _model}
     HYBRIDS[_model] = PACKED | {"model": _model, "budget": TIGHT}
-# With images veRL runs layers of its own, which keep sequences in a row apart.
+# The model with images, in which veRL puts layers of its own.
 HYBRID_IMAGES = {"model": "images_3_5"}
 HYBRIDS |= {
-    "stock-images-3.5": STOCK | HYBRID_IMAGES,
+    "stock-images-3.5": PADDED | HYBRID_IMAGES,
     "images-3.5": PACKED | HYBRID_IMAGES | {"budget": TIGHT},
-    "images-3.5-no-checkpointing": PACKED | HYBRID_IMAGES | {"budget": ROOMY, "checkpointing": False},
+    "images-3.5-roomy": PACKED | HYBRID_IMAGES | {"budget": ROOMY, "pad_to": 64},
+    "images-3.5-none": PACKED | HYBRID_IMAGES | WITHOUT | {"budget": TIGHT},
+    "stock-images-3.5-none": PADDED | HYBRID_IMAGES | WITHOUT,
 }
 
 # Ranks hold rollouts 0 to 3 and 4 to 7 of each eight: in the second update one rank has a group of one beside others.
