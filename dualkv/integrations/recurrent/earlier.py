@@ -49,12 +49,11 @@ LIBRARIES = ("FusedRMSNormGated", CONV, "causal_conv1d_update", DELTA, "fused_re
 
 def knows(cls: type[Any]) -> bool:
     """Whether a class of transformers is a recurrent layer as it was before 5.17."""
+    names = inspect.unwrap(cls.forward).__code__.co_names
     if cls.__name__ in GATED:
-        names = inspect.unwrap(cls.forward).__code__.co_names
         return CONV in names and DELTA in names
-    if cls.__name__ in MAMBA2:
-        return hasattr(cls, "torch_forward")
-    return cls.__name__ in SHORT and hasattr(cls, "slow_forward")
+    method = "torch_forward" if cls.__name__ in MAMBA2 else "slow_forward" if cls.__name__ in SHORT else None
+    return method in names
 
 
 def packed_forward(cls: type[Any], conv: Forward, delta: Callable[[Forward], Forward], mamba2: Forward) -> Forward:
@@ -152,7 +151,7 @@ def in_one_chunk(mixers: Iterable[nn.Module]) -> Iterator[None]:
     Their PyTorch code adds up the states of chunks over the wrong axis (transformers 5.10), so that rows behind the
     first chunk have wrong results. That of other families is right, and so is :func:`chunk_scan`.
     """
-    sizes = {m: m.chunk_size for m in mixers if _is_wrong_behind_a_chunk(type(m))}
+    sizes: dict[Any, Any] = {m: m.chunk_size for m in mixers if _is_wrong_behind_a_chunk(type(m))}
     for mixer in sizes:
         mixer.chunk_size = 64
     try:
@@ -182,7 +181,8 @@ def _gated(own: Forward, conv: Forward, rule: Forward, layer: Any, x: Tensor, la
     def convolved(x: Tensor, **given: Any) -> Any:
         return conv(hidden_states=x, dualkv=layout, **given)
 
-    return own(_StandIn(layer, **{CONV: convolved, DELTA: partial(rule, dualkv=layout)}), x, **kwargs)
+    functions: dict[str, Forward] = {CONV: convolved, DELTA: partial(rule, dualkv=layout)}
+    return own(_StandIn(layer, **functions), x, **kwargs)
 
 
 # ---------------------------------------------------------------- Mamba-2 and short convolutions

@@ -157,6 +157,7 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         restore_attention()  # another engine may have been built since
         planned = self._plan(data, self._images())
         if planned is None:
+            self._refuse_replicated()
             return super().forward_backward_batch(data, loss_function, forward_only)
         rollouts, parts = planned
         keep_values = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
@@ -173,6 +174,18 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+
+    def _refuse_replicated(self) -> None:
+        """Raises ValueError for replicated rows that recurrent layers would mix, without an error of veRL's."""
+        # veRL puts layers into Qwen3.5 that are told where sequences begin.
+        if not self.use_remove_padding or self.pass_packed_cu_seqlens:
+            return
+        for name, mixer in recurrent.mixers(self.module)[:1]:
+            raise ValueError(
+                f"a batch cannot be packed (a warning says why), and veRL would run it in rows without padding, where"
+                f" recurrent layers such as {name} ({type(mixer).__name__}) do not see where a sequence begins: set"
+                " actor_rollout_ref.model.use_remove_padding=False"
+            )
 
     def _run(
         self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool, last: bool
@@ -303,9 +316,10 @@ def restore_attention() -> None:
     """
     for cls, forward in OWN_ATTENTION.items():
         cls.forward = forward  # type: ignore[method-assign]
-    for cls, own in OWN_LAYERS.items():
-        if inspect.unwrap(cls.forward) is not inspect.unwrap(own):
-            cls.forward = _packed_by(own, cls.forward)
+    layer: Any
+    for layer, own in OWN_LAYERS.items():
+        if inspect.unwrap(layer.forward) is not inspect.unwrap(own):
+            layer.forward = _packed_by(own, layer.forward)
 
 
 def _packed_by(own: Callable[..., Any], of_verl: Callable[..., Any]) -> Callable[..., Any]:

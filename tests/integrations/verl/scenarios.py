@@ -215,6 +215,8 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
     "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},
+    "hybrid-prompt-in-loss": PACKED | HYBRID | {"run": "prompt_in_loss"},
+    "hybrid-padded-prompt-in-loss": PACKED | HYBRID | {"run": "prompt_in_loss", "remove_padding": False},
     "olmo-hybrid": PACKED | {"run": "scored", "model": "olmo_hybrid"},
     "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
 }
