@@ -46,8 +46,8 @@ def test_sequence_parallelism_is_refused(results: Results) -> None:
 def test_replicated_rows_without_padding_are_refused(results: Results) -> None:
     """veRL would let the recurrent layers run from one sequence into the next."""
     assert results("hybrid-prompt-in-loss")[0]["error"] == (
-        "ValueError: a batch cannot be packed (a warning says why), and veRL would run it in rows without padding, where"
-        " recurrent layers such as model.layers.0.linear_attn (Qwen3_5GatedDeltaNet) do not see where a sequence"
+        "ValueError: a batch cannot be packed (a warning says why), and veRL would run it in rows without padding,"
+        " where recurrent layers such as model.layers.0.linear_attn (Qwen3_5GatedDeltaNet) do not see where a sequence"
         " begins: set actor_rollout_ref.model.use_remove_padding=False"
     )
     assert "error" not in results("hybrid-padded-prompt-in-loss")[0]
