@@ -34,8 +34,12 @@ GATED = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDelta
 MAMBA2 = ("NemotronHMamba2Mixer", "FalconH1Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer")
 SHORT = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 
-# Modules that call a part of theirs without the arguments that they got, and that part: by the recurrent layer.
+# Modules that call a part of theirs without the arguments that they got, and that part: by the recurrent layer. Those
+# around gated delta nets do so in transformers 5.5, which veRL 0.9.1 takes too.
 SILENT = {
+    "Qwen3NextGatedDeltaNet": {"Qwen3NextDecoderLayer": "Qwen3NextGatedDeltaNet"},
+    "Qwen3_5GatedDeltaNet": {"Qwen3_5DecoderLayer": "Qwen3_5GatedDeltaNet"},
+    "Qwen3_5MoeGatedDeltaNet": {"Qwen3_5MoeDecoderLayer": "Qwen3_5MoeGatedDeltaNet"},
     "NemotronHMamba2Mixer": {"NemotronHBlock": "NemotronHMamba2Mixer"},
     "FalconH1Mixer": {"FalconH1Model": "FalconH1DecoderLayer", "FalconH1DecoderLayer": "FalconH1Mixer"},
     "Lfm2ShortConv": {"Lfm2DecoderLayer": "Lfm2ShortConv"},
@@ -88,7 +92,7 @@ def replaced(own: Forward, packed: Forward) -> Forward:
 
 def speak(names: dict[str, Any], mixer: str) -> None:
     """Lets layouts come to the recurrent layers of class `mixer`, past the silent modules of a modeling file."""
-    for around, part in SILENT.get(mixer, {}).items():
+    for around, part in SILENT.get(mixer, {}).items():  # Bamba's and Granite's speak
         names[around].forward = _holding(names[around].forward, part)
         if part != mixer:
             names[part].__call__ = _taking(names[part].__call__)

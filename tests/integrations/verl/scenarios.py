@@ -145,6 +145,7 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
     "dp2-critic": PACKED | CRITIC | {"budget": TIGHT},
     "sp2-critic": PACKED | CRITIC | {"sp": 2},
+    "dp2-hybrid": PACKED | HYBRID | {"budget": TIGHT},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
 }
 
