@@ -184,7 +184,8 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     """A model on the CPU in fp32, with random weights that make attention and positions matter."""
     config.dtype = torch.float32
     config._attn_implementation = "eager"
-    model: PreTrainedModel = cls(config).eval()
+    with recurrent.without_libraries(vars(sys.modules[cls.__module__])):
+        model: PreTrainedModel = cls(config).eval()
     randomize(model, seed=0)
     return model
 

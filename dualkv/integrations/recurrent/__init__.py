@@ -1,14 +1,16 @@
 """Recurrent layers on packed rows: a segment starts from the state that its parent leaves.
 
 :mod:`.waves` orders the segments of a layout, :mod:`.ops` runs convolutions and scans in that order, and :mod:`.seams`
-leads the recurrent layers of transformers' models to these. :mod:`.kernels` chooses flash-linear-attention's kernels,
-and :mod:`.walked` keeps what parts of a walked tree start from.
+leads the recurrent layers of transformers' models to these (:mod:`.earlier`: those before 5.17). :mod:`.kernels`
+chooses flash-linear-attention's kernels, and :mod:`.walked` keeps what parts of a walked tree start from.
 """
 
+from dualkv.integrations.recurrent.earlier import without_libraries
 from dualkv.integrations.recurrent.seams import (
     INSTALLED,
     LAYER_TYPES,
     install,
+    install_in,
     mixers,
     objections,
     on_reference,
@@ -16,4 +18,15 @@ from dualkv.integrations.recurrent.seams import (
 )
 from dualkv.integrations.recurrent.walked import enter
 
-__all__ = ["INSTALLED", "LAYER_TYPES", "enter", "install", "mixers", "objections", "on_reference", "pointwise"]
+__all__ = [
+    "INSTALLED",
+    "LAYER_TYPES",
+    "enter",
+    "install",
+    "install_in",
+    "mixers",
+    "objections",
+    "on_reference",
+    "pointwise",
+    "without_libraries",
+]

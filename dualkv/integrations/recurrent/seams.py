@@ -4,7 +4,7 @@ A recurrent layer of transformers calls functions of its modeling file and hands
 does a model to its layers. :func:`install` replaces these functions, once in a file, by functions that look for a
 `dualkv=layout` among their arguments; a call without it runs the function that was there. Nothing else of a model
 changes, and copies and pickles of models need no record of it. MiniMax's layer holds its recurrence itself: there the
-forward of its class is replaced in the same way.
+forward of its class is replaced in the same way. So are those of layers before transformers 5.17 (:mod:`.earlier`).
 
 With a layout, the packed functions run outside the graph of `torch.compile`.
 """
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dualkv.integrations import masks
-from dualkv.integrations.recurrent import kernels
+from dualkv.integrations.recurrent import earlier, kernels
 from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.walked import Walked
 from dualkv.integrations.recurrent.waves import Wave
@@ -56,7 +56,7 @@ MIXERS: dict[str, tuple[str, ...]] = {
 POINTWISE = ("NemotronHMLP", "NemotronHMoE")
 
 # Entries of `config.layer_types` for the layers above; the layers themselves are checked, not these names.
-LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe")
+LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe", "mamba", "attention")
 
 # Arguments by which a layer continues a sequence or separates sequences, which a layout does itself.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
@@ -97,6 +97,8 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
                 f"{name} ({cls.__name__}) has a forward of its own in place of its class's (kernels of the hub,"
                 " accelerate's hooks): it goes past the functions by which a layout reaches a recurrent layer"
             )
+        elif earlier.knows(cls):
+            continue
         elif missing or not code.co_flags & inspect.CO_VARKEYWORDS:
             lacks = f"call {missing[0]}" if missing else "take keyword arguments"
             yield (
@@ -136,18 +138,30 @@ def install(model: nn.Module) -> None:
         if base.__module__.startswith("transformers.models."):
             found |= {cls for name, cls in vars(sys.modules[base.__module__]).items() if name in MIXERS}
     for cls in found:
-        _install(cls)
+        install_in(cls)
     INSTALLED.add(type(model))
 
 
-def _install(cls: type[Any]) -> None:
+def install_in(cls: type[Any]) -> None:
+    """Leads layouts to a class of recurrent layers."""
     names = vars(sys.modules[cls.__module__])
+    if earlier.knows(cls):
+        _install_earlier(cls, names)
+        return
     replaced = {seam: WRAPPERS[seam] for seam in MIXERS[cls.__name__]}
     for seam, wrap in (replaced | {"create_recurrent_attention_mask": _mask}).items():
         if seam in names and not hasattr(names[seam], "_of_dualkv"):
             names[seam] = _marked(wrap(names[seam]))
     if not replaced and not hasattr(cls.forward, "_of_dualkv"):
         cls.forward = _marked(_lightning(cls.forward))
+
+
+def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
+    if hasattr(cls.forward, "_of_dualkv"):
+        return
+    packed = earlier.packed_forward(cls, _conv(earlier.convolution), WRAPPERS[DELTA], _mamba2(earlier.chunk_scan))
+    cls.forward = _marked(earlier.replaced(cls.forward, packed))
+    earlier.speak(names, cls.__name__)
 
 
 def _marked(function: Any) -> Any:
@@ -164,7 +178,8 @@ def on_reference(model: nn.Module) -> Iterator[None]:
     install(model)
     before, _REFERENCE[0] = _REFERENCE[0], True
     try:
-        yield
+        with earlier.in_one_chunk(mixer for _, mixer in mixers(model)):
+            yield
     finally:
         _REFERENCE[0] = before
 

@@ -8,6 +8,8 @@ reach the head. Their values are put where the sequences would have them.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeGatedDeltaNet
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -40,6 +44,12 @@ KEEP, FAST = "dualkv_keep", "dualkv_fast"
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
 OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttention)}
+
+# So it does with these layers of Qwen3.5, which then hand on where sequences begin, and nothing else.
+RECURRENT = (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
+for _cls in RECURRENT:
+    recurrent.install_in(_cls)
+OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT)}
 
 # Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -147,6 +157,7 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         restore_attention()  # another engine may have been built since
         planned = self._plan(data, self._images())
         if planned is None:
+            self._refuse_replicated()
             return super().forward_backward_batch(data, loss_function, forward_only)
         rollouts, parts = planned
         keep_values = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
@@ -163,6 +174,18 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+
+    def _refuse_replicated(self) -> None:
+        """Raises ValueError for replicated rows that recurrent layers would mix, without an error of veRL's."""
+        # veRL puts layers into Qwen3.5 that are told where sequences begin.
+        if not self.use_remove_padding or self.pass_packed_cu_seqlens:
+            return
+        for name, mixer in recurrent.mixers(self.module)[:1]:
+            raise ValueError(
+                f"a batch cannot be packed (a warning says why), and veRL would run it in rows without padding, where"
+                f" recurrent layers such as {name} ({type(mixer).__name__}) do not see where a sequence begins: set"
+                " actor_rollout_ref.model.use_remove_padding=False"
+            )
 
     def _run(
         self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool, last: bool
@@ -209,6 +232,8 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
             outputs[name] = outputs[name][running.head.rows]
         outputs["pad_size"] = 0
+        for name in ("cu_seqlens", "cu_seqlens_cpu"):  # of packed rows as sequences, for veRL's layers of Qwen3.5
+            inputs.pop(name, None)
         if "shift_labels" in inputs:
             inputs["shift_labels"] = outputs["input_ids_rmpad_rolled"][None]
         return inputs, outputs
@@ -282,13 +307,29 @@ def _checked(config: Any) -> bool:
 
 
 def restore_attention() -> None:
-    """Puts transformers' own attention back into classes that veRL changed.
+    """Puts transformers' own attention back into classes that veRL changed, and its own layers of Qwen3.5 into packed
+    calls.
 
-    Both see the same rows: transformers' attention hands the positions of text on to FlashAttention's function, which
-    veRL replaces for sequence parallelism.
+    Both kinds of attention see the same rows: transformers' hands the positions of text on to FlashAttention's
+    function, which veRL replaces for sequence parallelism. veRL's layers of Qwen3.5 stay for replicated rows, which
+    they keep apart.
     """
     for cls, forward in OWN_ATTENTION.items():
         cls.forward = forward  # type: ignore[method-assign]
+    layer: Any
+    for layer, own in OWN_LAYERS.items():
+        if inspect.unwrap(layer.forward) is not inspect.unwrap(own):
+            layer.forward = _packed_by(own, layer.forward)
+
+
+def _packed_by(own: Callable[..., Any], of_verl: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward `own` in a call with a layout, and `of_verl` in others."""
+
+    @functools.wraps(own)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (of_verl if kwargs.get("dualkv") is None else own)(module, *args, **kwargs)
+
+    return forward
 
 
 def _refuse_fused_head(model_config: Any) -> None:

@@ -19,7 +19,8 @@ IMAGES_2_5 = {
     "model": "images_2_5",
     "groups": [(23, [7, 0, 12]), (30, [3, 5, 8, 2, 6]), (14, [6, 3, 9, 1, 4, 2, 5, 8])],
 }
-OF_TEXT = IMAGES | {"groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3, 4, 7]), (15, [2, 3, 9, 1, 4, 2, 5, 1])]}
+WITHOUT = {"groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3, 4, 7]), (15, [2, 3, 9, 1, 4, 2, 5, 1])]}
+OF_TEXT = IMAGES | WITHOUT
 # In each update one of two ranks has one group, the other has four.
 ONE_GROUP_AND_FOUR = {
     "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
@@ -29,6 +30,12 @@ CRITIC = {"model": "critic"}
 TURNS = {"turns": True}  # rollouts of at most 52 tokens
 TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
+
+# veRL's own rows without padding are wrong for hybrid models on a CPU: a recurrent layer of transformers does not see
+# where a sequence begins, and veRL's layers of Qwen3.5 say it to a PyTorch function that ignores it. So stock runs
+# padded rows.
+PADDED = STOCK | {"remove_padding": False}
+HYBRID = {"model": "qwen3_5_text"}
 
 ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
@@ -93,6 +100,30 @@ ONE: dict[str, dict[str, Any]] = {
     "critic-fsdp1": PACKED | CRITIC | {"strategy": "fsdp", "remove_padding": False, "budget": TIGHT},
     "stock-critic-turns": STOCK | CRITIC | TURNS,
     "critic-trees": TREES | CRITIC | {"budget": LONG, "checkpointing": False},
+    "stock-hybrid": PADDED | HYBRID,
+    "hybrid": PACKED | HYBRID | {"budget": TIGHT},
+}
+
+# The other families; these tests are slow.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "stock-hybrid-turns": PADDED | HYBRID | TURNS,
+    "hybrid-roomy": PACKED | HYBRID | {"budget": ROOMY, "pad_to": 64},
+    "hybrid-fsdp1": PACKED | HYBRID | {"strategy": "fsdp", "checkpointing": False, "budget": TIGHT},
+    "hybrid-fused": PACKED | HYBRID | {"fused": "torch", "keep": "attention"},
+    "hybrid-trees": TREES | HYBRID | {"budget": LONG},
+}
+for _model in ("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "lfm2",
+               "lfm2_moe", "minimax"):  # fmt: skip
+    HYBRIDS[f"stock-{_model}"] = PADDED | {"model": _model}
+    HYBRIDS[_model] = PACKED | {"model": _model, "budget": TIGHT}
+# The model with images, in which veRL puts layers of its own.
+HYBRID_IMAGES = {"model": "images_3_5"}
+HYBRIDS |= {
+    "stock-images-3.5": PADDED | HYBRID_IMAGES,
+    "images-3.5": PACKED | HYBRID_IMAGES | {"budget": TIGHT},
+    "images-3.5-roomy": PACKED | HYBRID_IMAGES | {"budget": ROOMY, "pad_to": 64},
+    "images-3.5-none": PACKED | HYBRID_IMAGES | WITHOUT | {"budget": TIGHT},
+    "stock-images-3.5-none": PADDED | HYBRID_IMAGES | WITHOUT,
 }
 
 # Ranks hold rollouts 0 to 3 and 4 to 7 of each eight: in the second update one rank has a group of one beside others.
@@ -114,6 +145,7 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-bucket": PACKED | {"sp": 2, "pad_to": 33},
     "dp2-critic": PACKED | CRITIC | {"budget": TIGHT},
     "sp2-critic": PACKED | CRITIC | {"sp": 2},
+    "dp2-hybrid": PACKED | HYBRID | {"budget": TIGHT},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
 }
 
@@ -184,9 +216,13 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
     "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},
+    "hybrid-prompt-in-loss": PACKED | HYBRID | {"run": "prompt_in_loss"},
+    "hybrid-padded-prompt-in-loss": PACKED | HYBRID | {"run": "prompt_in_loss", "remove_padding": False},
+    "olmo-hybrid": PACKED | {"run": "scored", "model": "olmo_hybrid"},
     "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
+    "sp2-hybrid": PACKED | HYBRID | {"run": "scored", "sp": 2},
     "sp2-images": PACKED | IMAGES | {"run": "scored", "sp": 2},
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
     "sp2-bench": {
@@ -202,6 +238,7 @@ FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
+    "hybrids": (1, HYBRIDS),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
 }

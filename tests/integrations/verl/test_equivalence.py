@@ -12,7 +12,7 @@ from verl.utils.flops_counter import FlopsCounter
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from tests.integrations.verl.rollouts import GROUPS, MODELS
-from tests.integrations.verl.scenarios import FOUR, ONE, SCENARIOS, STOCK, TWO
+from tests.integrations.verl.scenarios import FOUR, HYBRIDS, ONE, SCENARIOS, STOCK, TWO
 
 Results = Callable[[str], list[dict[str, Any]]]
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -36,7 +36,8 @@ def reference(name: str) -> str:
         "groups",
     )
     same = STOCK | {key: settings[key] for key in matters if key in settings}
-    return next(known for known, s in ONE.items() if s | {"remove_padding": True} == same | {"remove_padding": True})
+    any_rows = {"remove_padding": True}
+    return next(known for known, s in (ONE | HYBRIDS).items() if s | any_rows == same | any_rows)
 
 
 def of_all_ranks(found: list[dict[str, Any]], name: str) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""Recurrent layers of the transformers that veRL asks for, by the tests of newer versions."""
+
+from __future__ import annotations
+
+from tests.integrations.test_recurrent import (
+    test_a_wrong_state_would_be_seen,
+    test_calls_without_a_layout_do_not_change,
+    test_copies_and_pickles_run_packed,
+    test_kernels_of_the_library_run_a_call_a_wave,
+    test_packed_equals_replicated,
+    test_the_self_check_finds_wrong_states_and_convolutions,
+    test_what_goes_past_the_seams_is_refused,
+)
+
+__all__ = [
+    "test_a_wrong_state_would_be_seen",
+    "test_calls_without_a_layout_do_not_change",
+    "test_copies_and_pickles_run_packed",
+    "test_kernels_of_the_library_run_a_call_a_wave",
+    "test_packed_equals_replicated",
+    "test_the_self_check_finds_wrong_states_and_convolutions",
+    "test_what_goes_past_the_seams_is_refused",
+]
