@@ -184,15 +184,12 @@ def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:
 
 
 # ---------------------------------------------------------------- what packing saves
-COUNTED = [name for name, config in CONFIGS.items() if "linear_num_value_heads" not in config]  # no recurrent layers
-
-
 def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
     """Of a forward and a backward that computes nothing again: 6 for a weight and row (of experts, those that a row
     goes to), 12 for a pair, head and head dim.
 
     Args:
-        model: a name in COUNTED; layers count as full attention.
+        model: a name in :data:`dualkv.models.CONFIGS`; layers count as full attention.
         rows: of the layers. head_rows: of the head.
         pairs: (query, key) pairs of a head.
     """
@@ -240,8 +237,8 @@ class Summary:
 
     @classmethod
     def of(cls, found: Found, model: str) -> Summary:
-        if model not in COUNTED:
-            raise ValueError(f"model is {model!r}, expected one of {', '.join(COUNTED)}")
+        if model not in CONFIGS:
+            raise ValueError(f"model is {model!r}, expected one of {', '.join(CONFIGS)}")
         tree, gain = found.shared.tree(), Gain.of(found.shared)
         layout = Layout.from_segments(tree.offsets, tree.parent)
         # Where it is not known which tokens count, the head runs on all rows.

@@ -116,8 +116,7 @@ OPTIONAL = (  # name, purpose, how to install
 
 
 def examine() -> Diagnosis:
-    """Looks at this machine; imports nothing beyond PyTorch, and transformers where flash-linear-attention is installed
-    beside it. Waits at most seconds for the driver's tool."""
+    """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
     driver, gpus = _driver()
     packages = []
     for requirement, purpose in NEEDED.items():
@@ -252,22 +251,6 @@ def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
     return Runs(where, backends.BACKENDS[name].what, why)
 
 
-def _of_recurrent_layers() -> list[str]:
-    """Why flash-linear-attention does not run here though it is installed."""
-    found = _version("flash-linear-attention")
-    if found is None or _version("transformers") is None:
-        return []
-    from dualkv.integrations.recurrent import kernels
-
-    if not kernels.installed():
-        return [
-            f"flash-linear-attention is {found}, dualkv calls {kernels.LEAST} to below {kernels.BELOW}:"
-            f" {kernels.INSTALL}"
-        ]
-    refused = kernels.refusal()
-    return [] if refused is None else [refused]
-
-
 def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> list[str]:
     advice = [f"{p.name} is missing and dualkv needs it: {p.install}" for p in packages if p.needed and not p.version]
     if backends.of_variable() is not None:
@@ -285,6 +268,5 @@ def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> lis
                 f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: "
                 f"update the driver to one for CUDA {torch.version.cuda}, and check CUDA_VISIBLE_DEVICES"
             )
-    advice += _of_recurrent_layers()
     advice += dict.fromkeys(f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version)
     return advice

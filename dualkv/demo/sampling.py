@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -139,9 +139,7 @@ def _sampled(
         return base(input_ids=ids, past_key_values=cache, use_cache=True, **images).last_hidden_state[:, -1]
 
     hidden = last_hidden(prompts.to(model.device), **images).repeat_interleave(num_responses, 0)
-    # As batch_repeat_interleave, which the states of recurrent layers lack.
-    rows = torch.arange(len(prompts), device=model.device).repeat_interleave(num_responses)
-    cache.reorder_cache(cast(torch.LongTensor, rows))
+    cache.batch_repeat_interleave(num_responses)
     finished = torch.zeros(len(hidden), dtype=torch.bool, device=model.device)
     for t in range(uniform.shape[1]):
         cumulative = torch.softmax((hidden @ head.T).double(), -1).cumsum(-1)

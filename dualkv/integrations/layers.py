@@ -255,18 +255,15 @@ def objections(model: nn.Module) -> Iterator[str]:
         config, name = decoder.config, type(decoder).__name__
         hybrid = bool(recurrent.mixers(decoder))
         of_indexers = (indexers.LAYER_TYPE,) * any(map(indexers.of_layer, attention_modules(decoder)))
-        of_mixers: list[str] = []
-        if decoder._is_stateful or hybrid:
+        for at, kind in enumerate(getattr(config, "layer_types", None) or []):
+            if kind not in (*LAYER_TYPES, *of_indexers) and not (hybrid and kind in recurrent.LAYER_TYPES):
+                yield f"layer {at} of {name} is {kind}, dualkv.attention computes {', '.join(LAYER_TYPES)}"
+        if decoder._is_stateful and not hybrid:
+            yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
+        if hybrid:
             attention = {id(module) for _, module, _ in layers}
             own = [inner for inner, module in decoder.named_modules() if id(module) in attention]
-            of_mixers = list(recurrent.objections(decoder, own))
-            if not hybrid and not of_mixers:
-                yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
-        yield from of_mixers
-        for at, kind in enumerate(getattr(config, "layer_types", None) or []):
-            of_mixer = kind in recurrent.LAYER_TYPES and (hybrid or of_mixers)
-            if kind not in (*LAYER_TYPES, *of_indexers) and not of_mixer:
-                yield f"layer {at} of {name} is {kind}, dualkv.attention computes {', '.join(LAYER_TYPES)}"
+            yield from recurrent.objections(decoder, own)
         if getattr(config, "is_encoder_decoder", False):
             yield f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only"
         if config.output_attentions:

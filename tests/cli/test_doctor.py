@@ -130,24 +130,3 @@ def test_a_backend_that_serves_nothing_is_unhealthy(monkeypatch):
     assert "DUALKV_BACKEND chooses what computes attention: unset it for the default" in found.advice
     monkeypatch.setenv("DUALKV_BACKEND", "reference")
     assert any(runs.what != doctor.NOTHING for runs in doctor.examine().runs)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_why_kernels_of_recurrent_layers_do_not_run(known, monkeypatch):
-    kernels = pytest.importorskip("dualkv.integrations.recurrent.kernels")
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.7.1")
-    monkeypatch.setattr(kernels, "installed", lambda: known)
-    monkeypatch.setattr(kernels, "refusal", lambda: "it has no backward here: install another Triton")
-    said = doctor._of_recurrent_layers()
-    if known:
-        assert said == ["it has no backward here: install another Triton"]
-    else:
-        assert said == [f"flash-linear-attention is 0.7.1, dualkv calls 0.6 to below 0.7: {kernels.INSTALL}"]
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
-    assert doctor._of_recurrent_layers() == []
-
-
-def test_the_versions_it_names_are_those_of_the_extra():
-    kernels = pytest.importorskip("dualkv.integrations.recurrent.kernels")
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert f"{kernels.NAME}>={kernels.LEAST},<{kernels.BELOW}" in project["optional-dependencies"]["hybrid"]

@@ -407,8 +407,3 @@ def test_peak_memory_of_the_process() -> None:
     with peak.measured():
         pass
     assert 60 < peak.bytes / 2**20 < 80
-
-
-def test_recurrent_layers_sample_and_update() -> None:
-    """Their states are repeated for the responses of a prompt, as keys and values are."""
-    assert run_demo(DemoSettings(**SMALL | {"model": "tiny-hybrid", "steps": 1})).exact is True

@@ -467,7 +467,7 @@ def test_what_stands_beside_a_layout_is_refused(family: str) -> None:
 def test_sequence_parallelism_is_refused() -> None:
     mixer = make("qwen3_5_text").model.layers[0].linear_attn
     enable(make("qwen3_5_text"), check=False)
-    with pytest.raises(ValueError, match="a recurrent layer needs the rows of all ranks, so"):
+    with pytest.raises(ValueError, match="recurrent layers do not run with sequence parallelism, because"):
         mixer(torch.randn(1, 8, 32), dualkv=object.__new__(dualkv.sequence_parallel.Shard))
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 
-# By the names of the functions: the modules of flash-linear-attention that have them.
+# By the names of the functions: the modules of flash-linear-attention 0.6 that have them.
 MODULES = {
     "causal_conv1d": "fla.modules.causal_conv1d",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
@@ -21,8 +21,7 @@ MODULES = {
     "chunk_simple_gla": "fla.ops.simple_gla",
 }
 
-NAME, LEAST, BELOW = "flash-linear-attention", "0.6", "0.7"  # as in the extra `hybrid`
-INSTALL = f'pip install "{NAME}>={LEAST},<{BELOW}" "triton>=3.7.1"'
+INSTALL = 'pip install "flash-linear-attention>=0.6,<0.7" "triton>=3.7.1"'
 
 
 def library(name: str, device: torch.device) -> Callable[..., Any] | None:
@@ -64,7 +63,7 @@ def _function(name: str) -> Callable[..., Any]:
 def installed() -> bool:
     """Whether flash-linear-attention of a version with the interface that is called here is installed."""
     try:
-        return Version(LEAST) <= Version(version(NAME)) < Version(BELOW)
+        return Version("0.6") <= Version(version("flash-linear-attention")) < Version("0.7")
     except PackageNotFoundError:
         return False
 
@@ -73,7 +72,7 @@ def installed() -> bool:
 def _warn_of_slow_functions() -> None:
     warnings.warn(
         "recurrent layers run transformers' PyTorch functions, which are slow on a GPU, because"
-        f" {NAME} {LEAST} is not installed: {INSTALL}",
+        f" flash-linear-attention 0.6 is not installed: {INSTALL}",
         stacklevel=2,
     )
 

@@ -198,8 +198,8 @@ def _checked(layout: Any, given: dict[str, Any]) -> Layout | Walked:
     """The layout of a packed call; refuses what would continue or separate sequences beside it."""
     if not isinstance(layout, Layout | Walked):
         raise ValueError(
-            f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout: a recurrent layer needs the rows of all"
-            " ranks, so a model with such layers runs without sequence parallelism"
+            f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout: recurrent layers do not run with sequence"
+            " parallelism, because a rank would need the states of the rows of all ranks before it"
         )
     for name in (*STATES, *BORDERS):
         if given.get(name) is not None and given[name] is not False:
