@@ -212,31 +212,15 @@ class _Inherit(torch.autograd.Function):
 
 
 def padded(run: Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Run:
-    """A `run` for :func:`scan` of a function over batches [N, L, ...], padded on the right with zeros.
+    """A `run` for :func:`scan` of a function over a batch [N, L, ...], padded on the right with zeros.
 
     A row of zeros must leave the state as it is. `run` gets whether to return states.
     """
 
-    def of_batch(
-        rows: list[Tensor], initial: Tensor | None, batch: waves.Batch, keep: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        hidden = ~batch.there
-        places = [x[0][batch.rows].masked_fill(hidden.view(*hidden.shape, *[1] * (x.dim() - 2)), 0) for x in rows]
-        out, states = run(places, initial, keep)
-        return out[batch.there], states
-
     def of_wave(rows: list[Tensor], initial: Tensor | None, wave: waves.Wave) -> tuple[Tensor, Tensor | None]:
-        batches, places, of_segments = wave.padded
-        if len(batches) == 1:
-            out, states = of_batch(rows, initial, batches[0], wave.keep)
-            return out[None], states
-        results, kept = [], []
-        for batch in batches:
-            of_some = None if initial is None else initial[batch.segments]
-            out, states = of_batch(rows, of_some, batch, wave.keep)
-            results.append(out)
-            kept.append(states)
-        found = [x for x in kept if x is not None]
-        return torch.cat(results)[places][None], torch.cat(found)[of_segments] if found else None
+        at, there = wave.padded
+        batch = [x[0][at].masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 2)), 0) for x in rows]
+        out, states = run(batch, initial, wave.keep)
+        return out[there][None], states
 
     return of_wave

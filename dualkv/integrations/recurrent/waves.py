@@ -34,37 +34,6 @@ class Gather(NamedTuple):
     counts: torch.Tensor
 
 
-FEW_PLACES = 1024  # of a batch: so few are not worth a second call
-
-
-class Batch(NamedTuple):
-    """Segments of a wave, padded on the right to the longest one's length L.
-
-    Attributes:
-        segments: [n] int64: their numbers in the wave.
-        rows: [n, L] int64: the row of the wave at each place.
-        there: [n, L] bool: which places hold one.
-    """
-
-    segments: torch.Tensor
-    rows: torch.Tensor
-    there: torch.Tensor
-
-
-class Padded(NamedTuple):
-    """All batches of a wave.
-
-    Attributes:
-        batches: of all segments.
-        places: [W] int64: where each row of the wave is among the rows of all batches.
-        of_segments: [N] int64: where each segment is among those of all batches.
-    """
-
-    batches: list[Batch]
-    places: torch.Tensor
-    of_segments: torch.Tensor
-
-
 @dataclass(eq=False)
 class Wave:
     """N segments that run as one batch.
@@ -95,23 +64,14 @@ class Wave:
         return self.cu_seqlens_cpu.to(self.device)
 
     @cached_property
-    def padded(self) -> Padded:
-        """The segments as batches padded on the right: one, or of lengths up to 1, 2, 4, 8, ... where one would have
-        more places without a row than with one."""
-        lengths = self.lengths
-        kind = np.ceil(np.log2(lengths)).astype(np.int64)
-        if len(lengths) * lengths.max() <= max(2 * lengths.sum(), FEW_PLACES):
-            kind[:] = 0
-        batches, first = [np.flatnonzero(kind == one) for one in np.unique(kind)], np.cumsum(lengths) - lengths
-        found, rows = [], []
-        for segments in batches:
-            at = np.arange(int(lengths[segments].max()))
-            there = at < lengths[segments][:, None]
-            places = np.where(there, first[segments][:, None] + at, 0)
-            found.append(Batch(*(torch.from_numpy(x).to(self.device) for x in (segments, places, there))))
-            rows.append(places[there])
-        order = (np.argsort(np.concatenate(x)) for x in (rows, batches))
-        return Padded(found, *(torch.from_numpy(x).to(self.device) for x in order))
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, L] int64 and bool: the row of the wave at each place of a batch padded on the right, and which places
+        hold one."""
+        at = np.arange(int(self.lengths.max()))
+        there = at < self.lengths[:, None]
+        first = np.cumsum(self.lengths) - self.lengths
+        rows = np.where(there, first[:, None] + at, 0)
+        return torch.from_numpy(rows).to(self.device), torch.from_numpy(there).to(self.device)
 
 
 class Order(NamedTuple):
