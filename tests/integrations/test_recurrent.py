@@ -193,8 +193,9 @@ def random_forest(seed: int) -> dualkv.Layout:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_scans_and_convolutions_follow_paths(seed: int) -> None:
+def test_scans_and_convolutions_follow_paths(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum and a convolution of four taps, against the same along each row's own path."""
+    monkeypatch.setattr(waves, "SHORTEST", 1 + seed % 2)  # buckets of lengths 1, 2, 3 to 4
     layout = random_forest(seed)
     if not layout.num_tokens:
         return
@@ -221,15 +222,43 @@ def test_scans_and_convolutions_follow_paths(seed: int) -> None:
     assert [wave.gather is None for wave in order.waves] == [True] + [False] * (len(order.waves) - 1)
 
 
+def test_a_long_segment_does_not_pad_the_short_ones_of_its_wave() -> None:
+    """Padded all together, this wave would have 64 x 4000 rows."""
+    lengths = [4000, *range(1, 33), *range(100, 131)]
+    layout = dualkv.Layout.from_lengths([3], [lengths])
+    shapes: list[torch.Size] = []
+
+    def sums(rows: list[torch.Tensor], initial: torch.Tensor | None, keep: bool) -> Any:
+        shapes.append(rows[0].shape)
+        out = rows[0].cumsum(1) + (0 if initial is None else initial[:, None])
+        return out, out[:, -1]
+
+    def scanned(x: torch.Tensor) -> torch.Tensor:
+        return ops.scan(layout, [x], ops.padded(sums))
+
+    x = torch.randn(1, layout.num_tokens, 2, dtype=torch.float64)
+    out = scanned(x)
+    assert shapes == [(1, 3, 2), (32, 32, 2), (29, 128, 2), (2, 130, 2), (1, 4000, 2)]
+    for path, _ in paths(layout):
+        torch.testing.assert_close(out[0, path], x[0, path].cumsum(0))
+    buckets = waves.order(layout, x.device).waves[1].buckets
+    scanned(x)
+    assert waves.order(layout, x.device).waves[1].buckets is buckets  # made once a layout
+
+
 def test_gradients_of_children_add_up() -> None:
     gather = waves.Gather(torch.tensor([0, 0, 0, 2, 2]), torch.tensor([3, 0, 2]))
     states = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ops.inherit(x, gather), states)
 
 
+@pytest.mark.parametrize("shortest", [1, 64])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_again(recompute: bool) -> None:
+def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_again(
+    recompute: bool, shortest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hooks around the scan (gradient checkpointing has some) get states of two parents, not of five children."""
+    monkeypatch.setattr(waves, "SHORTEST", shortest)  # 1: the children run in batches of 3, 1 and 1
     layout = dualkv.Layout.from_lengths([2, 3], [[2, 1, 1], [1, 4]])
     saved: list[torch.Size] = []
 
@@ -266,7 +295,7 @@ def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_agai
     assert torch.autograd.gradcheck(checkpointed if recompute else scanned, x)
     if not recompute:
         assert torch.Size([2, 7]) in saved
-        assert torch.Size([5, 7]) not in saved
+        assert not {torch.Size([n, 7]) for n in (1, 3, 5)} & set(saved)
 
 
 # ---------------------------------------------------------------- flash-linear-attention, by stand-ins
