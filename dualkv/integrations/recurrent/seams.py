@@ -104,11 +104,15 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
                 " layout reaches a recurrent layer"
             )
     names = [name for name, _ in known]
+    unknown: dict[str, nn.Module] = {}
     for name, module in decoder.named_modules():
         within = name in attention or any(name == other or name.startswith(f"{other}.") for other in names)
         # A module around layers hands a cache on to them.
         around = any(other.startswith(f"{name}.") for other in (*names, *attention)) or not name
         if not within and not around and _looks_recurrent(module):
+            unknown[name] = module
+    for name, module in unknown.items():
+        if not any(other.startswith(f"{name}.") for other in unknown):  # those around are handed its cache
             yield f"{name} ({type(module).__name__}) carries a recurrent state, and is of no kind that runs packed"
     gated = any(DELTA in MIXERS[c.__name__] for _, m in known if (c := _known(type(m))) is not None)
     if gated and (reason := kernels.refusal()) is not None:
