@@ -22,6 +22,7 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
+from dualkv.integrations import flash_linear_attention as fla  # noqa: E402
 from dualkv.integrations import selfcheck  # noqa: E402
 from dualkv.integrations.recurrent import kernels, ops, seams, waves  # noqa: E402
 from dualkv.integrations.transformers import disable, enable, recompute_layers  # noqa: E402
@@ -389,7 +390,7 @@ def test_convolutions_of_the_library_start_from_rows_of_the_path(family: str, mo
 
 
 def test_the_library_is_for_gpus_and_its_absence_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "installed", lambda: False)
+    monkeypatch.setattr(fla, "installed", lambda: False)
     kernels._warn_of_slow_functions.cache_clear()
     assert kernels.library("chunk_kda", torch.device("cpu")) is None
     with pytest.warns(UserWarning, match=r"pip install \"flash-linear-attention>=0\.6,<0\.7\""):
@@ -406,13 +407,13 @@ def test_the_library_is_for_gpus_and_its_absence_is_said_once(monkeypatch: pytes
 def test_a_triton_without_a_right_backward_is_refused(
     triton: str, capability: int, tilelang: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "installed", lambda: True)
-    monkeypatch.setattr(kernels, "version", lambda name: triton)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: object() if tilelang else None)
+    monkeypatch.setattr(fla, "installed", lambda: True)
+    monkeypatch.setattr(fla, "version", lambda name: triton)
+    monkeypatch.setattr(fla, "find_spec", lambda name: object() if tilelang else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     if not refused:
-        assert kernels.refusal() is None
+        assert fla.refusal() is None
         return
     with pytest.raises(ValueError, match=rf"no backward on Hopper with Triton {triton}: install Triton 3\.7\.1"):
         enable(make("qwen3_5_text"), check=False)
@@ -459,8 +460,10 @@ def test_what_stands_beside_a_layout_is_refused(family: str) -> None:
 def test_sequence_parallelism_is_refused() -> None:
     mixer = make("qwen3_5_text").model.layers[0].linear_attn
     enable(make("qwen3_5_text"), check=False)
-    with pytest.raises(ValueError, match="recurrent layers do not run with sequence parallelism, because"):
+    with pytest.raises(ValueError, match=r"dualkv is a Shard, expected a dualkv\.Layout: recurrent layers run without"):
         mixer(torch.randn(1, 8, 32), dualkv=object.__new__(dualkv.sequence_parallel.Shard))
+    with pytest.raises(ValueError, match=r"dualkv is a list, expected a dualkv\.Layout$"):
+        mixer(torch.randn(1, 8, 32), dualkv=[8])
 
 
 # ---------------------------------------------------------------- together with other things

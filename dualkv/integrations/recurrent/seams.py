@@ -23,12 +23,13 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from dualkv.integrations import masks
+from dualkv.integrations import flash_linear_attention, masks
 from dualkv.integrations.recurrent import kernels
 from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.walked import Walked
 from dualkv.integrations.recurrent.waves import Wave
 from dualkv.layout import Layout
+from dualkv.sequence_parallel import Shard
 
 Tensor = torch.Tensor
 
@@ -115,7 +116,7 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
         if not any(other.startswith(f"{name}.") for other in unknown):  # those around are handed its cache
             yield f"{name} ({type(module).__name__}) carries a recurrent state, and is of no kind that runs packed"
     gated = any(DELTA in MIXERS[c.__name__] for _, m in known if (c := _known(type(m))) is not None)
-    if gated and (reason := kernels.refusal()) is not None:
+    if gated and (reason := flash_linear_attention.refusal()) is not None:
         yield reason
 
 
@@ -185,11 +186,12 @@ def _for(own: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
 
 def _checked(layout: Any, given: dict[str, Any]) -> Layout | Walked:
     """The layout of a packed call; refuses what would continue or separate sequences beside it."""
-    if not isinstance(layout, Layout | Walked):
+    if isinstance(layout, Shard):
         raise ValueError(
-            f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout: recurrent layers do not run with sequence"
-            " parallelism, because a rank would need the states of the rows of all ranks before it"
+            "dualkv is a Shard, expected a dualkv.Layout: recurrent layers run without sequence parallelism"
         )
+    if not isinstance(layout, Layout | Walked):
+        raise ValueError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     for name in (*STATES, *BORDERS):
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name} came together with dualkv: a layout says itself where sequences begin")
