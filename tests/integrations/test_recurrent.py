@@ -112,15 +112,20 @@ def make(family: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
     return model.train()
 
 
-def worst(model: Any, layout: dualkv.Layout, dtype: torch.dtype = torch.float32) -> tuple[float, float, float]:
-    """The largest relative differences between packed and replicated: hidden states, log-probs, gradients."""
+def worst(
+    model: Any, layout: dualkv.Layout, dtype: torch.dtype = torch.float32, least: float = 1e-6, **options: Any
+) -> tuple[float, float, float]:
+    """The largest relative differences between packed and replicated: hidden states, log-probs, gradients.
+
+    least: gradients below this part of the largest count as so large. options: of `enable`.
+    """
     losses = Losses(layout, token_ids(layout), dtype)
     model.zero_grad()
     hidden, logp, loss = losses.replicated(model)
     loss.backward()
     expected = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
-    out = enable(model, check=False)(input_ids=losses.ids, dualkv=layout, output_hidden_states=True)
+    out = enable(model, check=False, **options)(input_ids=losses.ids, dualkv=layout, output_hidden_states=True)
     got, loss = losses.of_packed(out)
     loss.backward()
     disable(model)
@@ -131,7 +136,7 @@ def worst(model: Any, layout: dualkv.Layout, dtype: torch.dtype = torch.float32)
     )
     of_logp = ((got - logp).abs().max() / logp.abs().max()).item()
     # Gradients that rounding alone makes (of a bias that the softmax cancels) count as zero.
-    least = 1e-6 * max(g.norm().item() for g in expected.values())
+    least *= max(g.norm().item() for g in expected.values())
     of_gradients = max(
         ((g - expected[name]).norm() / expected[name].norm().clamp(min=least)).item()
         for name, g in gradients(model).items()
