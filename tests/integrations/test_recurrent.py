@@ -57,12 +57,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 24, "num_key_value_heads": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    # A lower bound of slow decays, as those that `make` gives to the others.
+    "bailing_hybrid": {
+        "layer_types": LAYERS, "head_dim": 8, "kda_lower_bound": -0.05, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 24, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "num_mtp_layers": 0},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "head_dim": 8,
         "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16},
     "falcon_h1": {**MAMBA, "num_hidden_layers": 2, "head_dim": 8, "mamba_d_ssm": 64},
     "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": {**MAMBA, **LOCAL_EXPERTS, "layer_types": LAYERS, "shared_intermediate_size": 16},
+    # Two blocks of attention that hybrid layers share.
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"], "num_hidden_layers": 5,
+        "mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "chunk_size": 16, "num_key_value_heads": 4,
+        "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 4, "use_mem_rope": True},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "lfm3": {
@@ -70,6 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax": {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": LAYERS, "block_size": 16},
 }  # fmt: skip
 
+FAMILIES = {name: fields for name, fields in FAMILIES.items() if name in tf.models.auto.CONFIG_MAPPING}
 # Short convolutions of older versions of transformers hand no arguments on, and are refused.
 _CONV = inspect.signature(tf.models.lfm2.modeling_lfm2.Lfm2ShortConv.forward).parameters
 FAMILIES = {name: fields for name, fields in FAMILIES.items() if "lfm" not in name or "kwargs" in _CONV}
