@@ -247,6 +247,7 @@ REASONS = {  # of a refusal, by what its sentence says
     "cross-attention, or layers that are not causal": r"is not causal self-attention",
     "encoder-decoder": r"is an encoder-decoder model",
     "masks with a rule of the model's own": r"makes masks with a rule of its own",
+    "recurrent layers of other kinds ({})": r"\((\w+)\) carries a recurrent state",
     "layers of other kinds ({})": r"layer \d+ of \w+ is (\w+), dualkv",
     "head dim {}": r"has head dim (\d+)",
     "decoder layers are not handed keyword arguments": r"is not handed the layout",

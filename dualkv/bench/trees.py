@@ -188,22 +188,34 @@ def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
     """Of a forward and a backward that computes nothing again: 6 for a weight and row (of experts, those that a row
     goes to), 12 for a pair, head and head dim.
 
+    Gated delta nets count by the recurrence's own products, not by those of a kernel's chunks: a row multiplies the
+    state of each head [key dim, value dim] three times (by its key, by its query, and to write), as three weights.
+
     Args:
-        model: a name in :data:`dualkv.models.CONFIGS`; layers count as full attention.
+        model: a name in :data:`dualkv.models.CONFIGS`; layers with attention count as full attention.
         rows: of the layers. head_rows: of the head.
         pairs: (query, key) pairs of a head.
     """
     c = CONFIGS[model]
-    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
-    head_dim = c.get("head_dim", c["hidden_size"] // heads)
-    experts = c.get("num_experts_per_tok", 1)
-    mlp = 3 * c["hidden_size"] * c.get("moe_intermediate_size", c["intermediate_size"]) * experts
-    weights = 2 * c["hidden_size"] * head_dim * (heads + kv_heads) + mlp
-    layers = c["num_hidden_layers"]
-    return (
-        layers * (6.0 * weights * rows + 12.0 * pairs * heads * head_dim)
-        + 6.0 * c["vocab_size"] * c["hidden_size"] * head_rows
+    hidden, heads, kv_heads, layers = (
+        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
     )
+    head_dim = c.get("head_dim", hidden // heads)
+    mlp = 3 * hidden * c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    with_attention, of_attention, recurrent = layers, 2 * hidden * head_dim * (heads + kv_heads), 0
+    if "full_attention_interval" in c:
+        with_attention = layers // c["full_attention_interval"]
+        of_attention += hidden * head_dim * heads  # a gate of the output
+        value_heads, key_dim, value_dim = (
+            c[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+        )
+        keys, values = c["linear_num_key_heads"] * key_dim, value_heads * value_dim
+        projections = hidden * (2 * keys + 3 * values + 2 * value_heads)  # q, k; v, a gate, the output; decay and beta
+        convolution = c["linear_conv_kernel_dim"] * (2 * keys + values)
+        recurrent = projections + convolution + 3 * value_heads * key_dim * value_dim
+    weights = layers * mlp + with_attention * of_attention + (layers - with_attention) * recurrent
+    of_pairs = 12.0 * pairs * heads * head_dim * with_attention
+    return 6.0 * weights * rows + of_pairs + 6.0 * c["vocab_size"] * hidden * head_rows
 
 
 @dataclass(frozen=True)

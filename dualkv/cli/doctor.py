@@ -18,6 +18,7 @@ from codegen import KernelError, compile, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
 from dualkv import __version__
+from dualkv.integrations import flash_linear_attention
 from dualkv.ops import backends
 
 
@@ -103,13 +104,13 @@ NEEDED = {
 OPTIONAL = (  # name, purpose, how to install
     ("nvidia-cutlass-dsl", "compiling kernels", "pip install 'dualkv[compile]'"),
     ("transformers", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
-    ("flash-linear-attention", "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
+    (flash_linear_attention.NAME, "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
     ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
     ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
     ("megatron-core", "models of megatron-core", "pip install 'dualkv[megatron]'"),
     ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
     ("nvidia-ml-py", "energy in benchmarks", "pip install 'dualkv[bench]'"),
-    ("triton", "torch.compile on a GPU", "pip install triton"),
+    ("triton", "torch.compile and recurrent layers on a GPU", "pip install triton"),
     ("nvidia-cudnn-frontend", "attention on Blackwell GPUs by cuDNN", "pip install 'dualkv[cudnn]'"),
     ("flash-attn-4", "a peer in benchmarks", "pip install --pre flash-attn-4"),
 )
@@ -118,11 +119,7 @@ OPTIONAL = (  # name, purpose, how to install
 def examine() -> Diagnosis:
     """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
     driver, gpus = _driver()
-    packages = []
-    for requirement, purpose in NEEDED.items():
-        name = re.split(r"[\[<>=]", requirement)[0]
-        packages.append(Package(name, _version(name), True, purpose, f"pip install '{requirement}'"))
-    packages += [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
+    packages = _packages()
     kernels, lookup, unready = _kernels()
     return Diagnosis(
         dualkv=__version__,
@@ -138,6 +135,14 @@ def examine() -> Diagnosis:
         compiler=_compiler(),
         advice=unready + _advice(driver, gpus, packages),
     )
+
+
+def _packages() -> list[Package]:
+    packages = []
+    for requirement, purpose in NEEDED.items():
+        name = re.split(r"[\[<>=]", requirement)[0]
+        packages.append(Package(name, _version(name), True, purpose, f"pip install '{requirement}'"))
+    return packages + [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
 
 
 def _version(name: str) -> str | None:
@@ -268,5 +273,7 @@ def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> lis
                 f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: "
                 f"update the driver to one for CUDA {torch.version.cuda}, and check CUDA_VISIBLE_DEVICES"
             )
+    if (sentence := flash_linear_attention.advice()) is not None:
+        advice.append(sentence)
     advice += dict.fromkeys(f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version)
     return advice

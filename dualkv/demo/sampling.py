@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ from dualkv.progress import Track, untracked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CACHE_BYTES = 16 * 2**30  # groups are sampled side by side as long as their keys and values take less than this
+CACHE_BYTES = 16 * 2**30  # groups are sampled side by side as long as their caches take less than this
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def sample_responses(
     Returns:
         G lists of `num_responses` tensors [1 to response_len] int64, on the CPU.
     """
-    group_bytes = num_responses * (len(prompts[0]) + response_len) * _cache_bytes_per_token(model)
+    group_bytes = num_responses * _cache_bytes(model, len(prompts[0]) + response_len)
     at_once = max(1, CACHE_BYTES // group_bytes)
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(len(prompts), num_responses, response_len, generator=generator, dtype=torch.float64)
@@ -139,7 +139,9 @@ def _sampled(
         return base(input_ids=ids, past_key_values=cache, use_cache=True, **images).last_hidden_state[:, -1]
 
     hidden = last_hidden(prompts.to(model.device), **images).repeat_interleave(num_responses, 0)
-    cache.batch_repeat_interleave(num_responses)
+    # States of recurrent layers have no `batch_repeat_interleave`.
+    prompt_of_response: Any = torch.arange(len(prompts), device=hidden.device).repeat_interleave(num_responses)
+    cache.reorder_cache(prompt_of_response)
     finished = torch.zeros(len(hidden), dtype=torch.bool, device=model.device)
     for t in range(uniform.shape[1]):
         cumulative = torch.softmax((hidden @ head.T).double(), -1).cumsum(-1)
@@ -158,8 +160,17 @@ def _until(row: torch.Tensor, eos_id: int | None) -> torch.Tensor:
     return row[: int(ends[0]) + 1].clone() if len(ends) else row.clone()
 
 
-def _cache_bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+def _cache_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Of a sequence: keys and values of each token, and states of recurrent layers; as the cache of one token has."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
+
+    def size(name: str) -> int:
+        found = (getattr(layer, name, None) for layer in cache.layers)
+        each = (x for one in found for x in (one.values() if isinstance(one, dict) else [one]))
+        return sum(x.nbytes for x in each if x is not None)
+
+    return tokens * (size("keys") + size("values")) + size("conv_states") + size("recurrent_states")

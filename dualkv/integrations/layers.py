@@ -238,6 +238,8 @@ def objections(model: nn.Module) -> Iterator[str]:
     """Reasons, by a model's fields, why it cannot run packed groups: wrong visibility or unsupported attention."""
     layers = decoder_layers(model)
     if not layers:
+        if getattr(model, "_is_stateful", False):
+            yield from recurrent.objections(model, [])
         yield f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
     for module in model.modules():
         head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
@@ -254,16 +256,16 @@ def objections(model: nn.Module) -> Iterator[str]:
     for decoder in decoders(model):
         config, name = decoder.config, type(decoder).__name__
         hybrid = bool(recurrent.mixers(decoder))
+        attention = {id(module) for _, module, _ in layers}
+        own = [inner for inner, module in decoder.named_modules() if id(module) in attention]
+        unfit = [*recurrent.objections(decoder, own)] if hybrid or decoder._is_stateful else []
+        yield from unfit
         of_indexers = (indexers.LAYER_TYPE,) * any(map(indexers.of_layer, attention_modules(decoder)))
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
             if kind not in (*LAYER_TYPES, *of_indexers) and not (hybrid and kind in recurrent.LAYER_TYPES):
                 yield f"layer {at} of {name} is {kind}, dualkv.attention computes {', '.join(LAYER_TYPES)}"
-        if decoder._is_stateful and not hybrid:
+        if decoder._is_stateful and not hybrid and not unfit:
             yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
-        if hybrid:
-            attention = {id(module) for _, module, _ in layers}
-            own = [inner for inner, module in decoder.named_modules() if id(module) in attention]
-            yield from recurrent.objections(decoder, own)
         if getattr(config, "is_encoder_decoder", False):
             yield f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only"
         if config.output_attentions:

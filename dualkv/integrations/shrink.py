@@ -48,6 +48,7 @@ DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_l
 HEADS = re.compile(r"((swa_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|num_attention_heads_per_layer)$")
 KV_HEADS = re.compile(r"((swa_|global_)?num_(global_)?(key_value|kv)_heads|num_key_value_heads_per_layer)$")
 HIDDEN = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|word_embed_proj_dim|embedding_size)$")
+WIDE = "attention_hidden_size"  # Zamba 2: heads times head dim, and a multiple of the hidden size
 HEAD_DIM = re.compile(r"(head_dim|qk_nope_head_dim|kv_channels|d_kv|attention_head_dim)$")
 MLP = re.compile(r".*intermediate_size(_mlp)?$|(expert_|decoder_)?(ffn_dim|ffn_hidden_size)$|n_inner$|dim_ff$|dff$")
 LORA = re.compile(r".*lora_rank$")
@@ -56,9 +57,9 @@ EXPERTS_A_TOKEN = re.compile(r"(num_experts_per_tok(en)?|moe_topk|moe_k|top_k_ex
 EXPERT_GROUPS = re.compile(r"(n_group|num_expert_group)$")
 VOCAB = re.compile(r".*vocab_size.*")
 LINEAR_HEADS = re.compile(r"linear_num_(key_|value_)?heads$")
-MAMBA_HEADS = re.compile(r"mamba_(n|num)_heads$")
-MAMBA_HEAD_DIM = re.compile(r"mamba_(d_head|head_dim)$")
-MAMBA_GROUPS = re.compile(r"(mamba_)?n_groups$")
+MAMBA_HEADS = re.compile(r"(mamba_(n|num)|n_mamba)_heads$")
+MAMBA_HEAD_DIM = re.compile(r"mamba_(d_head|head_?dim)$")
+MAMBA_GROUPS = re.compile(r"(mamba_)?n_?groups$")
 MAMBA_EXPAND = re.compile(r"(mamba_)?expand$")
 MAMBA_CHUNK = re.compile(r"(mamba_)?chunk_size$")
 TOKEN_ID = re.compile(r".*_token_id$")
@@ -82,6 +83,8 @@ def shrink(config: Config, *, thresholds: bool = True, sizes: Sizes = SELF_CHECK
     _shrink_layers(small, sizes.layers)
     _shrink_heads(small, sizes.width)
     _shrink_recurrent(small, config)
+    if wide := getattr(config, WIDE, None):
+        setattr(small, WIDE, wide // config.hidden_size * small.hidden_size)
     for name, value in list(vars(small).items()):
         if (new := _shrunk(name, value, sizes)) is not None:
             setattr(small, name, new)
@@ -204,7 +207,7 @@ def _shrink_heads(config: PreTrainedConfig, most: int) -> None:
         setattr(config, name, [x // by for x in value] if isinstance(value, list) else value // by)
     few = heads // by
     for name, value in hidden.items():
-        if explicit and value != heads * width:
+        if explicit and getattr(config, WIDE, value) != heads * width:
             step = math.lcm(few, 16)
             setattr(config, name, min(value, -(-most // step) * step))
         else:
@@ -212,7 +215,7 @@ def _shrink_heads(config: PreTrainedConfig, most: int) -> None:
 
 
 def _shrink_recurrent(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Few heads in recurrent layers. Head dims and the ratio of key heads to value heads stay.
+    """Few heads in recurrent layers. The ratio of key heads to value heads stays, and head dims that fit do.
 
     Args:
         small: with the hidden size of the small copy, changed in place.
@@ -232,6 +235,8 @@ def _shrink_recurrent(small: PreTrainedConfig, config: PreTrainedConfig) -> None
     number = 2 * math.gcd(groups[1], 2)
     if expand is not None and heads[1] * dims[1] == expand[1] * config.hidden_size:
         number = max(expand[1] * small.hidden_size // dims[1], 1)  # the layer is `expand` times the hidden size wide
+        # Few heads of a wide layer: their dim is wider than the whole layer of the small copy.
+        setattr(small, dims[0], min(dims[1], expand[1] * small.hidden_size))
     setattr(small, heads[0], number)
     setattr(small, groups[0], math.gcd(groups[1], 2, number))
     if getattr(small, "mamba_d_ssm", None):

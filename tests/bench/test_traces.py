@@ -15,6 +15,7 @@ from dualkv.bench import command, show, traces, trees
 from dualkv.bench.traces import FIGURES, KINDS, Trace, draw
 from dualkv.bench.workloads import parse
 from dualkv.data.rollouts import ByteTokenizer
+from dualkv.models import CONFIGS
 from dualkv.prefixes import shared_prefixes
 from tests import oracle
 
@@ -194,3 +195,22 @@ def test_split_into_prompts_and_responses():
         assert np.array_equal(np.append(np.zeros(len(prompt)), mask), counted)
     with pytest.raises(ValueError, match="'nothing'"):
         traces.split("nothing", 997)
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3-8b", "qwen3.5-9b", "tiny-hybrid"])
+def test_flops_count_every_weight_of_the_layers(model: str) -> None:
+    """6 for a weight and row; of gated delta nets also the state, and attention only where there is some."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**CONFIGS[model])
+    with torch.device("meta"):
+        layers = transformers.AutoModelForCausalLM.from_config(config).model.layers
+    weights = sum(w.numel() for w in layers.parameters() if w.dim() > 1)
+    recurrent = sum(hasattr(layer, "linear_attn") for layer in layers)
+    assert recurrent == (3 * len(layers) // 4 if "3.5" in model or "hybrid" in model else 0)
+    if recurrent:
+        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        weights += 3 * recurrent * state
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_pair = 12 * config.num_attention_heads * head_dim * (len(layers) - recurrent)
+    assert trees.flops(model, 5, 0, 0) == 6 * 5 * weights
+    assert trees.flops(model, 5, 7, 0) == 6 * 5 * weights + 7 * of_pair

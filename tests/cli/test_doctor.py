@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import sys
@@ -9,10 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from codegen import store, toolchain
 from codegen.spec import backward_specs, forward_spec
 from dualkv.cli import commands, doctor
+from dualkv.integrations import flash_linear_attention as fla
 from tests.codegen import stand_in
 
 
@@ -74,6 +77,48 @@ def test_what_it_tells_to_install_is_what_the_package_asks_for():
     assert set(told) == set(project["optional-dependencies"]) - {"dev"}
     for extra, name in told.items():
         assert any(requirement.startswith(name) for requirement in project["optional-dependencies"][extra])
+
+
+def test_the_extra_hybrid_asks_for_what_recurrent_layers_run():
+    hybrid = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["hybrid"]
+    assert f"{fla.NAME}{fla.VERSIONS}" in hybrid
+    assert any(requirement.startswith(f"triton>={fla.TRITON};") for requirement in hybrid)
+
+
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ({}, None),
+        ({"flash-linear-attention": "0.6.1", "triton": "3.7.1"}, None),
+        ({"flash-linear-attention": "0.6.1", "triton": "3.6.0"}, "no backward on Hopper with Triton 3.6.0: install"),
+        ({"flash-linear-attention": "0.5.2", "triton": "3.7.1"}, "flash-linear-attention is 0.5.2, recurrent layers"),
+    ],
+)
+def test_flash_linear_attention_and_its_refusal(versions, says, monkeypatch):
+    """Versions are in the table of packages; what `enable` would refuse is among the advice."""
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(fla, "version", version)
+    monkeypatch.setattr(fla, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    fla.installed.cache_clear()
+    try:
+        advice = doctor._advice("580", ["H100"], [])
+    finally:
+        fla.installed.cache_clear()
+    found = [sentence for sentence in advice if "flash-linear-attention" in sentence]
+    assert len(found) == (says is not None)
+    assert says is None or says in found[0]
+    shown = {package.name: package.version for package in doctor._packages()}
+    assert all(shown[name] == versions.get(name) for name in ("flash-linear-attention", "triton"))
 
 
 def test_what_serves_is_said(compiles, monkeypatch, tmp_path):

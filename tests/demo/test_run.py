@@ -15,6 +15,7 @@ from dualkv.data.packing import PackedBatch
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.measure import PeakMemory
 from dualkv.demo.run import DRIFT, TOLERANCE, Differences, judge, run_demo
+from dualkv.demo.sampling import _cache_bytes, sample_responses
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.grpo import ALGORITHMS
@@ -64,6 +65,32 @@ def test_live_rollouts_agree(algorithm: str, dtype: str) -> None:
     assert len(packed.rewards) == 3
     assert replicated.metrics[1]["kl"] > 1e-6  # the reference stays where the policy was
     assert packed.tokens[0] == 2 * 40 + result.response_tokens[0]
+
+
+def test_a_hybrid_model_samples_and_agrees() -> None:
+    """One token has a hybrid's cache grow by keys and values of its one attention layer, not by states."""
+    result = run_demo(DemoSettings(model="tiny-hybrid", **SMALL | {"prompt_len": 70, "steps": 1}))
+    assert result.exact is True
+    model = load_model("tiny-hybrid", torch.float32, CPU, 0)
+    assert _cache_bytes(model, 2) - _cache_bytes(model, 1) == 2 * 2 * 64 * 4  # key and value: 2 heads of 64, fp32
+    states = 3 * (4 * 32 * 32 + (2 * 2 * 32 + 4 * 32) * 4) * 4  # three layers: state, and inputs of 4 taps
+    assert _cache_bytes(model, 0) == states
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid"])
+def test_sampling_from_shared_caches_is_sampling_from_the_whole_sequence(model: str) -> None:
+    """Each token against the distribution of the model run on everything before it, without a cache."""
+    policy = load_model(model, torch.float64, CPU, 0)
+    prompts = [torch.arange(9), torch.arange(20, 29)]
+    uniform = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for group, numbers, prompt in zip(
+        sample_responses(policy, prompts, 3, 5, 257, None, 4), uniform, prompts, strict=True
+    ):
+        for response, of_response in zip(group, numbers, strict=True):
+            with torch.no_grad():
+                logits = policy(input_ids=torch.cat([prompt, response])[None]).logits[0, 8:-1, :257]
+            cumulative = torch.softmax(logits, -1).cumsum(-1)
+            assert torch.equal(torch.searchsorted(cumulative, of_response[:, None])[:, 0], response)
 
 
 def test_fast_agrees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from codegen.spec import backward_specs, forward_spec
 
 pytest.importorskip("transformers")
 
-from dualkv.integrations.recurrent import kernels, on_reference, ops, waves
+from dualkv.integrations import flash_linear_attention as fla
+from dualkv.integrations.recurrent import on_reference, ops, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.ops import hopper
 from tests.integrations.test_recurrent import FAMILIES as KNOWN
@@ -28,8 +29,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hop
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
-    pytest.mark.skipif(not kernels.installed(), reason=f"needs flash-linear-attention: {kernels.INSTALL}"),
-    pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal())),
+    pytest.mark.skipif(not fla.installed(), reason=f"needs flash-linear-attention: {fla.INSTALL}"),
+    pytest.mark.skipif(fla.refusal() is not None, reason=str(fla.refusal())),
 ]
 
 # Triton's products take 16 columns or more. No router chooses among experts: rounding would change its choice.

@@ -33,7 +33,11 @@ def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
 REFUSED_MODELS = {
     "a recurrent layer of another kind": (
         lambda: tiny("Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=1),
-        r"layer 0 of JambaModel is linear_attention, dualkv\.attention computes full_attention, sliding_attention, chu",
+        r"layers\.0\.mamba \(JambaMambaMixer\) carries a recurrent state, and is of no kind that runs packed",
+    ),
+    "recurrent layers of another kind alone": (
+        lambda: tiny("Mamba", state_size=4),
+        r"backbone\.layers\.0\.mixer \(MambaMixer\) carries a recurrent state, and is of no kind that runs packed",
     ),
     "recurrent state": (
         lambda: tiny("Qwen3Next", layer_types=["full_attention"] * 2, **EXPERTS),

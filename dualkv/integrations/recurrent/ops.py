@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -214,13 +214,41 @@ class _Inherit(torch.autograd.Function):
 def padded(run: Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Run:
     """A `run` for :func:`scan` of a function over a batch [N, L, ...], padded on the right with zeros.
 
-    A row of zeros must leave the state as it is. `run` gets whether to return states.
+    A row of zeros must leave the state as it is. `run` gets whether to return states. It is called for each batch of
+    :class:`.waves.Buckets`, so that less than half of the rows are padding where segments are long.
     """
 
-    def of_wave(rows: list[Tensor], initial: Tensor | None, wave: waves.Wave) -> tuple[Tensor, Tensor | None]:
-        at, there = wave.padded
-        batch = [x[0][at].masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 2)), 0) for x in rows]
-        out, states = run(batch, initial, wave.keep)
+    def of_batch(
+        rows: list[Tensor], initial: Tensor | None, batch: waves.Batch, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        _, at, there = batch
+        filled = [x[0][at].masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 2)), 0) for x in rows]
+        out, states = run(filled, initial, keep)
         return out[there][None], states
 
+    def of_wave(rows: list[Tensor], initial: Tensor | None, wave: waves.Wave) -> tuple[Tensor, Tensor | None]:
+        batches, segments, order = wave.buckets
+        if segments is None or order is None:
+            return of_batch(rows, initial, batches[0], wave.keep)
+        parts = zip(*(_permuted(x, order).split([b.rows for b in batches], 1) for x in rows), strict=True)
+        initials: Sequence[Tensor | None] = [None] * len(batches)
+        again: AbstractContextManager[None] = nullcontext()
+        if initial is not None:
+            ordered = _permuted(initial[None], segments)[0]
+            initials = ordered.split([len(b.at) for b in batches])
+            again = gathered_again(ordered, initial, segments.order)
+        with again:
+            found = [
+                of_batch(list(x), state, batch, wave.keep)
+                for x, state, batch in zip(parts, initials, batches, strict=True)
+            ]
+        out = _permuted(torch.cat([out for out, _ in found], 1), order.inverse)
+        states = [state for _, state in found if state is not None]
+        return out, _permuted(torch.cat(states)[None], segments.inverse)[0] if states else None
+
     return of_wave
+
+
+def _permuted(x: Tensor, by: waves.Permutation) -> Tensor:
+    found: Tensor = _Reordered.apply(x, *by)
+    return found

@@ -23,12 +23,13 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from dualkv.integrations import masks
+from dualkv.integrations import flash_linear_attention, masks
 from dualkv.integrations.recurrent import earlier, kernels
 from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.walked import Walked
 from dualkv.integrations.recurrent.waves import Wave
 from dualkv.layout import Layout
+from dualkv.sequence_parallel import Shard
 
 Tensor = torch.Tensor
 
@@ -42,10 +43,12 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "Qwen3_5MoeGatedDeltaNet": (CONV, DELTA),
     "OlmoHybridGatedDeltaNet": (CONV, DELTA),
     "KimiLinearDeltaAttention": (CONV, KDA),
+    "BailingHybridDeltaAttention": (CONV, KDA),
     "NemotronHMamba2Mixer": (CONV, MAMBA2, FUSED),
     "FalconH1Mixer": (CONV, MAMBA2, FUSED),
     "BambaMixer": (CONV, MAMBA2, FUSED),
     "GraniteMoeHybridMambaLayer": (CONV, MAMBA2, FUSED),
+    "Zamba2MambaMixer": (CONV, MAMBA2, FUSED),
     "Lfm2ShortConv": (CONV,),
     "Lfm2MoeShortConv": (CONV,),
     "Lfm3ShortConv": (CONV,),
@@ -106,14 +109,18 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
                 " layout reaches a recurrent layer"
             )
     names = [name for name, _ in known]
+    unknown: dict[str, nn.Module] = {}
     for name, module in decoder.named_modules():
         within = name in attention or any(name == other or name.startswith(f"{other}.") for other in names)
         # A module around layers hands a cache on to them.
         around = any(other.startswith(f"{name}.") for other in (*names, *attention)) or not name
         if not within and not around and _looks_recurrent(module):
+            unknown[name] = module
+    for name, module in unknown.items():
+        if not any(other.startswith(f"{name}.") for other in unknown):  # those around are handed its cache
             yield f"{name} ({type(module).__name__}) carries a recurrent state, and is of no kind that runs packed"
     gated = any(DELTA in MIXERS[c.__name__] for _, m in known if (c := _known(type(m))) is not None)
-    if gated and (reason := kernels.refusal()) is not None:
+    if gated and (reason := flash_linear_attention.refusal()) is not None:
         yield reason
 
 
@@ -196,11 +203,12 @@ def _for(own: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
 
 def _checked(layout: Any, given: dict[str, Any]) -> Layout | Walked:
     """The layout of a packed call; refuses what would continue or separate sequences beside it."""
-    if not isinstance(layout, Layout | Walked):
+    if isinstance(layout, Shard):
         raise ValueError(
-            f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout: recurrent layers do not run with sequence"
-            " parallelism, because a rank would need the states of the rows of all ranks before it"
+            "dualkv is a Shard, expected a dualkv.Layout: recurrent layers run without sequence parallelism"
         )
+    if not isinstance(layout, Layout | Walked):
+        raise ValueError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     for name in (*STATES, *BORDERS):
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name} came together with dualkv: a layout says itself where sequences begin")

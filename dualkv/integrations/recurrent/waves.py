@@ -21,6 +21,10 @@ import torch
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout, Segments, segments_of
 
+# Shorter segments are padded together: transformers' functions pad a sequence to a chunk of 64 rows or more anyway, and
+# a call has a price of its own.
+SHORTEST = 64
+
 
 class Gather(NamedTuple):
     """Where the segments of a wave take their initial states from.
@@ -64,14 +68,73 @@ class Wave:
         return self.cu_seqlens_cpu.to(self.device)
 
     @cached_property
-    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, L] int64 and bool: the row of the wave at each place of a batch padded on the right, and which places
-        hold one."""
-        at = np.arange(int(self.lengths.max()))
-        there = at < self.lengths[:, None]
+    def buckets(self) -> Buckets:
+        """Its segments by length, for functions that take padded batches only."""
+        longest = SHORTEST << np.ceil(np.log2(np.maximum(self.lengths / SHORTEST, 1))).astype(np.int64)
+        order = np.argsort(longest, kind="stable")
+        batches: list[Batch] = []
+        for chosen in np.split(order, np.flatnonzero(np.diff(longest[order])) + 1):
+            lengths = self.lengths[chosen]
+            at = np.arange(int(lengths.max()))
+            there = at < lengths[:, None]
+            first = np.cumsum(lengths) - lengths
+            places = np.where(there, first[:, None] + at, 0)
+            of_batch = (torch.from_numpy(x).to(self.device) for x in (places, there))
+            batches.append(Batch(int(lengths.sum()), *of_batch))
+        if len(batches) == 1:
+            return Buckets(batches, None, None)
         first = np.cumsum(self.lengths) - self.lengths
-        rows = np.where(there, first[:, None] + at, 0)
-        return torch.from_numpy(rows).to(self.device), torch.from_numpy(there).to(self.device)
+        ends = np.cumsum(self.lengths[order])
+        rows = np.arange(int(ends[-1])) + np.repeat(first[order] - ends + self.lengths[order], self.lengths[order])
+        return Buckets(batches, Permutation.of(order, self.device), Permutation.of(rows, self.device))
+
+
+class Permutation(NamedTuple):
+    """Attributes:
+    order: [N] int64, what comes first, second and so on.
+    places: [N] int64, its inverse.
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, order: IntArray, device: torch.device) -> Permutation:
+        return cls(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
+
+    @property
+    def inverse(self) -> Permutation:
+        return Permutation(self.places, self.order)
+
+
+class Batch(NamedTuple):
+    """n segments padded on the right to the longest of them, L rows.
+
+    Attributes:
+        rows: their number, without padding.
+        at: [n, L] int64: the row at each place, counted from the batch's first; 0 at padding.
+        there: [n, L] bool: which places hold a row.
+    """
+
+    rows: int
+    at: torch.Tensor
+    there: torch.Tensor
+
+
+class Buckets(NamedTuple):
+    """The segments of a wave in batches whose lengths differ by less than a factor of two, or are up to `SHORTEST`.
+
+    Padded all together, a wave of one long segment and many short ones would compute mostly zeros.
+
+    Attributes:
+        batches: short segments before long ones.
+        segments: the wave's segments in the order of the batches; None if there is one batch.
+        rows: the wave's rows in this order; None if there is one batch.
+    """
+
+    batches: list[Batch]
+    segments: Permutation | None
+    rows: Permutation | None
 
 
 class Order(NamedTuple):

@@ -41,7 +41,8 @@ class Work:
         """TFLOP of a forward and a backward without recomputation, by veRL's `FlopsCounter` of full attention.
 
         The counter takes lengths, but no lengths have the tokens and squares of packed rows. Its count is linear in
-        both, so its counts of two lengths give the two rates.
+        both, so its counts of two lengths give the two rates. It counts recurrent layers of Qwen3.5 for each token, and
+        a model whose type it does not know (all other hybrids) as 0.
         """
         short, long = 1 << 12, 1 << 13
         at_short, at_long = (float(counter.estimate_flops([n], 1.0)[0]) for n in (short, long))
