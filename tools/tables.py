@@ -62,6 +62,7 @@ STOCK = {
 }  # names of tools.bench.stock_attention
 VALUES_PEERS = {"cudnn-intervals": "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
 WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
+CARD = "NVIDIA H200"  # of records that name no other
 MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
     MAIN: (1.22, 1.10),
@@ -192,6 +193,8 @@ def _speed(side: dict[str, Any]) -> str:
 def _recorded(run: dict[str, Any], part: str = "") -> str:
     """A line on when and how a table, or a `part` of it, was made, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
+    if run["gpu"]["name"] != CARD:
+        turns = f"{run['gpu']['name']}, {turns}"
     said = f"\n\n{part}Recorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
     done, asked = len(run["results"]), run.get("asked", len(run["results"]))
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
@@ -529,10 +532,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-parallel": tensor_parallel,
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
-    "values": lambda: beside("values-h200", VALUES_PEERS),
+    "values": lambda: beside("values-h100", VALUES_PEERS),
     "d512": lambda: beside("d512-h200", {"flex": "FlexAttention"}),
-    "feature-costs": lambda: features.costs(_load("features-h200")),
-    "feature-errors": lambda: features.exactness(_load("features-h200")),
+    "feature-costs": lambda: features.costs(_load("features-h100")),
+    "feature-errors": lambda: features.exactness(_load("features-h100")),
     "trees": trees,
     "trace-shapes": trace_rows.shapes,
     "trace-sources": trace_rows.sources,

@@ -84,7 +84,7 @@ RECORDS = {
     "traces-h200": f"-d fwd,bwd {_TREE_PEERS} --seconds 2 --rounds 2 {_options('-w', _TRACES)}",
     "traces-h200-flex": f"-d fwd,bwd -s dualkv -s flex --seconds 2 --rounds 2 -w {_TRACES[0]}",
     "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 2 --rounds 2 {_options('-w', _WINDOWS)}",
-    "values-h200": f"-d fwd,bwd {_VALUES_PEERS} --seconds 2 --rounds 2 {_options('-w', _VALUES)}",
+    "values-h100": f"-d fwd,bwd {_VALUES_PEERS} --seconds 2 --rounds 2 {_options('-w', _VALUES)}",
     "d512-h200": f"-d fwd,bwd -s dualkv -s flex --seconds 2 --rounds 2 {_options('-w', _D512)}",
     "cudnn-h200": f"-d fwd,bwd {_CUDNN} --seconds 2 --rounds 2 {_options('-w', _MOST)}",
     "cudnn-backend-h200": f"-d fwd,bwd {_BY_HAND} --seconds 2 --rounds 3 -w {MAIN} -w g64-n8",
