@@ -19,6 +19,8 @@ IntArray = npt.NDArray[np.int64]
 def positive(name: str, value: int) -> int:
     """`value` as an integer of 1 or more; TypeError or ValueError for others."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}, expected an integer") from None

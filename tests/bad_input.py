@@ -182,6 +182,8 @@ BAD = [
         )
     ),
     _attention(TypeError, "window|2.5|integer", window=2.5),
+    _attention(TypeError, "window|True|integer", window=True),
+    _attention(TypeError, "softmax_scale|str|number", softmax_scale="1"),
     _attention(TypeError, "chunk|'8'|integer", chunk="8"),
     _attention(TypeError, "softcap|str|number", softcap="50"),
     _attention(TypeError, "sinks|list|torch.Tensor", sinks=[0.0] * 4),

@@ -193,8 +193,9 @@ def _speed(side: dict[str, Any]) -> str:
 def _recorded(run: dict[str, Any], part: str = "") -> str:
     """A line on when and how a table, or a `part` of it, was made, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
-    if run["gpu"]["name"] != CARD:
-        turns = f"{run['gpu']['name']}, {turns}"
+    card = run.get("gpu", {}).get("name", CARD)
+    if card != CARD:
+        turns = f"{card}, {turns}"
     said = f"\n\n{part}Recorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
     done, asked = len(run["results"]), run.get("asked", len(run["results"]))
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")

@@ -115,6 +115,8 @@ def _fits(decoder: nn.Module) -> list[_Fit]:
 
 
 def _refuse_memory(memory: float, device: torch.device) -> None:
+    if not isinstance(memory, (int, float)) or isinstance(memory, bool):
+        raise TypeError(f"memory is {memory!r}, expected a number of GiB")
     if not memory > 0:
         raise ValueError(f"memory is {memory}, expected a positive number of GiB")
     if device.type != "cuda":

@@ -181,6 +181,8 @@ def test_a_last_product_is_kept_only_where_a_backward_reads_it(
 
 
 def test_limits_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(TypeError, match="memory is '40', expected a number of GiB"):
+        recompute_layers(make_model(), memory="40")
     with pytest.raises(ValueError, match="memory is -1, expected a positive number of GiB"):
         recompute_layers(make_model(), memory=-1)
     with pytest.raises(ValueError, match="memory is 40 GiB for a model on cpu, expected a model on a GPU"):

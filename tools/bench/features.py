@@ -133,7 +133,9 @@ def costs(record: dict[str, Any]) -> str:
     how = "single calls, with the host's work for a call"
     if "batch_ms" in record:
         how = f"batches of calls back to back, {record['batch_ms']:g} ms each, in turns"
-    said = f"Medians of {record['pairs']} pairs of {how}; in brackets their quartiles. {record['gpu']['name']}."
+    said = f"Medians of {record['pairs']} pairs of {how}; in brackets their quartiles."
+    if "gpu" in record:
+        said += f" On an {record['gpu']['name']}."
     return f"{markdown_table(['feature', 'DualKV', 'FlashAttention-4'], body)}\n\n{said}"
 
 

@@ -208,8 +208,11 @@ def _packed_score(
     """input_ids, attention_mask [N, L] -> logits [N, labels] of the rows that transformers' head takes."""
     # The last token that is not the padding token. It can lie before the end: some tokenizers pad with the token that
     # ends a sequence.
+    padding = model.config.get_text_config().pad_token_id
+    if padding is None:
+        raise ValueError("pad_token_id of the model's configuration is None, expected the id of the padding token")
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
-    at = (column * (input_ids != model.config.get_text_config().pad_token_id)).argmax(1)
+    at = (column * (input_ids != padding)).argmax(1)
     is_token = attention_mask != 0
     if not is_token.gather(1, at[:, None]).all():
         raise ValueError("attention_mask leaves out the last token that is no padding, expected every token in it")

@@ -30,8 +30,8 @@ except Exception as error:
 
 try:
     import dualkv.integrations.verl.megatron
-except ImportError:  # without megatron-core, or as veRL's own engine for it
-    register_other("megatron")
+except ImportError as error:  # without megatron-core, or as veRL's own engine for it; `OtherEngine` raises it
+    register_other("megatron", error)
 
 if find_spec("transfer_queue"):  # needed by veRL's trainers, not by its workers
     try:

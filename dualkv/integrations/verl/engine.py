@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -261,19 +261,27 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
 
 
 class OtherEngine(BaseEngine):
-    """The engine under `dualkv` on other strategies: raises an error that says which strategy to set."""
+    """The engine under `dualkv` on other strategies: raises an error that says which strategy to set.
+
+    Attributes:
+        causes: of strategies that pack groups the errors with which the import of their modules ended.
+    """
+
+    causes: ClassVar[dict[str, ImportError]] = {}
 
     def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
         check_strategy(engine_config.strategy)
         # A strategy that packs groups, whose own module was not imported.
         raise ModuleNotFoundError(
             "strategy=megatron needs megatron-core: pip install 'dualkv[megatron]', and Megatron-Bridge or mbridge for"
-            " veRL",
+            f" veRL ({self.causes.get(engine_config.strategy)})",
             name="megatron.core",
-        )
+        ) from self.causes.get(engine_config.strategy)
 
 
-def register_other(strategy: str) -> None:
+def register_other(strategy: str, cause: ImportError | None = None) -> None:
+    if cause is not None:
+        OtherEngine.causes[strategy] = cause
     EngineRegistry.register(model_type=MODEL_TYPE, backend=strategy, device=["cuda", "npu"])(OtherEngine)
 
 

@@ -230,8 +230,10 @@ def test_every_strategy_of_verl_is_known() -> None:
 
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed")
 def test_megatron_says_what_to_install() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"strategy=megatron needs megatron-core: pip install 'dualkv\[mega"):
+    says = r"strategy=megatron needs megatron-core: pip install 'dualkv\[mega.*\(No module named 'megatron"
+    with pytest.raises(ModuleNotFoundError, match=says) as found:
         EngineRegistry.new("dualkv", "megatron", model_config=None, engine_config=SimpleNamespace(strategy="megatron"))
+    assert isinstance(found.value.__cause__, ImportError)
 
 
 @pytest.mark.parametrize(
