@@ -1,4 +1,4 @@
-"""What the options of `dualkv bench` mean; the options themselves are in :mod:`dualkv.cli`."""
+"""What the options of `dualkv bench` mean; the options themselves are in :mod:`dualkv.cli.commands`."""
 
 from __future__ import annotations
 

@@ -315,9 +315,10 @@ def precompile(
         jobs: compiles at a time, each a process.
         code: of codegen.precompiled.CODE, written to `folder/code` for reading.
         wheel: a folder to write a wheel of these kernels to.
-        track: shows progress; see dualkv.cli.tracked.
+        track: shows progress; see `dualkv.cli.commands.tracked`.
 
     Raises:
+        ValueError: fewer jobs than 1.
         KernelError: this machine cannot compile, a compile failed, the folder cannot be written.
     """
     if jobs < 1:

@@ -120,7 +120,7 @@ class WayResult:
         tokens: rows that the model computes for one pass over the rollouts, of each update.
         micro_batches: of each update.
         seconds: by phase, over all updates (see :class:`PolicyTrainer`).
-        peak_bytes, memory_method: see :class:`dualkv.measure.PeakMemory`.
+        peak_bytes, memory_method: see :class:`dualkv.demo.measure.PeakMemory`.
         rewards: mean reward of the samples of the policy after 0, 1, ... updates; empty for rollouts from a file.
         losses, metrics: of each update.
     """

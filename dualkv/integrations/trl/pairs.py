@@ -45,10 +45,10 @@ class DPOTrainer(trl.DPOTrainer):
     """`trl.DPOTrainer` that computes each prompt of a batch once. Arguments, losses and metrics are TRL's.
 
     The answers of a batch to one prompt are one group: the two of a pair, and those of other pairs with equal prompts.
-    Whatever else sequences begin with in common is computed once too, where :class:`PackedGroups` would. The policy and
-    the reference model run packed, precomputed log-probs of the reference too. Log-probs, losses and gradients are
-    those of the padded batch up to rounding; the load balancing loss of a mixture of experts counts each token as often
-    as the padded batch has it.
+    Whatever else sequences begin with in common is computed once too, where
+    :class:`dualkv.integrations.trl.PackedGroups` would. The policy and the reference model run packed, precomputed
+    log-probs of the reference too. Log-probs, losses and gradients are those of the padded batch up to rounding; the
+    load balancing loss of a mixture of experts counts each token as often as the padded batch has it.
 
     More metrics, one value for each call of a model: "dualkv/tokens_packed", "dualkv/tokens_padded" and
     "dualkv/dedup_ratio", as for :class:`PackedGroups`.
