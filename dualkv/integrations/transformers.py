@@ -1,11 +1,11 @@
 """Packed groups in models of Hugging Face transformers: `enable(model)`, then `model(..., dualkv=layout)`.
 
 No module of a model is replaced, unless `fast=True` asks for it. (Functions of transformers' modeling files are, for
-recurrent layers; see :mod:`dualkv.integrations.recurrent`.) `enable` registers one more attention implementation and names it in the
-decoder's config. With a layout this implementation runs :func:`dualkv.attention`. Without a layout it runs the
-implementation that was there before. The registered name contains the name of that implementation (`dualkv|sdpa`), so
-copies of a model, several models in one process and pickles need no other record. A saved config names no
-implementation.
+recurrent layers; see :mod:`dualkv.integrations.recurrent`.) `enable` registers one more attention implementation and
+names it in the decoder's config. With a layout this implementation runs :func:`dualkv.attention`. Without a layout it
+runs the implementation that was there before. The registered name contains the name of that implementation
+(`dualkv|sdpa`), so copies of a model, several models in one process and pickles need no other record. A saved config
+names no implementation.
 
 A forward pre-hook on the decoder checks each call once, before the first layer. transformers makes no [T, T] mask: its
 mask functions say which keys each layer sees (:mod:`dualkv.integrations.masks`).
