@@ -240,7 +240,7 @@ def test_megatron_says_what_to_install() -> None:
     ("family", "settings", "message"),
     [
         ("Llama", {"head_dim": 520}, r"layers\.0\.self_attn \(LlamaAttention\) has head dim 520"),
-        ("Qwen3Next", {}, r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) of transformers"),
+        ("OlmoHybrid", {}, r"layers\.0\.linear_attn \(OlmoHybridGatedDeltaNet\) of transformers"),
         ("Granite", {"logits_scaling": 8.0}, r"use_fused_kernels is True and the model has logits_scaling=8\.0"),
     ],
 )
