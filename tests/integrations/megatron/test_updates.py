@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +155,16 @@ def test_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
     assert sum(logp is None for logp, _ in found) == (COUNT // 2 if "pipeline" in name or "interleaved" in name else 0)
     for one in found:
         check(one)
+
+
+def test_the_core_attention_of_transformer_engines_spec(tmp_path: Path) -> None:
+    """A stand-in with its interface: packed as the local spec's, enabled as a spec and as a model, and undone."""
+    on_ranks(1, "tests.integrations.megatron.te_spec:main", str(tmp_path))
+    found = torch.load(tmp_path / "0", weights_only=False)
+    out, gradients = found["local"]
+    for way in ("spec", "model"):
+        assert torch.equal(found[way][0], out)
+        assert all(torch.equal(x, y) for x, y in zip(found[way][1], gradients, strict=True))
+    assert found["disabled"] == "stock attention"
+    assert set(found["classes"]) == {"StandIn"}
+    assert found["undone"]
