@@ -169,14 +169,14 @@ def speeds() -> str:
         figures = [figure(result) for result in _measured(_load(name)["results"])]
         return f"{min(figures):{form}} to {max(figures):{form}}"
 
-    dims = sorted({result["workload"]["head_dim"] for result in _load("forward-h200-head-dims")["results"]})
+    dims = sorted({result["workload"]["head_dim"] for result in _load("forward-head-dims")["results"]})
     rows = [
         [what, *(span(name.format(direction), figure, form) for direction in ("forward", "backward"))]
         for what, name, figure, form in (
-            ("head dim 128, eight workloads: TFLOP/s", "{}-h200", _rate, ".0f"),
-            ("the same: times as fast", "{}-h200", _ratio, ".2f"),
-            (f"head dims {', '.join(map(str, dims))}: times as fast", "{}-h200-head-dims", _ratio, ".2f"),
-            ("40 random shapes: times as fast", "random-{}-h200", _ratio, ".2f"),
+            ("head dim 128, eight workloads: TFLOP/s", "{}", _rate, ".0f"),
+            ("the same: times as fast", "{}", _ratio, ".2f"),
+            (f"head dims {', '.join(map(str, dims))}: times as fast", "{}-head-dims", _ratio, ".2f"),
+            ("40 random shapes: times as fast", "random-{}", _ratio, ".2f"),
         )
     ]
     return markdown_table(["attention on an H200", "forward", "backward"], rows)
@@ -232,7 +232,7 @@ def aimed() -> str:
         text = format(figure, form)
         return [format(least, "g"), text if figure >= least else f"**{text}**"]
 
-    runs = [_load(f"{direction}-h200") for direction in ("forward", "backward")]
+    runs = [_load(direction) for direction in ("forward", "backward")]
     forward, backward = ({r["workload"]["name"]: r["sides"] for r in _measured(run["results"])} for run in runs)
     rows = []
     for name, aims in AIMED.items():
@@ -272,7 +272,7 @@ def tuned(direction: str) -> str:
 
 def drawn() -> str:
     """Drawn workloads: how fast ours is against the peer, for each head dim, and what was not measured."""
-    runs = {direction: _load(f"random-{direction}-h200") for direction in ("forward", "backward")}
+    runs = {direction: _load(f"random-{direction}") for direction in ("forward", "backward")}
     results = [result for run in runs.values() for result in run["results"]]
     measured, rows = _measured(results), []
     for head_dim in sorted({r["workload"]["head_dim"] for r in measured}):
@@ -307,8 +307,8 @@ def _drawn(result: dict[str, Any]) -> str:
 
 def tensor_parallel() -> str:
     """Rates of fewer heads against those of all heads."""
-    run = _load("backward-h200-tensor-parallel")
-    whole, *_ = [r for r in _load("backward-h200")["results"] if r["workload"]["name"] == MAIN]
+    run = _load("backward-tensor-parallel")
+    whole, *_ = [r for r in _load("backward")["results"] if r["workload"]["name"] == MAIN]
     rows = []
     for result in [whole, *_measured(run["results"])]:
         w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
@@ -320,7 +320,7 @@ def tensor_parallel() -> str:
 
 def windows(direction: str) -> str:
     """Ours against FlashAttention-4 and cuDNN, and what our plans execute over what is visible."""
-    run, rows = _load("windows-h200"), []
+    run, rows = _load("windows"), []
     for result in run["results"]:
         if result["direction"] != direction:
             continue
@@ -384,9 +384,9 @@ def hybrid() -> str:
 
 def trees(folder: Path | None = None) -> str:
     """Trees against FlexAttention, sequences replicated, and the rates of our own kernels on layouts of two levels."""
-    run, others = _load("trees-h200", folder), []
+    run, others = _load("trees", folder), []
     with contextlib.suppress(FileNotFoundError):  # not recorded yet
-        others = _load("trees-h200-two-levels", folder)["results"]
+        others = _load("trees-two-levels", folder)["results"]
     rates = {(r["workload"]["name"], r["direction"]): r["sides"][OURS] for r in others}
     rows = []
     for result in run["results"]:
@@ -525,16 +525,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "replicated": replicated,
     "speeds": speeds,
     "aimed": aimed,
-    "forward": lambda: _against_peer("forward-h200"),
-    "backward": lambda: _against_peer("backward-h200"),
-    "forward-head-dims": lambda: _against_peer("forward-h200-head-dims", "head dim, GQA"),
-    "backward-head-dims": lambda: _against_peer("backward-h200-head-dims", "head dim, GQA"),
+    "forward": lambda: _against_peer("forward"),
+    "backward": lambda: _against_peer("backward"),
+    "forward-head-dims": lambda: _against_peer("forward-head-dims", "head dim, GQA"),
+    "backward-head-dims": lambda: _against_peer("backward-head-dims", "head dim, GQA"),
     "random": drawn,
     "tensor-parallel": tensor_parallel,
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
-    "values": lambda: beside("values-h100", VALUES_PEERS),
-    "d512": lambda: beside("d512-h200", {"flex": "FlexAttention"}),
+    "values": lambda: beside("values", VALUES_PEERS),
+    "d512": lambda: beside("d512", {"flex": "FlexAttention"}),
     "feature-costs": lambda: features.costs(_load("features-h100")),
     "feature-errors": lambda: features.exactness(_load("features-h100")),
     "trees": trees,
@@ -548,10 +548,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-claims": lambda: claims.table(_load),
     "hybrid": hybrid,
     "context-parallel": megatron_costs.table,
-    "both": lambda: peers("both-h200", lambda result: result["workload"]["name"]),
-    "peers": lambda: peers("peers-h200", lambda result: DIRECTIONS[result["direction"]]),
-    "cudnn": lambda: two_sides("cudnn-h200", "dualkv", "cudnn-intervals"),
-    "cudnn-backend": lambda: two_sides("cudnn-backend-h200", "dualkv-cudnn", "cudnn-intervals"),
+    "both": lambda: peers("both", lambda result: result["workload"]["name"]),
+    "peers": lambda: peers("peers", lambda result: DIRECTIONS[result["direction"]]),
+    "cudnn": lambda: two_sides("cudnn", "dualkv", "cudnn-intervals"),
+    "cudnn-backend": lambda: two_sides("cudnn-backend", "dualkv-cudnn", "cudnn-intervals"),
     "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),

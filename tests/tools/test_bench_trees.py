@@ -118,7 +118,7 @@ def test_attention_record_cut_short(tmp_path, monkeypatch):
         result("n32-p8192-r2048", "fwd", dualkv=measured(2.1)),
     ]
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    path = tmp_path / "traces-h200.json"
+    path = tmp_path / "traces.json"
     lines = []
     for count in range(len(results) + 1):
         path.write_text(filed.text({"asked": 12, "results": results[:count]}))

@@ -17,7 +17,7 @@ from tools.bench import attention, features
 
 
 def test_every_kernel_is_compiled_once(monkeypatch):
-    calls = attention.kernels_of(["windows-h200"])
+    calls = attention.kernels_of(["windows"])
     assert len(calls) == 6 * 2 * 3  # four shapes, two of them for many groups too; directions; sides
     ran = []
 
@@ -28,7 +28,7 @@ def test_every_kernel_is_compiled_once(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     printed = []
     monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
-    attention.compile_first(["windows-h200"], 1)
+    attention.compile_first(["windows"], 1)
     assert ran == [list(call) for call in calls]
     assert printed == [f"{' '.join(calls[0])}: no kernel"]
 
@@ -46,7 +46,7 @@ def test_tables_of_windows(tmp_path, monkeypatch):
         result("bwd", {}),
     ]
     run = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}, "results": results}
-    (tmp_path / "windows-h200.json").write_text(json.dumps(run))
+    (tmp_path / "windows.json").write_text(json.dumps(run))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     forward, backward = tables.windows("fwd").splitlines(), tables.windows("bwd").splitlines()
     assert forward[2] == "| w | 2.00 (500; 2,000) | not measured | 3.00 (1; 1,333) | 1.50 | 1.23 |"

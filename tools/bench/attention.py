@@ -1,7 +1,7 @@
 """`python -m tools.bench.attention [NAME ...]`: the recorded runs of `dualkv bench`, into docs/results/NAME.json.
 
 Tables and statements of README and docs come from these files (`python -m tools.tables` writes them). That of trees is
-printed too: `python -m tools.bench.attention trees-h200-two-levels trees-h200`.
+printed too: `python -m tools.bench.attention trees-two-levels trees`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that. With
 # turns of 0.4 s a side that draws more than the limit gains some per cent, and the side after it loses them.
-_TURNS, _SHORT_TURNS = "--seconds 1 --rounds 3", "--seconds 0.6 --rounds 2"
+_TURNS, _SHORT_TURNS, _FEATURE_TURNS = "--seconds 2 --rounds 3", "--seconds 1 --rounds 2", "--seconds 2 --rounds 2"
 
 LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
 FIELDS = "direction", "flops", "bytes", "executed"  # of a result
@@ -72,24 +72,24 @@ OF_A_SIDE = (
 
 # name: options of `dualkv bench`
 RECORDS = {
-    "forward-h200": f"-d fwd {_TWO} {_TURNS} {_options('-w', EIGHT)}",
-    "backward-h200": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', EIGHT)}",
-    "backward-h200-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
-    "forward-h200-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
-    "backward-h200-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
-    "random-forward-h200": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
-    "random-backward-h200": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
-    "trees-h200-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
-    "trees-h200": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
-    "traces-h200": f"-d fwd,bwd {_TREE_PEERS} --seconds 2 --rounds 2 {_options('-w', _TRACES)}",
-    "traces-h200-flex": f"-d fwd,bwd -s dualkv -s flex --seconds 2 --rounds 2 -w {_TRACES[0]}",
-    "windows-h200": f"-d fwd,bwd {_PEERS} --seconds 2 --rounds 2 {_options('-w', _WINDOWS)}",
-    "values-h100": f"-d fwd,bwd {_VALUES_PEERS} --seconds 2 --rounds 2 {_options('-w', _VALUES)}",
-    "d512-h200": f"-d fwd,bwd -s dualkv -s flex --seconds 2 --rounds 2 {_options('-w', _D512)}",
-    "cudnn-h200": f"-d fwd,bwd {_CUDNN} --seconds 2 --rounds 2 {_options('-w', _MOST)}",
-    "cudnn-backend-h200": f"-d fwd,bwd {_BY_HAND} --seconds 2 --rounds 3 -w {MAIN} -w g64-n8",
-    "both-h200": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
-    "peers-h200": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
+    "forward": f"-d fwd {_TWO} {_TURNS} {_options('-w', EIGHT)}",
+    "backward": f"-d bwd {_TWO} -s dualkv-deterministic {_TURNS} {_options('-w', EIGHT)}",
+    "backward-head-dims": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "forward-head-dims": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _HEADS)}",
+    "backward-tensor-parallel": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
+    "random-forward": f"-d fwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
+    "random-backward": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
+    "trees-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
+    "trees": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
+    "traces": f"-d fwd,bwd {_TREE_PEERS} {_FEATURE_TURNS} {_options('-w', _TRACES)}",
+    "traces-flex": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} -w {_TRACES[0]}",
+    "windows": f"-d fwd,bwd {_PEERS} {_FEATURE_TURNS} {_options('-w', _WINDOWS)}",
+    "values": f"-d fwd,bwd {_VALUES_PEERS} {_FEATURE_TURNS} {_options('-w', _VALUES)}",
+    "d512": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} {_options('-w', _D512)}",
+    "cudnn": f"-d fwd,bwd {_CUDNN} {_FEATURE_TURNS} {_options('-w', _MOST)}",
+    "cudnn-backend": f"-d fwd,bwd {_BY_HAND} --seconds 2 --rounds 3 -w {MAIN} -w g64-n8",
+    "both": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
+    "peers": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }
 
 
@@ -120,7 +120,7 @@ def main(
         try:
             commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
             path.write_text(filed.text(kept(filed.read(path))))
-            if name == "trees-h200":
+            if name == "trees":
                 print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording
             failed.append(f"{name}: {type(e).__name__}: {e}")

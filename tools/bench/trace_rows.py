@@ -73,9 +73,9 @@ def sources() -> str:
 
 def attention(load: Load) -> str:
     """Ours in TFLOP/s, and each peer's time over ours."""
-    results = load("traces-h200")["results"]
+    results = load("traces")["results"]
     with contextlib.suppress(FileNotFoundError):
-        results = results + load("traces-h200-flex")["results"]
+        results = results + load("traces-flex")["results"]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for result in results:
         sides = found.setdefault((result["workload"]["name"], result["direction"]), {})
