@@ -73,7 +73,7 @@ def select(
     Args:
         shapes: head dims and GQA ratios.
         dtypes: "bf16", "fp16".
-        directions: of DIRECTIONS. Backwards have the kernels of both kinds of layouts, whose rows see few keys or many.
+        directions: of DIRECTIONS. Backwards have the kernels of both kinds of layouts, of short segments and of others.
         gradients: of codegen.spec.GRADIENTS, the gradients that backwards compute.
         deterministic: also the kernels of deterministic backwards.
         trees: also the forward's kernels for layouts deeper than two levels (the backward's kernels serve any layout).

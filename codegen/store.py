@@ -124,9 +124,19 @@ def fill(specs: list[KernelSpec], folder: Path, jobs: int = 1) -> Iterator[tuple
     Raises:
         KernelError: a compile failed, or the folder cannot be written. Compiles under way finish, and no more start.
     """
-    pool = ThreadPoolExecutor(jobs)
+    pool, failed = ThreadPoolExecutor(jobs), threading.Event()
+
+    def make(spec: KernelSpec) -> Path:
+        if failed.is_set():  # a thread may come to the next one before the others are cancelled
+            raise KernelError(f"{spec} was not compiled: one before it failed")
+        try:
+            return add(spec, folder)
+        except BaseException:
+            failed.set()
+            raise
+
     try:
-        futures = [pool.submit(add, spec, folder) for spec in specs]
+        futures = [pool.submit(make, spec) for spec in specs]
         for spec, future in zip(specs, futures, strict=True):
             yield spec, future.result()
     finally:

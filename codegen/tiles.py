@@ -164,10 +164,10 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     512: BackwardTile(tile_m=64, tile_n=64, cluster=1),
     (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
-FEW_KEYS = 2048  # that a row sees, on average
+FEW_KEYS_WALK = 1.03  # query rows that clusters of two walk, over those that CTAs without clusters walk
 FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
-FEW_KEYS_TILES: dict[HeadDims, BackwardTile] = {  # from FEW_KEYS_ROWS on, where rows see FEW_KEYS or fewer: CTAs with
-    # neighbouring keys share fewer of their queries
+FEW_KEYS_TILES: dict[HeadDims, BackwardTile] = {  # from FEW_KEYS_ROWS and FEW_KEYS_WALK on: where segments are short,
+    # fewer rows see the keys of both CTAs of a cluster
     head_dim: replace(BACKWARD_TILES[head_dim], cluster=1)
     for head_dim in (64, 96, 128)
 }
@@ -191,7 +191,8 @@ def backward_tile(
 
     Args:
         features: see codegen.spec.KernelSpec.
-        few_keys: the layout's rows see few keys. Nothing changes with a window or softcapping.
+        few_keys: few rows see the keys of both CTAs of a cluster, as with short segments. Nothing changes with a window
+            or softcapping.
     """
     native = native_key(head_dim, head_dim_v)
     tile = BACKWARD_TILES[native]

@@ -136,14 +136,6 @@ class Segments:
         return begin if self.silent is None else np.minimum(begin + self.silent, np.maximum(end - 1, begin))
 
     @cached_property
-    def mean_visible_keys(self) -> float:
-        """Keys that a row sees, on average over the rows that kernels compute."""
-        begin = np.clip(self.first_query[self.group_of_segment], self.offsets[:-1], self.offsets[1:])
-        rows, hidden = self.offsets[1:] - begin, begin - self.offsets[:-1]
-        pairs = rows * (self.first_position + hidden) + rows * (rows + 1) // 2
-        return float(pairs.sum() / max(rows.sum(), 1))
-
-    @cached_property
     def is_leaf(self) -> npt.NDArray[np.bool_]:
         leaf = np.ones(len(self.parent), bool)
         leaf[self.parent[self.parent >= 0]] = False

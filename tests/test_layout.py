@@ -34,28 +34,12 @@ def test_visibility_is_that_of_the_replicated_sequences(tree):
         expected |= {(rows[i], k) for i in range(first, len(rows)) for k in rows[: i + 1]}
         assert layout.position_ids[offsets[s] : offsets[s + 1]].tolist() == list(range(first, len(rows)))
     assert visible_pairs(layout) == expected
-    assert mean_keys(layout) == pytest.approx(len(expected) / max(layout.num_tokens, 1))
-
-
-def mean_keys(layout: Layout) -> float:
-    return segments_of(layout.offsets, layout.parent).mean_visible_keys
-
-
-def test_mean_keys_are_those_of_rows_that_kernels_compute():
-    layout = Layout.from_lengths([10, 4, 3], [[3, 5], [], [0]])
-    of_responses = [11, 12, 13, 11, 12, 13, 14, 15]
-    assert mean_keys(layout) == pytest.approx((55 + sum(of_responses) + 10 + 6) / 25)
-    assert mean_keys(layout.without_prompt_queries()) == pytest.approx((sum(of_responses) + 4 + 3) / 10)
-    tree = Layout.from_segments([0, 10, 14, 16, 19], [-1, 0, 1, 0])
-    assert mean_keys(tree.without_queries(14)) == pytest.approx((15 + 16 + 11 + 12 + 13) / 5)
-    assert mean_keys(Layout.from_lengths([], [])) == mean_keys(Layout.from_lengths([0], [[0]])) == 0.0
 
 
 def test_rows_of_each_group_that_ask_nothing():
     layout = Layout.from_lengths([10, 0, 3], [[3, 5], [], [0, 2]])
     assert layout.without_queries([11, 0, 0])._segments.first_query.tolist() == [11, 18, 18]
     assert layout.without_queries([0, 0, 4])._segments.first_query.tolist() == [0, 18, 22]
-    assert mean_keys(layout.without_queries([17, 0, 4])) == (15 + 5) / 2
     for rows in ([11, 0], [18, 0, 0], [0, -1, 0]):
         with pytest.raises(ValueError, match=r"expected a number for each group, fewer than \[18, 0, 5\]"):
             layout.without_queries(rows)

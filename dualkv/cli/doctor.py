@@ -45,7 +45,7 @@ class Runs:
 @dataclass(frozen=True)
 class Ready:
     """Kernels of a dtype and a native pair of head dims that are compiled: the forward's by GQA ratio, and whole
-    backwards, of layouts whose rows see few keys and of others."""
+    backwards, of layouts with short segments and of others."""
 
     dtype: str
     head_dim: int

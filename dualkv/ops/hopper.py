@@ -14,7 +14,7 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec, joined
 from codegen.store import Kernel
-from codegen.tiles import FEW_KEYS, FEW_KEYS_ROWS, BackwardTile, ForwardTile
+from codegen.tiles import FEW_KEYS_ROWS, FEW_KEYS_WALK, BackwardTile, ForwardTile, backward_tile
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
 from dualkv.layout import Segments
 from dualkv.ops.plan import backward as plan_backward
@@ -48,9 +48,16 @@ def device_unsupported(device: torch.device) -> str | None:
 
 
 def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
-    """Whether the backward of a call takes the tile of layouts whose rows see few keys: it needs enough of them."""
-    filled = segments.total * kv_heads >= FEW_KEYS_ROWS
-    return window is None and filled and segments.mean_visible_keys <= FEW_KEYS
+    """Whether the backward of a call takes CTAs without clusters: enough rows, and keys that clusters would walk too
+    many of them for."""
+    if window is not None or segments.total * kv_heads < FEW_KEYS_ROWS:
+        return False
+
+    def gains() -> bool:
+        of_two, alone = (backward_tile(128, few_keys=few) for few in (False, True))  # other head dims have as many keys
+        return plan_backward.rows_walked(segments, of_two) >= FEW_KEYS_WALK * plan_backward.rows_walked(segments, alone)
+
+    return segments.cached("few_keys", gains)
 
 
 # ---------------------------------------------------------------- plans on a device

@@ -13,7 +13,7 @@ the forward of trees at a narrow and a wide head dim.
 
 Of the backward SPECS has every head dim's main kernel, with deterministic sums at a narrow and a wide one; of the small
 kernels around it those of one head dim for each order of dQ and statistics (64, 128, 192), and of 192 with values of
-128; one main kernel in fp16; and the kernels of layouts whose rows see few keys. Of parts of the gradients, those that
+128; one main kernel in fp16; and the kernels of layouts of short segments. Of parts of the gradients, those that
 are recorded at the head dim that training meets most and at a wide one, and each of the others, which are not recorded,
 at one of the two. Of windows, sinks and softcapping, at two head dims and but for deterministic sums, the kernels whose
 features no other one has with more.

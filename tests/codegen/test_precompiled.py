@@ -270,4 +270,4 @@ def test_fill_stops_at_a_failure_and_begins_no_more(monkeypatch, compiles, tmp_p
     specs = [forward_spec("bf16", 128, h) for h in range(1, 17)]
     with pytest.raises(KernelError, match="compiling failed: no"):
         list(store.fill(specs, tmp_path / "f", 1))
-    assert len(begun) < 4
+    assert len(begun) == 1

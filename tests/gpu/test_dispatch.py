@@ -142,16 +142,16 @@ def test_nothing_compiles_or_loads_when_the_batch_changes(only_the_kernel):
 
 
 def test_nothing_compiles_or_loads_when_batches_of_few_and_many_keys_take_turns(only_the_kernel, monkeypatch):
-    monkeypatch.setattr(hopper, "FEW_KEYS", 100)
+    monkeypatch.setattr(hopper, "FEW_KEYS_WALK", 1.3)
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2)
     seen = []
-    for prompt, response in ((300, 20), (30, 20), (500, 77), (50, 77), (1, 30), (400, 1)):
+    for prompt, response in ((300, 20), (500, 77), (30, 20), (400, 1), (600, 30), (50, 77)):
         layout = Layout.from_lengths([prompt, 5], [[response] * 3, [7]])
         q, k, v = inputs(layout)
         dout = torch.randn_like(q)
         check_grads(grads(q, k, v, dout, layout), q, k, v, dout, layout)
         seen.append((hopper.few_keys(layout._segments, 2, None), dict(store.counts), dict(store._loaded)))
-    assert [few for few, *_ in seen] == [False, True] * 2 + [True, False]
+    assert [few for few, *_ in seen] == [True, False] * 2 + [False, True]
     assert all(after[1:] == seen[1][1:] for after in seen[2:])
 
 

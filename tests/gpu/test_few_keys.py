@@ -1,9 +1,8 @@
-"""The backward's tiles of layouts whose rows see few keys, here of all layouts: the tests of other files, on them."""
+"""The backward's CTAs without clusters, here for all layouts: the tests of other files, on them."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -41,9 +40,9 @@ def kernels(compile_all):
 
 @pytest.fixture(autouse=True)
 def few_keys(monkeypatch):
-    """All layouts are taken for large ones whose rows see few keys."""
+    """All layouts are taken for ones that are large enough, and walked less without clusters."""
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
-    monkeypatch.setattr(hopper, "FEW_KEYS", math.inf)
+    monkeypatch.setattr(hopper, "FEW_KEYS_WALK", 0)
     found, made = [], hopper._backward_kernels
 
     def noting(*arguments):

@@ -12,8 +12,10 @@ import dualkv
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
+from dualkv.bench.workloads import parse
 from dualkv.context_plan import part_of, shares
 from dualkv.ops import hopper
+from dualkv.ops.plan import backward as plan_backward
 from tests import oracle
 from tests.gpu import test_backward as bwd
 from tests.gpu import test_forward as fwd
@@ -179,6 +181,29 @@ def test_parts_of_the_gradients(gradients):
             assert torch.equal(a, b)
         else:
             assert a.shape == (0,)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_orders_and_tiles_of_a_large_tree_agree(monkeypatch, head_dim):
+    """Gradients of 122,000 rows: items by their queries or from the last block on, in clusters or without."""
+    layout = parse("trace-branched-0").layout("cuda")
+    q, dout = (torch.randn(layout.num_tokens, 8, head_dim, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(layout.num_tokens, 8, head_dim, device="cuda", dtype=BF16) for _ in range(2))
+    tiles, first = set(), None
+    for walk, gain in ((0, np.inf), (np.inf, np.inf), (np.inf, 0), (0, 0)):
+        monkeypatch.setattr(hopper, "FEW_KEYS_WALK", walk)
+        monkeypatch.setattr(plan_backward, "GAIN_OF_TREES", gain)
+        monkeypatch.setattr(plan_backward, "MANY", np.inf)
+        fresh = Layout.from_segments(
+            layout.offsets.tolist(), layout.parent.tolist(), device="cuda"
+        )  # its plans are made anew
+        out, lse = dualkv.attention(q, k, v, fresh, return_lse=True)
+        got = hopper.backward(dout, q, k, v, out, lse, fresh._segments, head_dim**-0.5, False)[:3]
+        tiles.add(hopper.few_keys(fresh._segments, 8, None))
+        first = first or got
+        for x, y in zip(got, first, strict=True):
+            assert (x.float() - y.float()).norm() < 1e-2 * y.float().norm()
+    assert tiles == {False, True}
 
 
 def test_two_levels_as_a_tree():

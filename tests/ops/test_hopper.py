@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from codegen.tiles import FEW_KEYS, FEW_KEYS_ROWS
+from codegen.tiles import FEW_KEYS_ROWS, FEW_KEYS_WALK
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
@@ -196,8 +196,10 @@ def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head
         (([600] * 2, [[400] * 8] * 2), 8, False),  # few rows
         (([600] * 64, [[400] * 8] * 64), 1, True),
         (([600] * 32, [[400] * 8] * 32), 1, False),
-        (([2400] * 8, [[1600] * 8] * 8), 8, False),  # many keys
-        (([100] * 4, [[8000]] * 4), 8, False),
+        (([2400] * 8, [[1600] * 8] * 8), 8, True),
+        (([100] * 4, [[8000]] * 4), 8, True),
+        (([4096] * 4, [[2048] * 8] * 4), 8, False),  # long prompts
+        (([8192], [[2048] * 32]), 8, False),
     ],
 )
 def test_layouts_whose_rows_see_few_keys(lengths, kv_heads, few):
@@ -211,12 +213,16 @@ def test_where_few_keys_begin_and_end():
     for rows in (FEW_KEYS_ROWS // 8 - 1, FEW_KEYS_ROWS // 8):
         seg = segments(Layout.from_lengths([1] * rows, [[]] * rows))
         assert hopper.few_keys(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
-    for longest in (2 * FEW_KEYS - 1, 2 * FEW_KEYS):  # a row of n sees (n + 1) / 2
-        seg = segments(Layout.from_lengths([longest] * 64, [[]] * 64))
-        assert hopper.few_keys(seg, 8, None) == (longest < 2 * FEW_KEYS)
-    for root in (300, 3000):
-        tree = Layout.from_segments(*binary_tree(10, root, 10))
-        assert hopper.few_keys(segments(tree), 8, None) == (root == 300)
+    found = []
+    for length in range(1280, 8000, 1280):  # blocks of 80 rows begin with the segment
+        of_two, alone = (sum(-(-(length - key) // 80) for key in range(0, length, keys)) for keys in (256, 128))
+        seg = segments(Layout.from_lengths([length] * 64, [[]] * 64))
+        assert hopper.few_keys(seg, 8, None) == (2 * of_two >= FEW_KEYS_WALK * alone)
+        found.append(hopper.few_keys(seg, 8, None))
+    assert set(found) == {False, True}
+    for leaves, few in ((10, True), (1000, False)):
+        tree = Layout.from_segments(*binary_tree(5, 3000, leaves))
+        assert hopper.few_keys(segments(tree), 64, None) == few
 
 
 @pytest.mark.parametrize("gradients", ["qkv", "q", "kv"])
@@ -225,7 +231,7 @@ def test_where_few_keys_begin_and_end():
 def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, head_dim, deterministic, gradients):
     """Of every kernel of the call and of its plan. Each kind of layouts loads its kernels once."""
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
-    monkeypatch.setattr(hopper, "FEW_KEYS", 200)
+    monkeypatch.setattr(hopper, "FEW_KEYS_WALK", 1.16)
     for prompt, responses, few in [
         (100, [77], False),
         (200, [50] * 4, True),

@@ -104,7 +104,7 @@ def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
 
 
 def earlier_specs(folder: Path) -> Callable[..., BackwardSpecs]:
-    """`backward_specs` as the earlier kernels have it: without a tile for rows that see few keys, if none has it."""
+    """`backward_specs` as the earlier kernels have it: without a tile for short segments, if none has it."""
     known, todays = set(kernels_in(folder)), cast(Callable[..., BackwardSpecs], backward_specs)
 
     def specs(*given: Any, few_keys: bool) -> BackwardSpecs:

@@ -181,7 +181,7 @@ def main(
         groups: Workload = parse(workload)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    FEW_KEYS_TILES.clear()  # in this process: workloads whose rows see few keys take the candidates too
+    FEW_KEYS_TILES.clear()  # in this process: workloads of short segments take the candidates too
     record, filed_results = Record(json_to), list[dict[str, Any]]()
     for d in dims:
         try:

@@ -36,8 +36,8 @@ class Job:
         workload: groups, heads, head dim and dtype.
         direction: of DIRECTIONS.
         deterministic: of the backward.
-        tile: fields of the direction's tile configuration that differ from the table's, for a tuner. Layouts whose rows
-            see few keys take it too.
+        tile: fields of the direction's tile configuration that differ from the table's, for a tuner. Layouts of
+            short segments take it too.
     """
 
     workload: Workload

@@ -38,6 +38,7 @@ MAX_SHARE = 3  # no piece is longer than a cluster's share of all work divided b
 SHORTEST_PIECE = 16  # ... and no piece is cut shorter than this: steps (a query block of one head)
 FEW = 16  # items a cluster: fewer may start longest first, whichever queries they read ...
 GAIN = 1.02  # ... if by their lengths they are done earlier by this factor: reading the same queries is worth as much
+GAIN_OF_TREES = 1.03  # ... and this much in trees
 FINER = 3  # of so few items, pieces of a third of the usual length are tried too
 MANY = 64  # items a cluster: with so many, all clusters finish at about the same time in any order
 WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ
@@ -116,12 +117,13 @@ def backward_work(
         return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, chosen.wave), kv_heads)
 
     prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
-    if tile.heads_inside and not trees and not chosen.few and prompt_items.max() <= clusters:
+    if tile.heads_inside and not chosen.few and prompt_items.max() <= clusters:
         pieces = cut(keys, chosen.first)
-        order = by_queries(pieces, kv_heads, clusters)
+        order = by_queries(pieces, kv_heads, clusters, trees)
         blocks = lengths_in(order, pieces)
         shortest_span = (blocks + PIECE_OVERHEAD).sum() / clusters
-        if len(order) >= MANY * clusters or _span(blocks, clusters) < GAIN * shortest_span:
+        gain = GAIN_OF_TREES if trees else GAIN
+        if len(order) >= MANY * clusters or _span(blocks, clusters) < gain * shortest_span:
             return work_tables(keys, pieces, order, kv_heads)
     return work_tables(keys, *in_order(keys, chosen, kv_heads, trees), kv_heads)
 
@@ -215,6 +217,11 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
             full, visible_end_over(np.minimum, segments, safe, safe + full * (tile.tile_n - 1) + 1), 0
         )
     return KeyItems(key, key_end, group, run, is_response, block_begin, block_end, previous, unmasked_end)
+
+
+def rows_walked(segments: Segments, tile: BackwardTile) -> int:
+    """Query rows that the CTAs of a tile walk for one head, each for its own keys."""
+    return int(_key_items(segments, tile, False).blocks.sum()) * tile.cluster * tile.tile_m
 
 
 def cut(keys: KeyItems, length: IntArray) -> Pieces:

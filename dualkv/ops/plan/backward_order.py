@@ -3,8 +3,8 @@
 | policy | for |
 |---|---|
 | `in_key_order` | deterministic sums of dQ |
-| `in_tree_order` | trees of more than two levels |
-| `by_queries` | prompts with responses and many items: items that read the same queries run at the same time |
+| `by_queries` | many items: those that read the same queries run at the same time |
+| `in_tree_order` | trees of more than two levels otherwise |
 | `in_waves` | prompts with responses otherwise |
 | `longest_first` | few items, where the order above leaves clusters idle at the end |
 
@@ -112,13 +112,13 @@ def in_tree_order(pieces: Pieces, kv_heads: int, wave: int | None) -> IntArray:
     return _over_heads(np.lexsort((second, first)), pieces, [first, second], kv_heads, wave)
 
 
-def by_queries(pieces: Pieces, kv_heads: int, clusters: int) -> IntArray:
+def by_queries(pieces: Pieces, kv_heads: int, clusters: int, trees: bool = False) -> IntArray:
     """Pieces that read the same queries and add to the same rows of dQ run at the same time.
 
     Such pieces belong to one group and KV head, and walk from the last block to the first. The pieces of the prompt
     start together; every other one starts when the prompt's have come to the block where it ends. A group and KV head
     starts when the one before is done, the longest group first. A long prompt starts early enough not to end after
-    everything else.
+    everything else. In trees every piece does: their branches may be as long.
     """
     number = np.argsort(pieces.number, kind="stable")
     group, end, blocks = pieces.group[number], pieces.end[number], pieces.blocks[number]
@@ -129,9 +129,13 @@ def by_queries(pieces: Pieces, kv_heads: int, clusters: int) -> IntArray:
     order = np.argsort(-longest, kind="stable")
     start = np.empty_like(load)
     start[order] = (np.cumsum(load[order]) - load[order]) * kv_heads
-    latest = np.maximum(load.sum() * kv_heads - longest, 0)
-    starts = np.minimum(start + load * np.arange(kv_heads)[:, None], latest)  # [Hk, groups]
-    found = np.argsort((starts[:, group] + (last[group] - end) % np.maximum(longest, 1)[group]).ravel(), kind="stable")
+    all_done = load.sum() * kv_heads
+    starts = np.minimum(start + load * np.arange(kv_heads)[:, None], np.maximum(all_done - longest, 0))  # [Hk, groups]
+    walked = (last[group] - end) % np.maximum(longest, 1)[group]  # by the prompt's pieces, before this one starts
+    at = starts[:, group] + walked
+    if trees:
+        at = np.minimum(at, all_done - blocks - PIECE_OVERHEAD)
+    found = np.argsort(at.ravel(), kind="stable")
     kv_head = found // max(len(number), 1)
     return number[found - kv_head * len(number)] + kv_head * len(number)
 

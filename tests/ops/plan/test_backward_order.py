@@ -47,6 +47,7 @@ POLICIES = {
     "in_key_order": lambda p, kv_heads, wave: in_key_order(p, p.item % 3, kv_heads, wave),
     "in_tree_order": in_tree_order,
     "by_queries": lambda p, kv_heads, _: by_queries(p, kv_heads, 4),
+    "by_queries of trees": lambda p, kv_heads, _: by_queries(p, kv_heads, 4, trees=True),
     "in_waves": in_waves,
     "longest_first": lambda p, kv_heads, wave: longest_first(in_waves(p, kv_heads, wave), p),
 }
@@ -135,6 +136,13 @@ def test_by_queries_a_long_prompt_starts_early_enough_to_end_with_the_rest():
     load = (pieces.blocks + PIECE_OVERHEAD).sum() / 40
     assert 2 * load < 100
     assert order[:2].tolist() == [0, 61], "both KV heads' long items, at once"
+
+
+def test_by_queries_a_long_branch_of_a_tree_starts_early_enough_too():
+    """A branch of 60 blocks ends where the root's item comes late."""
+    pieces = pieces_of((0, 0, 0, 100, 1), *[(0, 1, 63, 75, 1)] * 60, (0, 2, 10, 70, 1))
+    late, early = (by_queries(pieces, 1, 12, trees).tolist().index(61) for trees in (False, True))
+    assert (late, early) == (61, 1)
 
 
 def test_by_queries_first_pieces_of_split_ranges_come_before_second_ones():
