@@ -50,7 +50,7 @@ _RANDOM = [f"random-1-{i}" for i in range(40)]
 _TRACES = [
     "trace-branched-0", MAIN, "trace-swe-dropped-0-n4-t16", "trace-tau2-0", "trace-treepo-2", "trace-search-0-n40",
 ]  # fmt: skip
-_TREE_PEERS = _options("-s", ["dualkv", "cudnn-intervals", "fa4-prompt-copied", "fa4-replicated"])
+_TREE_PEERS = _options("-s", ["dualkv", "cudnn-intervals", "fa4-prompt-copied"])
 _TWO = _options("-s", ["dualkv", "fa4-3-calls"])
 _PEERS = _options("-s", ["dualkv", *tables.WINDOW_PEERS])
 _CUDNN = _options("-s", ["dualkv", "cudnn-intervals"])
@@ -81,7 +81,8 @@ RECORDS = {
     "random-backward": f"-d bwd {_TWO} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "trees-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees": f"-d fwd,bwd -s dualkv -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
-    "traces": f"-d fwd,bwd {_TREE_PEERS} {_FEATURE_TURNS} {_options('-w', _TRACES)}",
+    "traces": f"-d fwd,bwd {_TREE_PEERS} -s fa4-replicated {_FEATURE_TURNS} {_options('-w', _TRACES)}",
+    "traces-backward": f"-d bwd {_TREE_PEERS} {_FEATURE_TURNS} {_options('-w', _TRACES)}",
     "traces-flex": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} -w {_TRACES[0]}",
     "windows": f"-d fwd,bwd {_PEERS} {_FEATURE_TURNS} {_options('-w', _WINDOWS)}",
     "values": f"-d fwd,bwd {_VALUES_PEERS} {_FEATURE_TURNS} {_options('-w', _VALUES)}",

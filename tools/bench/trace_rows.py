@@ -27,6 +27,7 @@ WAYS = {
     "planned": "by the rule",
     "walked": "walked",
 }
+ATTENTION = "traces-backward", "traces", "traces-flex"  # records: the first with a figure counts
 UPDATES = "trees-updates-h200", "trees-updates-h200-low", "trees-updates-h200-more"  # records: parts of one run
 TWO_LEVELS = "n32-p8192-r2048"
 Load = Callable[[str], dict[str, Any]]
@@ -72,31 +73,31 @@ def sources() -> str:
 
 
 def attention(load: Load) -> str:
-    """Ours in TFLOP/s, and each peer's time over ours."""
-    results = load("traces")["results"]
-    with contextlib.suppress(FileNotFoundError):
-        results = results + load("traces-flex")["results"]
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for result in results:
-        sides = found.setdefault((result["workload"]["name"], result["direction"]), {})
-        sides |= {name: side for name, side in result["sides"].items() if name not in sides}
-    rates = {key: sides["dualkv"].get("sustained_tflops") for key, sides in found.items()}
+    """Ours in TFLOP/s, and each peer's time over ours in the same run."""
+    ours: dict[tuple[str, str], dict[str, Any]] = {}
+    peers: dict[tuple[str, str], dict[str, str]] = {}
+    for record in ATTENTION:
+        with contextlib.suppress(FileNotFoundError):
+            for result in load(record)["results"]:
+                key, mine = (result["workload"]["name"], result["direction"]), result["sides"]["dualkv"]
+                if "sustained_ms" in mine:
+                    ours.setdefault(key, mine)
+                    times = {peer: _times(side, mine["sustained_ms"]) for peer, side in result["sides"].items()}
+                    peers[key] = times | peers.get(key, {})
     rows = []
-    for (name, direction), sides in found.items():
-        ours, two_levels = sides["dualkv"], rates.get((TWO_LEVELS, direction))
-        if "sustained_ms" not in ours:
-            continue
-        rows.append([f"{name}, {direction}", f"{ours['sustained_ms']:.2f} ms ({ours['sustained_tflops']:.0f})"])
-        rows[-1].append(f"{ours['sustained_tflops'] / two_levels:.2f}" if two_levels else "not measured")
-        rows[-1] += [_times(sides.get(peer), ours["sustained_ms"]) for peer in PEERS]
+    traces = list(dict.fromkeys(name for name, _ in ours))
+    for name, direction in sorted(ours, key=lambda key: (traces.index(key[0]), key[1] != "fwd")):
+        mine, two_levels = ours[name, direction], ours.get((TWO_LEVELS, direction))
+        rate = mine["sustained_tflops"]
+        rows.append([f"{name}, {direction}", f"{mine['sustained_ms']:.2f} ms ({rate:.0f})"])
+        rows[-1].append(f"{rate / two_levels['sustained_tflops']:.2f}" if two_levels else "not measured")
+        rows[-1] += [peers[name, direction].get(peer, "not measured") for peer in PEERS]
     return markdown_table(
         ["trace, direction", "DualKV (TFLOP/s)", f"of its rate on `{TWO_LEVELS}`", *PEERS.values()], rows
     )
 
 
-def _times(side: dict[str, Any] | None, ours: float) -> str:
-    if side is None:
-        return "not measured"
+def _times(side: dict[str, Any], ours: float) -> str:
     if "sustained_ms" not in side:
         return "failed"
     apart = [f" + {part} {f['cold_ms']:.1f} ms" for part, f in side.get("parts", {}).items() if not f["in_total"]]
