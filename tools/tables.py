@@ -166,8 +166,10 @@ def speeds() -> str:
     """The kernels against the peer, from the slowest workload of each record to the fastest."""
 
     def span(name: str, figure: Callable[[dict[str, Any]], float], form: str) -> str:
-        figures = [figure(result) for result in _measured(_load(name)["results"])]
-        return f"{min(figures):{form}} to {max(figures):{form}}"
+        run = _load(name)
+        figures = [figure(result) for result in _measured(run["results"])]
+        card = "" if _card(run) == CARD else f" ({_card(run).split()[1]})"
+        return f"{min(figures):{form}} to {max(figures):{form}}{card}"
 
     dims = sorted({result["workload"]["head_dim"] for result in _load("forward-head-dims")["results"]})
     rows = [
@@ -179,7 +181,11 @@ def speeds() -> str:
             ("40 random shapes: times as fast", "random-{}", _ratio, ".2f"),
         )
     ]
-    return markdown_table(["attention on an H200", "forward", "backward"], rows)
+    return markdown_table(["attention on an H200, or on the card that is named", "forward", "backward"], rows)
+
+
+def _card(run: dict[str, Any]) -> str:
+    return str(run.get("gpu", {}).get("name", CARD))
 
 
 def _rate(result: dict[str, Any]) -> float:
@@ -193,9 +199,8 @@ def _speed(side: dict[str, Any]) -> str:
 def _recorded(run: dict[str, Any], part: str = "") -> str:
     """A line on when and how a table, or a `part` of it, was made, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
-    card = run.get("gpu", {}).get("name", CARD)
-    if card != CARD:
-        turns = f"{card}, {turns}"
+    if _card(run) != CARD:
+        turns = f"{_card(run)}, {turns}"
     said = f"\n\n{part}Recorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
     done, asked = len(run["results"]), run.get("asked", len(run["results"]))
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
