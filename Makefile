@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 
-.PHONY: help demo test test-verl test-trl test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test pytest test-verl test-trl test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
@@ -60,7 +60,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/dualkv demo $(ARGS)
 
-test: lint
+# Side by side: mypy takes one core for most of a minute.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-verl: .venv-verl/.installed

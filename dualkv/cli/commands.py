@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import dualkv
 from codegen import KernelError
+from dualkv.cli.output import check_folder, check_plot, console_of, tracked, wide_enough, write_json
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 app = typer.Typer(
@@ -51,7 +48,6 @@ def options(
 EXTRAS = {"transformers": "transformers", "matplotlib": "bench"}  # which extra brings a package that may be missing
 
 INTERRUPTED = 130  # 128 + SIGINT
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 DEFAULT = DemoSettings()
 SETTINGS = {field.name for field in dataclasses.fields(DemoSettings)}
 
@@ -144,9 +140,9 @@ def demo(
     """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
     Rollouts of several turns are packed a third way too, as trees."""
     settings = DemoSettings.given(**{name: value for name, value in locals().items() if name in SETTINGS})
-    console = _console(json_to)
+    console = console_of(json_to)
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     with tracked(console) as track:
@@ -159,7 +155,7 @@ def demo(
     if plot is not None:
         report.plot(result, plot)
         console.print(f"plot: {plot}")
-    _write_json(result.as_dict(), json_to)
+    write_json(result.as_dict(), json_to)
     if result.exact is False:
         raise typer.Exit(1)
 
@@ -187,7 +183,7 @@ def doctor(
     """What this machine has: GPUs, driver, packages, kernels, what runs where and why, what to do about the missing."""
     from dualkv.cli.doctor import examine
 
-    console = _console(json_to)
+    console = console_of(json_to)
     if model is not None and check:
         raise ValueError("--check is of this machine and --model of a model, expected one of them")
     if model is not None:
@@ -218,7 +214,7 @@ def doctor(
     console.print(found.lookup, markup=False, highlight=False)
     for sentence in found.advice:
         console.print(f"- {sentence}", markup=False)
-    _write_json(found.as_dict(), json_to)
+    write_json(found.as_dict(), json_to)
     if not found.healthy:
         raise typer.Exit(1)
 
@@ -231,7 +227,7 @@ def _doctor_model(model: str, console: Console, json_to: str | None) -> None:
     sentences = [f"{model} ({found.architecture}) {says}", *found.layers, *found.refusals, *found.notes]
     for i, sentence in enumerate(sentences):
         console.print(f"- {sentence}" if i else sentence, markup=False, highlight=False, soft_wrap=True)
-    _write_json(found.as_dict(), json_to)
+    write_json(found.as_dict(), json_to)
     if not found.runs:
         raise typer.Exit(1)
 
@@ -254,7 +250,7 @@ def _doctor_check(console: Console, json_to: str | None) -> None:
         figures = [line.worst, line.forward_ms, line.backward_ms]
         table.add_row(line.case, line.backend, *("-" if x is None else f"{x:.3g}" for x in figures), line.says)
     console.print(table)
-    _write_json({**environment(None), "gpu": torch.cuda.get_device_name(device), "capability": capability,
+    write_json({**environment(None), "gpu": torch.cuda.get_device_name(device), "capability": capability,
                  "lines": [dataclasses.asdict(line) for line in lines]}, json_to)  # fmt: skip
     if any(line.wrong for line in lines):
         raise typer.Exit(1)
@@ -309,23 +305,23 @@ def bench(
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
     workloads = [w.with_shape(**shape) for w in groups]
     directions, sides = command.directions(direction), command.sides(side)
-    console = _console(json_to)
+    console = console_of(json_to)
     if listing:
         console.print(command.listing(workloads))
         return
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     if markdown is not None:
-        _check_folder(markdown)
+        check_folder(markdown)
     command.check_gpu()
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
         for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, track):
             console.print(show.table(report["results"][-1]))
             if json_to != "-":
-                _write_json(report, json_to)  # after each result: what is done is not lost with what fails
+                write_json(report, json_to)  # after each result: what is done is not lost with what fails
     if json_to == "-":
-        _write_json(report, json_to)
+        write_json(report, json_to)
     if markdown is not None:
         markdown.write_text(show.markdown(report), encoding="utf-8")
     if plot is not None:
@@ -365,7 +361,7 @@ def trees(
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
-    console = _console(json_to)
+    console = console_of(json_to)
     if sources:
         console.print(saved.sources())
         return
@@ -377,7 +373,7 @@ def trees(
     for summary in summaries:
         for sentence in (summary.verdict, *summary.breaks):
             console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
-    _write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
+    write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 
 
 @app.command()
@@ -428,7 +424,7 @@ def precompile(
     from codegen import spec
     from dualkv.cli import precompile as kernels
 
-    console = _console(json_to)
+    console = console_of(json_to)
     if features and not head_dims:
         raise ValueError(f"--features is {features!r} without --head-dims, expected both: models say theirs themselves")
     if tp is not None and not models:
@@ -449,7 +445,7 @@ def precompile(
         found = kernels.check(check, specs)
         for sentence in kernels.described(found):
             console.print(sentence, markup=False, highlight=False)
-        _write_json(dataclasses.asdict(found), json_to)
+        write_json(dataclasses.asdict(found), json_to)
         if found.problems:
             raise typer.Exit(1)
         return
@@ -462,7 +458,7 @@ def precompile(
         table.add_row(*row)
     console.print(table)
     console.print(kernels.summary(result), markup=False, highlight=False)
-    _write_json(result.as_dict(), json_to)
+    write_json(result.as_dict(), json_to)
 
 
 @toolchain_app.command("install")
@@ -471,7 +467,7 @@ def toolchain_install(debug: DebugOption = False) -> None:
     from codegen import toolchain
 
     there = toolchain.found()
-    console = Console()
+    console = wide_enough(Console())
     if there is not None:
         console.print(f"nothing to install: {there} compiles kernels", markup=False, highlight=False, soft_wrap=True)
         return
@@ -481,36 +477,6 @@ def toolchain_install(debug: DebugOption = False) -> None:
 
 
 # ---------------------------------------------------------------------- output
-def _console(json_to: str | None) -> Console:
-    """Standard output, unless the JSON goes there; its folder is there."""
-    if json_to not in (None, "-"):
-        _check_folder(Path(str(json_to)))
-    return Console(stderr=json_to == "-")
-
-
-@contextmanager
-def tracked(console: Console) -> Iterator[Any]:
-    """Progress bars of loops, one line at a time; on a terminal alone, and only while something runs."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Elsewhere a progress bar would leave an empty line before what follows it.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
-        task = progress.add_task("loading the model", total=None)
-
-        def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
-            progress.reset(task, description=what, total=total)
-            for item in items:
-                yield item
-                progress.advance(task)
-
-        yield track
-
-
 def _commas(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -530,30 +496,6 @@ def _head_dims(text: str) -> list[int | tuple[int, int]]:
             raise ValueError(f"--head-dims is {text!r}, expected integers by commas, or pairs such as 192/128")
         found.append(int(word) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1])))
     return found
-
-
-def _check_folder(path: Path) -> None:
-    """Fails before the work, not behind it."""
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.resolve().parent} to write it to")
-
-
-def _check_plot(path: Path) -> None:
-    import matplotlib  # noqa: F401  (missing: fails before the work)
-
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"{path}: a plot is written as {', '.join(PLOT_SUFFIXES)}, by the file's name")
-    _check_folder(path)
-
-
-def _write_json(result: dict[str, Any], json_to: str | None) -> None:
-    if json_to is None:
-        return
-    text = json.dumps(result, indent=2)
-    if json_to == "-":
-        print(text)
-    else:
-        Path(json_to).write_text(text + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- failures

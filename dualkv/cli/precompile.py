@@ -315,7 +315,7 @@ def precompile(
         jobs: compiles at a time, each a process.
         code: of codegen.precompiled.CODE, written to `folder/code` for reading.
         wheel: a folder to write a wheel of these kernels to.
-        track: shows progress; see `dualkv.cli.commands.tracked`.
+        track: shows progress; see `dualkv.cli.output.tracked`.
 
     Raises:
         ValueError: fewer jobs than 1.

@@ -18,7 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
-from dualkv.cli.commands import tracked
+from dualkv.cli.output import tracked
 from dualkv.data.rollouts import ByteTokenizer, topic_prompts
 from dualkv.demo.report import render
 from dualkv.demo.run import run_demo

@@ -1,0 +1,77 @@
+"""Where the output of a command goes: tables, progress, JSON, plots."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+WIDE = 200  # columns of a table that no terminal shows: a file or another program
+
+
+def console_of(json_to: str | None) -> Console:
+    """Standard output, unless the JSON goes there; its folder is there."""
+    if json_to not in (None, "-"):
+        check_folder(Path(str(json_to)))
+    return wide_enough(Console(stderr=json_to == "-"))
+
+
+def wide_enough(console: Console) -> Console:
+    """The console; where no terminal shows it and nobody says how wide it is, tables do not break words."""
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDE
+    return console
+
+
+@contextmanager
+def tracked(console: Console) -> Iterator[Any]:
+    """Progress bars of loops, one line at a time; on a terminal alone, and only while something runs."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Elsewhere a progress bar would leave an empty line before what follows it.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
+        task = progress.add_task("loading the model", total=None)
+
+        def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
+            progress.reset(task, description=what, total=total)
+            for item in items:
+                yield item
+                progress.advance(task)
+
+        yield track
+
+
+def check_folder(path: Path) -> None:
+    """Fails before the work, not behind it."""
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.resolve().parent} to write it to")
+
+
+def check_plot(path: Path) -> None:
+    import matplotlib  # noqa: F401  (missing: fails before the work)
+
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"{path}: a plot is written as {', '.join(PLOT_SUFFIXES)}, by the file's name")
+    check_folder(path)
+
+
+def write_json(result: dict[str, Any], json_to: str | None) -> None:
+    if json_to is None:
+        return
+    text = json.dumps(result, indent=2)
+    if json_to == "-":
+        print(text)
+    else:
+        Path(json_to).write_text(text + "\n", encoding="utf-8")
