@@ -154,6 +154,8 @@ def _heads(config: dict[str, Any], where: str) -> Heads:
     if config.get("kv_lora_rank") is not None:  # latent attention: every query head has keys and values of its own
         parts: list[Any] = [config.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
         head_dim, kv_heads = sum(parts) if all(type(part) is int for part in parts) else None, heads
+    elif config.get("attention_head_dim") is not None:  # Zamba 2, whose kv_channels are something else
+        head_dim = config["attention_head_dim"]
     elif config.get("kv_channels") is not None:  # JetMoe: each expert of queries has as many heads as there are of keys
         heads, head_dim = kv_heads, config["kv_channels"]
     elif head_dim is None and isinstance(heads, int) and heads > 0 and isinstance(width, int):

@@ -146,7 +146,17 @@ def test_values_of_another_head_dim(tmp_path, kind, heads):
 
 
 ZOO = json.loads((Path(__file__).parents[2] / "docs" / "results" / "zoo.json").read_text())["types"]["rows"]
-SAMPLE = ("gpt_oss", "hy_v4", "mimo_v2_flash", "dots3_note_text", "gemma2", "gemma4_text", "gpt_bigcode", "llama4_text")
+SAMPLE = (
+    "gpt_oss",
+    "hy_v4",
+    "mimo_v2_flash",
+    "dots3_note_text",
+    "gemma2",
+    "gemma4_text",
+    "gpt_bigcode",
+    "llama4_text",
+    "zamba2",
+)
 
 
 def calls(monkeypatch, kind):
