@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import dualkv.demo.run
-from dualkv.cli import commands, doctor
+from dualkv.cli import commands, doctor, output
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
@@ -48,6 +49,14 @@ def test_demo_of_several_turns(run: Run, tmp_path: Path) -> None:
         assert text in " ".join(out.split())
     assert set(json.loads((tmp_path / "x").read_text())["updates"]) == {"packed", "tree"}
     assert "tree" in plot.read_text()
+
+
+def test_tables_are_wide_where_no_terminal_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert output.console_of(None).width == output.WIDE
+    assert output.wide_enough(Console(force_terminal=True, width=77)).width == 77
+    monkeypatch.setenv("COLUMNS", "90")
+    assert output.console_of(None).width == 90
 
 
 def test_json_has_standard_output_to_itself(run: Run) -> None:
