@@ -125,11 +125,6 @@ class Trace:
     rollout: tuple[int, ...]
 
     @cached_property
-    def lens(self) -> list[int]:
-        """Tokens of each sequence."""
-        return [sum(piece.tokens for piece in sequence) for sequence in self.sequences]
-
-    @cached_property
     def tree(self) -> PrefixTree:
         """The tree of the pieces' token lengths, without tokens."""
         numbers = [np.array([piece.number for piece in sequence]) for sequence in self.sequences]

@@ -452,7 +452,7 @@ def precompile(
     if not specs:
         raise ValueError("nothing to compile: expected --models, --head-dims with --gqa, or --all")
     with tracked(console) as track:
-        result = kernels.precompile(specs, Path(str(out)), jobs or kernels.default_jobs(), _commas(emit), wheel, track)
+        result = kernels.precompile(specs, Path(str(out)), jobs or kernels.usable_cpus(), _commas(emit), wheel, track)
     table = Table(*kernels.COLUMNS)
     for row in kernels.rows(result):
         table.add_row(*row)

@@ -18,6 +18,7 @@ from codegen import KernelError, compile, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
 from dualkv import __version__
+from dualkv.cli.precompile import usable_cpus
 from dualkv.integrations import flash_linear_attention
 from dualkv.ops import backends
 
@@ -125,7 +126,7 @@ def examine() -> Diagnosis:
         dualkv=__version__,
         python=platform.python_version(),
         system=platform.platform(),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=usable_cpus(),
         driver=driver,
         gpus=gpus,
         packages=packages,

@@ -354,7 +354,7 @@ def parts(gradients: list[str]) -> list[str]:
     return list(GRADIENTS) if gradients == ["all"] else gradients
 
 
-def default_jobs() -> int:
+def usable_cpus() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -122,7 +122,7 @@ def main(
         kernels = Path(folder) / "kernels"
         heads = SHAPE["heads"] // SHAPE["kv_heads"]
         specs = precompile.requested(head_dims=[SHAPE["head_dim"]], gqa=[heads])
-        precompile.precompile(specs, kernels, precompile.default_jobs())
+        precompile.precompile(specs, kernels, precompile.usable_cpus())
         kernels.chmod(0o700)  # the same folder is the warm cache
         for turn in range(max(repeat, compiling)):
             for way in WAYS:
