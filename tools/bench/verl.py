@@ -75,11 +75,7 @@ class Engine(StrEnum):
     DUALKV = "dualkv"
 
 
-class Algorithm(StrEnum):
-    GRPO = "grpo"
-    DAPO = "dapo"
-
-
+Algorithm = StrEnum("Algorithm", {"GRPO": "grpo", "DAPO": "dapo"})
 # Beside veRL's defaults, among them the mean over tokens.
 LOSSES: dict[Algorithm, dict[str, Any]] = {
     Algorithm.GRPO: {"use_kl_loss": True, "kl_loss_coef": 0.001},
@@ -332,14 +328,38 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     return data
 
 
-def gradients_on(s: Settings, worker: Any, on_host: bool = False) -> dict[str, torch.Tensor]:
-    """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made."""
+def whole_batch(s: Settings, worker: Any) -> TensorDict:
+    """The rollouts of `s`, as one batch that the worker takes."""
+    data = make_rollouts(s, worker.model_config.hf_config.vocab_size, worker.engine.get_data_parallel_rank())
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=s.max_tokens)
+    sizes = dict.fromkeys(("mini_batch_size", "global_batch_size"), len(data))
+    tu.assign_non_tensor(data, dataloader_kwargs={"shuffle": False}, **sizes)
+    return data
+
+
+def log_probs_on(s: Settings, worker: Any) -> list[torch.Tensor]:
+    """Of the responses of `s`, fp32, by the worker's forward."""
+    data = whole_batch(s, worker)
+    tu.assign_non_tensor(data, compute_loss=False)
+    lens = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
+    rows = zip(worker.infer_batch(data)["log_probs"].unbind(), *lens, strict=True)
+    return [row[p - 1 : p - 1 + r].float() for row, p, r in rows]
+
+
+def gradients_on(
+    s: Settings, worker: Any, old_log_probs: list[torch.Tensor], on_host: bool = False
+) -> dict[str, torch.Tensor]:
+    """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made.
+
+    `old_log_probs` are of the responses. Where they are the model's own, ratios are near 1 and every token counts; with
+    others a few tokens of large ratios would be most of the gradient.
+    """
     set_loss(worker, s, **UNCLIPPED)
     engine, found = worker.engine, dict[str, torch.Tensor]()
-    data = make_rollouts(s, worker.model_config.hf_config.vocab_size, engine.get_data_parallel_rank())
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=s.max_tokens)
-    tu.assign_non_tensor(data, dataloader_kwargs={"shuffle": False}, mini_batch_size=len(data))
-    tu.assign_non_tensor(data, global_batch_size=len(data))
+    data = whole_batch(s, worker)
+    given = [x.to(data["old_log_probs"].device) for x in old_log_probs]
+    for name in ("old_log_probs", "ref_log_prob"):
+        data[name] = torch.nested.as_nested_tensor(given, layout=torch.jagged)
 
     def keep() -> float:
         for name, weight in engine.module.named_parameters():
@@ -434,16 +454,20 @@ def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> I
     """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
 
     `distance_on` names traces: their rows get the distance of gradients from those of veRL's own engine in fp32, by
-    norms, before the worker makes any step. The host keeps the gradients in fp32.
+    norms, before the worker makes any step. Old log-probs are those of that engine. The host keeps the gradients in
+    fp32.
     """
     worker: Any = None
     of: Settings | None = None
+    old: dict[str, list[torch.Tensor]] = {}
     exact: dict[str, dict[str, torch.Tensor]] = {}
     distances: dict[str, float] = {}
     if distance_on:
         first = replace(rows[0], engine=Engine.VERL, attention="ragged", dtype="fp32", trace=distance_on[0])
         worker = build(replace(first, head="torch"))
-        exact = {name: gradients_on(replace(first, trace=name), worker, True) for name in distance_on}
+        for name in distance_on:
+            old[name] = log_probs_on(replace(first, trace=name), worker)
+            exact[name] = gradients_on(replace(first, trace=name), worker, old[name], True)
         worker = None
     for s in rows:
         start = time.perf_counter()
@@ -458,7 +482,8 @@ def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> I
             built = time.perf_counter()
             if fresh:
                 distances = {
-                    name: apart(gradients_on(replace(s, trace=name), worker), wanted) for name, wanted in exact.items()
+                    name: apart(gradients_on(replace(s, trace=name), worker, old[name]), wanted)
+                    for name, wanted in exact.items()
                 }
             found = measure(s, worker, fresh)
             if s.trace in distances:
