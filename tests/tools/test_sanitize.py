@@ -10,11 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS
+from codegen.tiles import BACKWARD_TILES, FEW_KEYS_WALK, FORWARD_TILES, HEAD_DIMS, backward_tile, forward_tile
+from dualkv.ops import hopper
 from tools import filed
 from tools.bench import record
 from tools.sanitize import __main__ as sanitize
-from tools.sanitize import cases, controls, known, reading
+from tools.sanitize import cases, controls, known, reading, target
 
 DATA = Path(__file__).parents[1] / "files" / "sanitize"
 NUM_SMS = 132
@@ -33,6 +34,27 @@ def test_edges_are_those_of_the_tiles():
     wanted = {size + d for size in sizes for d in (-1, 0, 1)} | {0, 1}
     assert wanted <= set(layout.prompt_lens)
     assert wanted <= {length for group in layout.response_lens for length in group}
+
+
+def test_every_tile_of_a_native_head_dim_runs():
+    """Of the backward those without clusters too, of windows those beyond the short ones."""
+    for head_dim in HEAD_DIMS:
+        tried = [case.specs() for case in cases.cases(head_dim, "memcheck")]
+        forward, backward = {specs[0].tile for specs in tried}, {specs[2].tile for specs in tried}
+        assert {forward_tile(head_dim, ["window"], short) for short in (False, True)} <= forward
+        assert {
+            backward_tile(head_dim, fixed, few_keys=few) for fixed in (False, True) for few in (False, True)
+        } <= backward
+
+
+def test_a_case_of_few_keys_runs_the_kernels_that_it_names(monkeypatch):
+    ran = {}
+    monkeypatch.setattr(target, "run_case", lambda case, _: ran.update({case.name: hopper.FEW_KEYS_WALK}))
+    monkeypatch.setattr(target.torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(target.torch.cuda, "synchronize", lambda: None)
+    target.main("memcheck", "64")
+    assert ran == {case.name: 0 if case.few_keys else FEW_KEYS_WALK for case in cases.cases(64, "memcheck")}
+    assert len(ran) == len(list(cases.cases(64, "memcheck"))), "no two cases of one name"
 
 
 # ---------------------------------------------------------------- reading

@@ -8,6 +8,7 @@ from typing import Any
 
 from codegen import tiles
 from codegen.spec import KernelSpec, backward_specs, forward_spec, joined
+from codegen.tiles import kernel_head_dim
 from dualkv import Layout
 
 _SIZES = {tile.tile_n for tile in tiles.FORWARD_TILES.values()}
@@ -31,7 +32,8 @@ LAYOUTS = {
 # (H, Hk). Of fp16 and the others two query heads a KV head, so that tiles of more tokens are there as well.
 HEADS = {"long prompt": (8, 1), "short prompt": (8, 1), "edges": (4, 1), "short edges": (4, 1), "tree": (4, 1)}
 TWO_A_KV_HEAD = (4, 2)
-OPTIONS: dict[str, Any] = {"window": 70, "sinks": 1.5, "softcap": 20.0}  # of features; sinks: of every head
+OPTIONS: dict[str, Any] = {"sinks": 1.5, "softcap": 20.0}  # of features; sinks: of every head
+WINDOW, LONG_WINDOW = 70, tiles.SHORT_WINDOW + 26  # the second one's forward has another tile
 PADDED = 80  # a head dim that is not native
 HEAD_DIMS = tuple(sorted({*tiles.HEAD_DIMS, PADDED}))
 
@@ -45,8 +47,10 @@ class Case:
         head_dim, dtype: of q, k and v.
         deterministic: of the backward.
         gradients: what the backward is asked for.
-        features: of OPTIONS.
+        features: "window" and those of OPTIONS.
         head_dim_v: of v, if it is another one.
+        window: keys of the window, if that is one of the features.
+        few_keys: the backward takes CTAs without clusters (up to head dim 128).
     """
 
     layout: str
@@ -56,11 +60,14 @@ class Case:
     gradients: str = "qkv"
     features: tuple[str, ...] = ()
     head_dim_v: int | None = None
+    window: int = WINDOW
+    few_keys: bool = False
 
     @property
     def name(self) -> str:
         extra = [self.dtype] * (self.dtype != "bf16") + ["deterministic"] * self.deterministic
         extra += [f"gradients of {self.gradients}"] * (self.gradients != "qkv") + ["+".join(self.features)]
+        extra += [str(self.window)] * (self.window != WINDOW) + ["few keys"] * self.few_keys
         of_v = f"/{self.head_dim_v}" if self.head_dim_v else ""
         return " ".join(filter(None, [self.layout, f"D={self.head_dim}{of_v}", *extra]))
 
@@ -73,10 +80,11 @@ class Case:
         """The kernels that it runs."""
         heads, kv_heads = self.heads
         of_v, asked = self.head_dim_v, (self.deterministic, self.gradients, self.features)
-        backward = backward_specs(self.dtype, self.head_dim, *asked, of_v)
+        backward = backward_specs(self.dtype, self.head_dim, *asked, of_v, few_keys=self.few_keys)
         window, named = "window" in self.features, joined(*self.features)
         trees = window or LAYOUTS[self.layout].depth > 2
-        forward = forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees, named, window, of_v)
+        short = window and self.window <= tiles.SHORT_WINDOW
+        forward = forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees, named, short, of_v)
         return [forward, *backward.present]
 
 
@@ -98,6 +106,13 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
         for deterministic in (False, True):
             yield Case(layout, head_dim, "bf16", deterministic, features=features)
     yield Case(edges, head_dim, "bf16", False, features=("sinks", "softcap"))
+    yield Case(prompt, head_dim, features=("window",), window=LONG_WINDOW)
+    if kernel_head_dim(head_dim) in tiles.FEW_KEYS_TILES:
+        for layout in (edges, prompt, "tree"):
+            for deterministic in (False, True):
+                yield Case(layout, head_dim, "bf16", deterministic, few_keys=True)
+        for gradients in ("q", "kv"):
+            yield Case(prompt, head_dim, gradients=gradients, few_keys=True)
     for of_v in (of_v for of_qk, of_v in tiles.MIXED if of_qk == head_dim):
         for layout in (edges, prompt, "tree"):
             for deterministic in (False, True):
