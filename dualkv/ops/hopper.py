@@ -48,8 +48,8 @@ def device_unsupported(device: torch.device) -> str | None:
 
 
 def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
-    """Whether the backward of a call takes CTAs without clusters: enough rows, and keys that clusters would walk too
-    many of them for."""
+    """Whether the backward of a call takes CTAs without clusters: it has enough rows, and clusters would walk too many
+    of them."""
     if window is not None or segments.total * kv_heads < FEW_KEYS_ROWS:
         return False
 
