@@ -16,7 +16,7 @@ from rich.table import Table
 
 import dualkv
 from codegen import KernelError
-from dualkv.cli.output import check_folder, check_plot, console_of, tracked, wide_enough, write_json
+from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 app = typer.Typer(
@@ -467,7 +467,7 @@ def toolchain_install(debug: DebugOption = False) -> None:
     from codegen import toolchain
 
     there = toolchain.found()
-    console = wide_enough(Console())
+    console = console_of(None)
     if there is not None:
         console.print(f"nothing to install: {there} compiles kernels", markup=False, highlight=False, soft_wrap=True)
         return

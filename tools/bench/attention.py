@@ -88,7 +88,7 @@ RECORDS = {
     "values": f"-d fwd,bwd {_VALUES_PEERS} {_FEATURE_TURNS} {_options('-w', _VALUES)}",
     "d512": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} {_options('-w', _D512)}",
     "cudnn": f"-d fwd,bwd {_CUDNN} {_FEATURE_TURNS} {_options('-w', _MOST)}",
-    "cudnn-backend": f"-d fwd,bwd {_BY_HAND} --seconds 2 --rounds 3 -w {MAIN} -w g64-n8",
+    "cudnn-backend": f"-d fwd,bwd {_BY_HAND} {_TURNS} -w {MAIN} -w g64-n8",
     "both": f"-d both {_TWO} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
     "peers": f"-d fwd,bwd {_ALL} {_SHORT_TURNS} -w {MAIN}",
 }

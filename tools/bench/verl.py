@@ -75,7 +75,11 @@ class Engine(StrEnum):
     DUALKV = "dualkv"
 
 
-Algorithm = StrEnum("Algorithm", {"GRPO": "grpo", "DAPO": "dapo"})
+class Algorithm(StrEnum):
+    GRPO = "grpo"
+    DAPO = "dapo"
+
+
 # Beside veRL's defaults, among them the mean over tokens.
 LOSSES: dict[Algorithm, dict[str, Any]] = {
     Algorithm.GRPO: {"use_kl_loss": True, "kl_loss_coef": 0.001},
@@ -331,9 +335,8 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
 def whole_batch(s: Settings, worker: Any) -> TensorDict:
     """The rollouts of `s`, as one batch that the worker takes."""
     data = make_rollouts(s, worker.model_config.hf_config.vocab_size, worker.engine.get_data_parallel_rank())
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=s.max_tokens)
-    sizes = dict.fromkeys(("mini_batch_size", "global_batch_size"), len(data))
-    tu.assign_non_tensor(data, dataloader_kwargs={"shuffle": False}, **sizes)
+    tu.assign_non_tensor(data, mini_batch_size=len(data), global_batch_size=len(data), use_dynamic_bsz=True)
+    tu.assign_non_tensor(data, max_token_len_per_gpu=s.max_tokens, dataloader_kwargs={"shuffle": False})
     return data
 
 
@@ -351,8 +354,7 @@ def gradients_on(
 ) -> dict[str, torch.Tensor]:
     """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made.
 
-    `old_log_probs` are of the responses. Where they are the model's own, ratios are near 1 and every token counts; with
-    others a few tokens of large ratios would be most of the gradient.
+    With the model's own `old_log_probs` ratios are near 1; with others a few tokens could be most of the gradient.
     """
     set_loss(worker, s, **UNCLIPPED)
     engine, found = worker.engine, dict[str, torch.Tensor]()
@@ -454,8 +456,7 @@ def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> I
     """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
 
     `distance_on` names traces: their rows get the distance of gradients from those of veRL's own engine in fp32, by
-    norms, before the worker makes any step. Old log-probs are those of that engine. The host keeps the gradients in
-    fp32.
+    norms, before the worker makes any step, with that engine's old log-probs. The host keeps the gradients in fp32.
     """
     worker: Any = None
     of: Settings | None = None
