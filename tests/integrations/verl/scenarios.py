@@ -202,6 +202,7 @@ TRACE_ROWS = [
 ONE_MORE: dict[str, dict[str, Any]] = {
     "bench": {"run": "bench", "rows": BENCH_ROWS},
     "bench-traces": {"run": "bench", "rows": TRACE_ROWS, "distance": [OF_TRACE["trace"], KEPT["trace"]]},
+    "old-log-probs": {"run": "old_log_probs", "row": TRACE_ROWS[0]},
     "training": {"run": "training"},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "too-long": PACKED | {"run": "scored", "budget": 20},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 Results = Callable[[str], list[dict[str, Any]]]
 
@@ -34,6 +35,12 @@ def test_bench_of_traces(results: Results) -> None:
     assert 0 < ours["gradients_from_fp32"] < 1e-5
     assert kept["gradients_from_fp32"] < 1e-5, "before any step"
     assert "gradients_from_fp32" not in other
+
+
+def test_old_log_probs_of_the_bench_are_those_of_the_responses(results: Results) -> None:
+    found = results("old-log-probs")[0]
+    for x, y in zip(found["found"], found["wanted"], strict=True):
+        assert torch.allclose(x, y, atol=1e-4)
 
 
 def test_bench_of_stock_sequence_parallelism(results: Results) -> None:

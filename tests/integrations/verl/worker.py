@@ -30,7 +30,7 @@ import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch.distributed.fsdp import OffloadPolicy
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.modeling_utils import AttentionInterface
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -330,6 +330,24 @@ def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
     rows = [bench_verl.settings_of(row) for row in s["rows"]]
     return {"rows": list(bench_verl.measure_all(rows, s.get("distance")))}
+
+
+def old_log_probs(s: dict[str, Any], _models: Path) -> dict[str, Any]:
+    """Of the benchmark's worker: log-probs of responses, and those of its model run on one sequence after another."""
+    settings = bench_verl.settings_of(s["row"])
+    worker = bench_verl.build(settings)
+    data, found = bench_verl.whole_batch(settings, worker), bench_verl.log_probs_on(settings, worker)
+    config = worker.model_config.hf_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    bench_verl.restore(type(model))  # without veRL's fused head
+    weights = worker.engine.module.state_dict()
+    model.load_state_dict({name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in weights.items()})
+    wanted = []
+    for ids, response in zip(data["input_ids"].unbind(), data["responses"].unbind(), strict=True):
+        with torch.no_grad():
+            logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        wanted.append(logp.gather(1, ids[1:, None])[-len(response) :, 0])
+    return {"found": found, "wanted": wanted}
 
 
 def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
