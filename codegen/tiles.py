@@ -137,9 +137,7 @@ class BackwardTile:
         tile_n: keys a CTA.
         stages: Q blocks in flight, and as many dO blocks as there is room for.
         cluster: CTAs with neighbouring keys that share Q and dO by multicast; beyond head dim 128, dQ's work too. Of
-            head dim 512 pairs of CTAs, which share the keys.
-        heads_inside: a CTA walks all query heads of a block of rows before the next rows (up to head dim 128), else one
-            head after another (beyond).
+            head dim 512 it is 1: there are pairs of CTAs, which share the keys.
         deterministic: dQ is summed in the order of the keys.
     """
 
@@ -147,8 +145,12 @@ class BackwardTile:
     tile_n: int = 128
     stages: int = 2
     cluster: int = 2
-    heads_inside: bool = False
     deterministic: bool = False
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that take a work item together. Those of 64 keys are never alone."""
+        return 2 if self.tile_n == 64 else self.cluster
 
     def partial_floats(self, head_dim: int, head_dim_v: int) -> int:
         """Floats of an item's partial dK and dV of a native pair."""
@@ -156,9 +158,9 @@ class BackwardTile:
 
 
 BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
-    64: BackwardTile(tile_m=128, heads_inside=True),
-    96: BackwardTile(tile_m=96, heads_inside=True),
-    128: BackwardTile(tile_m=80, heads_inside=True),
+    64: BackwardTile(tile_m=128),
+    96: BackwardTile(tile_m=96),
+    128: BackwardTile(tile_m=80),
     192: BackwardTile(tile_m=80, tile_n=64),
     256: BackwardTile(tile_m=64, tile_n=64),
     512: BackwardTile(tile_m=64, tile_n=64, cluster=1),

@@ -114,7 +114,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         head_dim_v: that of v and dout, if it is another one.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
             left out.
-        tile_m, tile_n, stages, cluster, heads_inside: see codegen.tiles.BackwardTile.
+        tile_m, tile_n, stages, cluster: see codegen.tiles.BackwardTile.
         deterministic: dQ is summed in the order of the keys, so that two runs are bitwise equal. Needs a plan made for
             this, whose items wait only for items before them. Clusters take the items in that order from a counter as
             they begin to run. So no cluster waits for one that has not begun, whichever the device starts first. dK
@@ -127,6 +127,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     HEAD_DIMS: tuple[int, ...]
     MIXED: tuple[tuple[int, int], ...] = ()  # head_dim and head_dim_v
     warp_groups = 2  # of MMA warps
+    flags_ahead = False  # with a window: MMA warps read the flags of the next step
     regs_load, regs_mma = 24, 240  # registers a thread of the first warp group, and of the MMA warps
 
     def __init__(
@@ -139,7 +140,6 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         tile_n: int = 128,
         stages: int = 2,
         cluster: int = 2,
-        heads_inside: bool = False,
         deterministic: bool = False,
         features: tuple[str, ...] = (),
         head_dim_v: int | None = None,
@@ -155,7 +155,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         if cluster not in (1, 2):
             raise ValueError(f"got clusters of {cluster}, expected 1 or 2")
         self.dtype, self.head_dim, self.tile_m, self.tile_n = dtype, head_dim, tile_m, tile_n
-        self.stages, self.cluster, self.heads_inside = stages, cluster, heads_inside
+        self.stages, self.cluster = stages, cluster
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.deterministic = deterministic and self.want_dq
         self.windowed, self.softcap = "window" in features, "softcap" in features
@@ -537,16 +537,10 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     @cute.jit
     def next_block(self, m_block: Int32, h: Int32, item: Item, heads_per_kv: Int32) -> tuple[Int32, Int32]:
         """Query block and head of the next step; see `Producer.load_queries`."""
-        if const_expr(self.heads_inside):
-            h += 1
-            if h == (item.kv_head + 1) * heads_per_kv:
-                h = item.kv_head * heads_per_kv
-                m_block -= 1
-        else:
+        h += 1
+        if h == (item.kv_head + 1) * heads_per_kv:
+            h = item.kv_head * heads_per_kv
             m_block -= 1
-            if m_block < item.block_begin:
-                m_block = item.block_end - 1
-                h += 1
         return m_block, h
 
     def dq_block(self, dq_acc: cute.Pointer, num_blocks: Int32, m_block: Int32, h: Int32) -> cute.Pointer:

@@ -25,7 +25,7 @@ class Producer(Clustered):
     peer_columns: int
     want_dq: bool
     want_dp: bool
-    heads_inside: bool
+    flags_ahead: bool
     windowed: bool
     table_row: Callable[..., TableRow]
     store_row: Callable[..., Int32]
@@ -45,26 +45,22 @@ class Producer(Clustered):
     def load_queries(
         self, loads: Loads, g: Global, s: Shared, p: BackwardPipelines, item: Item, heads_per_kv: Int32
     ) -> None:
-        """Block by block Q, its statistics and dO.
+        """Block by block Q, its statistics and dO, of all query heads before the next block.
 
         From the last block down, where all key blocks of a prompt meet: then their sums of dQ meet in L2.
         """
         stat_bytes = 2 * self.tile_m * STAT_COLUMNS
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
         it, own = Int32(0), Int32(0)
-        outer, inner = heads_per_kv, item.block_end - item.block_begin
-        if const_expr(self.heads_inside):
-            outer, inner = inner, outer
-        for i in cutlass.range(0, outer, 1, unroll=1):
-            for j in cutlass.range(0, inner, 1, unroll=1):
-                head, block = (j, i) if const_expr(self.heads_inside) else (i, j)
+        for block in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
+            for head in cutlass.range(0, heads_per_kv, 1, unroll=1):
                 h = item.kv_head * heads_per_kv + head
                 m_block = item.block_end - 1 - block
                 stage, do_stage = p.Q.stage(it), p.dO.stage(it)
                 if const_expr(self.windowed):
                     row = self.table_row(g, m_block)  # before the wait, which hides the latency
                     following = row.flags
-                    if const_expr(self.heads_inside):
+                    if const_expr(self.flags_ahead):
                         last = cutlass.select_(head + 1 == heads_per_kv, m_block - 1, m_block)
                         following = self.table_row(g, cutlass.max(last, item.block_begin)).flags
                     m_block = row.m_block

@@ -72,10 +72,11 @@ class NarrowBackward(NarrowDq):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (64, 96, 128)
+    flags_ahead = True
 
     def check_tile(self) -> None:
-        if self.tile_n != 128 or self.stages != 2 or not self.heads_inside:
-            raise ValueError("expected tile_n 128, 2 stages and heads_inside")
+        if self.tile_n != 128 or self.stages != 2:
+            raise ValueError("expected tile_n 128 and 2 stages")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 256:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 256")
 

@@ -93,8 +93,8 @@ class SplitBackward(WideBackward):
     MIXED = ()
 
     def check_tile(self) -> None:
-        if self.tile_n != 64 or self.cluster != 1 or self.stages != 2 or self.heads_inside:
-            raise ValueError("expected tile_n 64, clusters of 1 (a pair of CTAs), 2 stages and not heads_inside")
+        if self.tile_n != 64 or self.cluster != 1 or self.stages != 2:
+            raise ValueError("expected tile_n 64, clusters of 1 (a pair of CTAs) and 2 stages")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 64:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 64")
 

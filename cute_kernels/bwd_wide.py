@@ -116,8 +116,8 @@ class WideBackward(BackwardFrame):
     MIXED = ((192, 128),)
 
     def check_tile(self) -> None:
-        if self.tile_n != 64 or self.cluster != 2 or self.stages != 2 or self.heads_inside:
-            raise ValueError("expected tile_n 64, clusters of 2, 2 stages and not heads_inside")
+        if self.tile_n != 64 or self.cluster != 2 or self.stages != 2:
+            raise ValueError("expected tile_n 64, clusters of 2 and 2 stages")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 96:
             raise ValueError(f"tile_m is {self.tile_m}, expected a multiple of 16 up to 96")
 
@@ -194,38 +194,34 @@ class WideBackward(BackwardFrame):
         """Deterministic: wait until this CTA may add to dQ of a block, up to two steps ahead of the MMA warps."""
         if const_expr(not self.deterministic):
             return
-        it = Int32(0)
-        for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
-                row = item.block_end - 1 - j
-                m_block = g.blocks[row, BlockFields.M_BLOCK] if const_expr(self.windowed) else row
-                lock = self.lock_of(g, m_block, h, self.rank())
-                before = g.blocks[row, BlockFields.BEFORE] if const_expr(self.windowed) else item.predecessors(m_block)
-                while load_acquire(lock) != before:
-                    pass
-                cute.arch.sync_warp()
-                p.dq_order.passed.wait_previous(it)
-                p.dq_order.granted.arrive(it, sync_warp=False)
-                it += 1
+        row, h = item.block_end - 1, item.kv_head * heads_per_kv
+        for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
+            m_block = g.blocks[row, BlockFields.M_BLOCK] if const_expr(self.windowed) else row
+            lock = self.lock_of(g, m_block, h, self.rank())
+            before = g.blocks[row, BlockFields.BEFORE] if const_expr(self.windowed) else item.predecessors(m_block)
+            while load_acquire(lock) != before:
+                pass
+            cute.arch.sync_warp()
+            p.dq_order.passed.wait_previous(it)
+            p.dq_order.granted.arrive(it, sync_warp=False)
+            row, h = self.next_block(row, h, item, heads_per_kv)
 
     @cute.jit
     def pass_dq_on(self, g: Global, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:
         """Deterministic: let the next CTA add when this CTA's sums are in memory, for which no MMA warp waits."""
         if const_expr(not self.deterministic):
             return
-        it = Int32(0)
-        for h in cutlass.range(item.kv_head * heads_per_kv, (item.kv_head + 1) * heads_per_kv, 1, unroll=1):
-            for j in cutlass.range(0, item.block_end - item.block_begin, 1, unroll=1):
-                m_block, before = item.block_end - 1 - j, item.order
-                if const_expr(self.windowed):
-                    before = g.blocks[m_block, BlockFields.BEFORE]
-                    m_block = g.blocks[m_block, BlockFields.M_BLOCK]
-                p.dq_order.added.wait(it)
-                lock = self.lock_of(g, m_block, h, self.rank())
-                with cute.arch.elect_one():
-                    p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
-                    store_release(lock, before + 1)
-                it += 1
+        row, h = item.block_end - 1, item.kv_head * heads_per_kv
+        for it in cutlass.range(0, (item.block_end - item.block_begin) * heads_per_kv, 1, unroll=1):
+            m_block, before = row, item.order
+            if const_expr(self.windowed):
+                m_block, before = g.blocks[row, BlockFields.M_BLOCK], g.blocks[row, BlockFields.BEFORE]
+            p.dq_order.added.wait(it)
+            lock = self.lock_of(g, m_block, h, self.rank())
+            with cute.arch.elect_one():
+                p.dq_order.passed.full.arrive(p.dq_order.passed.stage(it).index)
+                store_release(lock, before + 1)
+            row, h = self.next_block(row, h, item, heads_per_kv)
 
     @cute.jit
     def exchange_dS(self, s: Shared, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:

@@ -38,7 +38,7 @@ class Windows(Clustered):
     def store_row(self, s: Shared, row: TableRow, following: Int32, own: Int32, stage: Stage) -> Int32:
         """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after.
 
-        following: up to head dim 128 the flags of the next step, which MMA warps read a step ahead; beyond, `row`'s.
+        following: with `flags_ahead` the flags of the next step, else `row`'s.
         own: steps so far in which this CTA makes dQ. Returns what it is in the next step.
         """
         with cute.arch.elect_one():

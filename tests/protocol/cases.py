@@ -268,8 +268,7 @@ def backward(
 ) -> Case:  # fmt: skip
     """A launch of the backward's main kernel. parents: of a tree, where `layout` is lengths of segments."""
     config, of_v = tiles.backward_tile(head_dim, head_dim_v=head_dim_v, few_keys=few_keys), head_dim_v or head_dim
-    options = {"tile_m": tile_m, "tile_n": config.tile_n, "stages": config.stages, "cluster": config.cluster,
-               "heads_inside": config.heads_inside, **tile}  # fmt: skip
+    options = {"tile_m": tile_m, "tile_n": config.tile_n, "stages": config.stages, "cluster": config.cluster, **tile}
     made = tiles.BackwardTile(**options)
     if parents is None:
         seg = segments(*layout)
@@ -476,6 +475,7 @@ def cases() -> list[Case]:
         for dims, of_v in (("192", None), ("192v128", 128), ("256", None)):
             more = options | {"head_dim_v": of_v}
             found.append(backward(f"bwd_wide d{dims} window{after}", int(dims[:3]), "qkv", windowed, **more))
+        found.append(backward(f"bwd_split d512 window{after}", 512, "qkv", windowed, **options))
         found.append(backward(f"bwd_wide d256 chunks{after}", 256, "qkv", [90, 30, 60, 20, 40, 30], **tree))
     for gradients in ("q", "kv"):
         for kernel, d in (("wide", 256), ("narrow", 128)):

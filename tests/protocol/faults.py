@@ -207,7 +207,7 @@ PLANTED = [
         "a block is passed on before this CTA has added",
         WIDE_IN_ORDER,
         "bwd_wide.py",
-        "                p.dq_order.added.wait(it)\n",
+        "            p.dq_order.added.wait(it)\n",
         "",
     ),
     one(
@@ -217,7 +217,7 @@ PLANTED = [
         "while load_acquire(lock) != before:",
         "while load_acquire(lock) < before - 1:",
     ),
-    one("grants run ahead", WIDE_IN_ORDER, "bwd_wide.py", "                p.dq_order.passed.wait_previous(it)\n", ""),
+    one("grants run ahead", WIDE_IN_ORDER, "bwd_wide.py", "            p.dq_order.passed.wait_previous(it)\n", ""),
     one("Q is not released", NARROW, "bwd_narrow.py", END_OF_STEP, "        warpgroup.wait_group(0)\n"),
     one(
         "Q is released before it is read",

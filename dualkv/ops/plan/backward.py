@@ -41,7 +41,8 @@ GAIN = 1.02  # ... if by their lengths they are done earlier by this factor: rea
 GAIN_OF_TREES = 1.03  # ... and this much in trees
 FINER = 3  # of so few items, pieces of a third of the usual length are tried too
 MANY = 64  # items a cluster: with so many, all clusters finish at about the same time in any order
-WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ
+WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ ...
+IN_STEP = 2  # ... and twice that where long prompts are cut to stay in step
 
 
 @dataclass(frozen=True)
@@ -110,22 +111,14 @@ def backward_work(
     """
     keys = _key_items(segments, tile, deterministic)
     chosen = choose_lengths(keys, segments.total, tile, heads, kv_heads, num_sms)
-    clusters, trees = chosen.clusters, segments.max_depth > 2
+    trees = segments.max_depth > 2
     if deterministic:
-        at_once = clusters // kv_heads
+        at_once = chosen.clusters // kv_heads
         pieces, priority = _cut_in_key_order(keys, chosen.best, tile, segments.max_depth, at_once, chosen.budget)
-        return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, chosen.wave), kv_heads)
+        return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, WAVE), kv_heads)
 
-    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
-    if tile.heads_inside and not chosen.few and prompt_items.max() <= clusters:
-        pieces = cut(keys, chosen.first)
-        order = by_queries(pieces, kv_heads, clusters, trees)
-        blocks = lengths_in(order, pieces)
-        shortest_span = (blocks + PIECE_OVERHEAD).sum() / clusters
-        gain = GAIN_OF_TREES if trees else GAIN
-        if len(order) >= MANY * clusters or _span(blocks, clusters) < gain * shortest_span:
-            return work_tables(keys, pieces, order, kv_heads)
-    return work_tables(keys, *in_order(keys, chosen, kv_heads, trees), kv_heads)
+    made = _found_in_l2(keys, chosen, kv_heads, trees) or in_order(keys, chosen, kv_heads, trees)
+    return work_tables(keys, *made, kv_heads)
 
 
 class Lengths(NamedTuple):
@@ -138,7 +131,6 @@ class Lengths(NamedTuple):
         few: whether there are few items.
         clusters: clusters that run at the same time.
         budget: partial sums, of one KV head.
-        wave: see backward_order.
     """
 
     first: IntArray
@@ -147,7 +139,6 @@ class Lengths(NamedTuple):
     few: bool
     clusters: int
     budget: int
-    wave: int | None
 
 
 def choose_lengths(
@@ -156,7 +147,7 @@ def choose_lengths(
 ) -> Lengths:  # fmt: skip
     """The lengths of pieces, of `total` rows: at most a cluster's share of all work divided by `share`, but at least
     `shortest` steps."""
-    clusters, per_kv = max(num_sms // tile.cluster, 1), heads // kv_heads
+    clusters, per_kv = max(num_sms // tile.ctas, 1), heads // kv_heads
     limit = int((keys.blocks * per_kv).sum()) * kv_heads // (share * clusters)
     limit = max(limit, shortest)
     budget = total * heads // (2 * WORKSPACE_FRACTION * tile.cluster * tile.tile_n * kv_heads)
@@ -169,14 +160,12 @@ def choose_lengths(
         span, best = min(by_span, key=lambda found: found[0])
     else:
         first = best = next(lengths)
-    return Lengths(first, best, span, few, clusters, budget, WAVE if tile.heads_inside else None)
+    return Lengths(first, best, span, few, clusters, budget)
 
 
 def in_order(keys: KeyItems, chosen: Lengths, kv_heads: int, trees: bool = False) -> tuple[Pieces, IntArray]:
     """Pieces and their order, where sums of dQ have none: few items start longest first if that is clearly earlier."""
-    ordered, wave = in_waves, chosen.wave
-    if trees:
-        ordered, wave = in_tree_order, None if wave is None else WAVE_OF_TREES
+    ordered, wave = (in_tree_order, WAVE_OF_TREES) if trees else (in_waves, WAVE)
     pieces = cut(keys, chosen.first)
     order = ordered(pieces, kv_heads, wave)
     if chosen.few and _span(lengths_in(order, pieces), chosen.clusters) >= GAIN * chosen.span:
@@ -222,6 +211,49 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
 def rows_walked(segments: Segments, tile: BackwardTile) -> int:
     """Query rows that the CTAs of a tile walk for one head, each for its own keys."""
     return int(_key_items(segments, tile, False).blocks.sum()) * tile.cluster * tile.tile_m
+
+
+def _found_in_l2(
+    keys: KeyItems, chosen: Lengths, kv_heads: int, trees: bool
+) -> tuple[Pieces, IntArray] | None:  # fmt: skip
+    """Pieces and their order, where those that read the same queries run at the same time; None if there are too few of
+    them, or clusters would be idle at the end."""
+    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
+    if prompt_items.max() > chosen.clusters:
+        pieces = cut(keys, _in_step(keys, chosen.first, prompt_items > chosen.clusters))
+        if trees or (pieces.count > 1).sum() > IN_STEP * chosen.budget:
+            return None
+        order = in_waves(pieces, kv_heads, WAVE)
+    elif chosen.few:
+        return None
+    else:
+        pieces = cut(keys, chosen.first)
+        order = by_queries(pieces, kv_heads, chosen.clusters, trees)
+    blocks = lengths_in(order, pieces)
+    shortest_span = chosen.span if chosen.few else (blocks + PIECE_OVERHEAD).sum() / chosen.clusters
+    gain = GAIN_OF_TREES if trees else GAIN
+    if len(order) >= MANY * chosen.clusters or _span(blocks, chosen.clusters) < gain * shortest_span:
+        return pieces, order
+    return None
+
+
+def _in_step(keys: KeyItems, length: IntArray, long: Bools) -> IntArray:
+    """[n] lengths of pieces, at most `length`, such that those of long prompts which start together end together.
+
+    A prompt's items walk all responses' blocks and then end one after the other, each at its own keys. Where there are
+    more of them than clusters, the next ones would start one after the other, too far apart to find in L2 what the
+    others have read. So they are cut where the responses begin, or in halves if the prompt is longer than that.
+
+    Args:
+        long: [groups] which have such prompts.
+    """
+    longest, responses = np.zeros((2, keys.group.max(initial=-1) + 1), np.int64)
+    np.maximum.at(longest, keys.group, keys.blocks)
+    last = np.zeros_like(longest)
+    np.maximum.at(last, keys.group, keys.block_end)
+    np.maximum.at(responses, keys.group, np.where(keys.is_response, last[keys.group] - keys.block_begin, 0))
+    in_step = np.maximum(responses, -(-longest // 2))
+    return np.where(long[keys.group] & ~keys.is_response, np.minimum(length, in_step[keys.group]), length)
 
 
 def cut(keys: KeyItems, length: IntArray) -> Pieces:

@@ -79,7 +79,7 @@ def windowed_work(
         pieces = cut(keys, chosen.best)
         none = np.zeros(len(keys.key), bool)
         priority, _ = delayed_responses(keys.group, keys.is_response, none, chosen.clusters // kv_heads)
-        order = in_key_order(pieces, priority[pieces.item], kv_heads, chosen.wave)
+        order = in_key_order(pieces, priority[pieces.item], kv_heads, WAVE)
     else:
         chosen = choose_lengths(keys, segments.total, tile, heads, kv_heads, num_sms, SHARE, SHORTEST)
         pieces, order = in_order(keys, chosen, kv_heads)
@@ -169,7 +169,7 @@ def block_table(
         # In order, the CTAs of a cluster add to a block one after the other. Then both take part in every block (with
         # zeros): if one went on without the other, its next sum would wait for a sum that the other makes only with
         # its next block, whose loads wait for both.
-        own = seen[:, rank] | (tile.deterministic and tile.heads_inside)
+        own = seen[:, rank] | (tile.deterministic and tile.tile_n == 2 * CHUNK)
         flags |= own.astype(np.int64) << (fields.OWN + rank)
     last = np.maximum.reduceat(position, first_row) if total else position
     end_position = np.minimum.reduceat(window.end(position), keys.key) if total else position

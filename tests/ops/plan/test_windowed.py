@@ -28,7 +28,7 @@ from tests.ops.plan.walked import (
 )
 from tests.strategies import examples, trees
 
-TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=128, cluster=1, heads_inside=True)}, key=repr)
+TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=128, cluster=1)}, key=repr)
 ORDERED = [BackwardTile(**(vars(tile) | {"deterministic": True})) for tile in TILES]
 
 

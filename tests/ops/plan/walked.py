@@ -89,7 +89,7 @@ def check_walk(seg, tile, plan, heads, kv_heads, steps, rule, asks=None):
     assert plan.items.dtype == plan.sums.dtype == np.int32
     assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
     floats = 2 * tile.cluster * tile.tile_n
-    assert plan.num_partials * floats <= seg.total * heads / 4, "partial sums take at most a quarter of dQ"
+    assert plan.num_partials * floats <= seg.total * heads / 2, "partial sums take at most half of dQ"
     pairs, stores = walk(seg, tile, plan, kv_heads, steps)
     assert (stores == 1).all()
     asks = np.ones(seg.total, bool) if asks is None else asks
