@@ -43,6 +43,7 @@ FINER = 3  # of so few items, pieces of a third of the usual length are tried to
 MANY = 64  # items a cluster: with so many, all clusters finish at about the same time in any order
 WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ ...
 IN_STEP = 2  # ... and twice that where long prompts are cut to stay in step
+STAGGER = 500  # in a fixed order: steps between the ends of a prompt's items from which on L2 has lost what they share
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ def backward_work(
     chosen = choose_lengths(keys, segments.total, tile, heads, kv_heads, num_sms)
     trees = segments.max_depth > 2
     if deterministic:
-        at_once = chosen.clusters // kv_heads
-        pieces, priority = _cut_in_key_order(keys, chosen.best, tile, segments.max_depth, at_once, chosen.budget)
+        pieces, priority = _cut_in_key_order(keys, chosen, tile, heads, kv_heads, segments.max_depth)
         return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, WAVE), kv_heads)
 
     made = _found_in_l2(keys, chosen, kv_heads, trees) or in_order(keys, chosen, kv_heads, trees)
@@ -267,19 +267,36 @@ def cut(keys: KeyItems, length: IntArray) -> Pieces:
 
 
 def _cut_in_key_order(
-    keys: KeyItems, length: IntArray, tile: BackwardTile, max_depth: int, at_once: int, budget: int
+    keys: KeyItems, chosen: Lengths, tile: BackwardTile, heads: int, kv_heads: int, max_depth: int
 ) -> tuple[Pieces, IntArray]:  # fmt: skip
     """Pieces and their priorities, for sums of dQ in the order of the keys.
 
-    Responses are delayed (see `delayed_responses`) where no item is split otherwise, as far as `budget` partial sums
-    pay for the pieces that this takes.
+    A long prompt's items end one after the other, as far apart as each has fewer blocks than the one before, of all
+    heads. From STAGGER steps between the first and the last on, prompts are cut (see `_in_step`); the first pieces of a
+    prompt start before its second ones.
+
+    Else responses are delayed (see `delayed_responses`) where no item is split otherwise. Both only as far as partial
+    sums may take memory for the pieces that this makes.
     """
+    length = chosen.best
+    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)
+    apart = tile.cluster * tile.tile_n // tile.tile_m * (heads // kv_heads)
+    long = np.minimum(prompt_items, chosen.clusters) * apart >= STAGGER
+    if max_depth == 2 and long.any():
+        of_group = np.full(len(long), length.max(initial=1))
+        np.minimum.at(of_group, keys.group[~keys.is_response], _in_step(keys, length, long)[~keys.is_response])
+        pieces = cut(keys, np.where(long[keys.group] & ~keys.is_response, of_group[keys.group], length))
+        if (pieces.count > 1).sum() <= IN_STEP * chosen.budget:
+            first = np.where(keys.is_response, 1, 0) + 2 * keys.group
+            ordered = (long[keys.group] & ~keys.is_response)[pieces.item]
+            return pieces, first[pieces.item] * pieces.count.max() + np.where(ordered, pieces.number, 0)
     if max_depth == 2 and (length >= keys.blocks).all():
         starts_group = np.append(False, keys.group[1:] != keys.group[:-1])
         shares_block = starts_group & (keys.block_begin * tile.tile_m < keys.key)
+        at_once = chosen.clusters // kv_heads
         priority, separate = delayed_responses(keys.group, keys.is_response, shares_block, at_once)
         split = separate & (keys.blocks > 1)
-        if 2 * split.sum() <= budget:
+        if 2 * split.sum() <= chosen.budget:
             pieces = cut(keys, np.where(split, keys.blocks - 1, length))
             has_first_block = pieces.number == pieces.count - 1
             return pieces, priority[pieces.item] + 2 * (separate[pieces.item] & has_first_block)

@@ -67,7 +67,7 @@ def in_key_order(pieces: Pieces, priority: IntArray, kv_heads: int, wave: int | 
     `delayed_responses` makes other priorities.
     """
     order = np.argsort(priority, kind="stable")
-    return _over_heads(order, pieces, [pieces.run], kv_heads, wave)
+    return _over_heads(order, pieces, [pieces.run, priority], kv_heads, wave)
 
 
 def delayed_responses(group: IntArray, is_response: Bools, shares_block: Bools, at_once: int) -> tuple[IntArray, Bools]:
