@@ -1,8 +1,9 @@
 """The record of every compiled kernel's registers, memory and instructions: a change shows without a GPU.
 
 `python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
-with `--check` it compares instead, all or those that `--only` names. The CPU tests (tests/codegen/test_manifest.py)
-compile a part of the kernels and check that the sources are those which the record was compiled from.
+with `--check` it compares instead, all or those that `--only` names; with `--changed` it keeps what the record says of
+kernels whose sources and compiler are the record's. The CPU tests (tests/codegen/test_manifest.py) compile a part of
+the kernels and check that the sources are those which the record was compiled from.
 """
 
 from __future__ import annotations
@@ -104,6 +105,16 @@ def differences(recorded: dict[str, Any] | None, described: dict[str, Any]) -> l
     return [f"{name}: recorded {recorded[name]}, now {now}" for name, now in described.items() if recorded[name] != now]
 
 
+def unchanged(
+    specs: list[KernelSpec], recorded: dict[str, Any], made_by: dict[str, str], made_from: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """What a manifest says of the kernels that this compiler (`versions`) made from these sources."""
+    if recorded["versions"] != made_by:
+        return {}
+    same = {str(s) for s in specs if recorded["sources"].get(s.operation) == made_from[s.operation]}
+    return {name: described for name, described in recorded["kernels"].items() if name in same}
+
+
 def versions(entry: Path) -> dict[str, str]:
     """The compiler that made an entry."""
     record = record_of(entry)
@@ -147,22 +158,29 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="the manifest")
     parser.add_argument("--check", action="store_true", help="compare with the manifest instead of writing it")
     parser.add_argument("--only", default="", metavar="TEXT", help="with --check: kernels whose names contain it")
+    parser.add_argument("--changed", action="store_true", help="keep kernels of the same sources and compiler")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="compiles at a time")
     parser.add_argument("--folder", type=Path, default=Path("build/kernels"), help="where compiled kernels are kept")
     arguments = parser.parse_args()
+    if arguments.check and arguments.changed:
+        parser.error("--changed is given with --check, expected one of them")
     if arguments.only and not arguments.check:
         parser.error("--only needs --check: the record is of all kernels")
     recorded = read(arguments.path)["kernels"] if arguments.check else {}
     specs, kernels, wrong, made_from = [s for s in recorded_specs() if arguments.only in str(s)], {}, 0, sources()
     if not specs:
         parser.error(f"--only is {arguments.only!r}, which no kernel's name contains (such as {recorded_specs()[0]})")
+    made_by = {} if arguments.check else versions(store.add(specs[0], arguments.folder))
+    if arguments.changed:
+        kernels = unchanged(specs, read(arguments.path), made_by, made_from)
+        specs = [spec for spec in specs if str(spec) not in kernels]
+        print(f"{len(kernels)} kernels are of the same sources and compiler", flush=True)
     for spec, described in describe(specs, arguments.folder, arguments.jobs):
         kernels[name := str(spec)] = described
         found = problems(spec, described) + (differences(recorded.get(name), described) if arguments.check else [])
         wrong += bool(found)
-        print("\n    ".join([f"{len(kernels)}/{len(specs)} {name}", *found]), flush=True)
+        print("\n    ".join([f"{len(kernels)} {name}", *found]), flush=True)
     if not arguments.check:
-        made_by = versions(store.add(specs[0], arguments.folder))
         manifest = {"versions": made_by, "sources": made_from, "kernels": kernels}
         arguments.path.write_text(text(manifest))
     if wrong:

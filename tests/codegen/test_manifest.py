@@ -139,6 +139,14 @@ def test_kernels_that_are_alike_are_described_once(tmp_path):
     assert 4 <= path.read_text().count('"registers": 9') <= 8, "a line for kernels that are alike"
 
 
+def test_kernels_of_the_same_sources_and_compiler_are_kept():
+    specs, sources = manifest.recorded_specs(), RECORD["sources"] | {"bwd": "other"}
+    kept = manifest.unchanged(specs, RECORD, RECORD["versions"], sources)
+    assert set(kept) == {str(spec) for spec in specs if spec.operation != "bwd"}
+    assert all(described == RECORD["kernels"][name] for name, described in kept.items())
+    assert not manifest.unchanged(specs, RECORD, RECORD["versions"] | {"ptxas": "other"}, RECORD["sources"])
+
+
 def test_what_counts_as_a_change_of_sources(tmp_path, monkeypatch):
     path = tmp_path / "fwd.py"
     monkeypatch.setattr(manifest.toolchain, "sources", lambda operation: {f"cute_kernels.{operation}": path})

@@ -43,7 +43,8 @@ FINER = 3  # of so few items, pieces of a third of the usual length are tried to
 MANY = 64  # items a cluster: with so many, all clusters finish at about the same time in any order
 WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ ...
 IN_STEP = 2  # ... and twice that where long prompts are cut to stay in step
-STAGGER = 500  # in a fixed order: steps between the ends of a prompt's items from which on L2 has lost what they share
+STAGGER = 500  # in a fixed order of sums they are cut from so many steps between the ends of the first and last item on
+MANY_HEADS = 8  # ... and from so many query heads a KV head on
 
 
 @dataclass(frozen=True)
@@ -271,25 +272,23 @@ def _cut_in_key_order(
 ) -> tuple[Pieces, IntArray]:  # fmt: skip
     """Pieces and their priorities, for sums of dQ in the order of the keys.
 
-    A long prompt's items end one after the other, as far apart as each has fewer blocks than the one before, of all
-    heads. From STAGGER steps between the first and the last on, prompts are cut (see `_in_step`); the first pieces of a
-    prompt start before its second ones.
-
-    Else responses are delayed (see `delayed_responses`) where no item is split otherwise. Both only as far as partial
-    sums may take memory for the pieces that this makes.
+    A long prompt's items end one after the other, at distances of the steps of all heads in an item's keys. With
+    MANY_HEADS and STAGGER steps between the first and the last they are cut (see `_in_step`), and the first pieces of a
+    prompt start before its second ones. Else responses are delayed (see `delayed_responses`) where no item is split
+    otherwise. Both as far as partial sums may take memory for the pieces that this makes.
     """
-    length = chosen.best
+    length, per_kv = chosen.best, heads // kv_heads
     prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)
-    apart = tile.cluster * tile.tile_n // tile.tile_m * (heads // kv_heads)
-    long = np.minimum(prompt_items, chosen.clusters) * apart >= STAGGER
-    if max_depth == 2 and long.any():
-        of_group = np.full(len(long), length.max(initial=1))
-        np.minimum.at(of_group, keys.group[~keys.is_response], _in_step(keys, length, long)[~keys.is_response])
-        pieces = cut(keys, np.where(long[keys.group] & ~keys.is_response, of_group[keys.group], length))
+    apart = np.minimum(prompt_items, chosen.clusters) * (tile.cluster * tile.tile_n // tile.tile_m * per_kv)
+    long = apart >= STAGGER
+    if max_depth == 2 and per_kv >= MANY_HEADS and long.any():
+        is_long = long[keys.group] & ~keys.is_response
+        one = np.full(len(long), length.max(initial=1))  # length a group: pieces of one number walk the same blocks
+        np.minimum.at(one, keys.group[is_long], _in_step(keys, length, long)[is_long])
+        pieces = cut(keys, np.where(is_long, one[keys.group], length))
         if (pieces.count > 1).sum() <= IN_STEP * chosen.budget:
-            first = np.where(keys.is_response, 1, 0) + 2 * keys.group
-            ordered = (long[keys.group] & ~keys.is_response)[pieces.item]
-            return pieces, first[pieces.item] * pieces.count.max() + np.where(ordered, pieces.number, 0)
+            priority = (2 * keys.group + keys.is_response)[pieces.item] * pieces.count.max()
+            return pieces, priority + np.where(is_long[pieces.item], pieces.number, 0)
     if max_depth == 2 and (length >= keys.blocks).all():
         starts_group = np.append(False, keys.group[1:] != keys.group[:-1])
         shares_block = starts_group & (keys.block_begin * tile.tile_m < keys.key)

@@ -3,6 +3,7 @@
 import bisect
 import heapq
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from cute_kernels.bwd_walk import Walk, first_block
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED, parse
 from dualkv.ops import hopper
+from dualkv.ops.plan import backward
 from dualkv.ops.plan.backward import backward_work
 from tests.ops.plan.walked import (
     below_a_path,
@@ -165,6 +167,30 @@ def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sm
     check_waits(tile, plan)
     if seg.total <= 1000:
         check(seg, tile, plan, ratio * kv_heads, kv_heads)
+
+
+@examples(120)
+@given(groups, st.sampled_from(TILES), st.sampled_from([8, 40]), kv_heads_, num_sms_)
+@example([(900, [200, 100]), (700, [33]), (1, [])], backward_tile(256), 8, 2, 8)
+def test_long_prompts_are_cut_in_a_fixed_order_too(groups, tile, ratio, kv_heads, num_sms):
+    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
+    with mock.patch.object(backward, "STAGGER", 1):
+        plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic=True)
+    check_turns(seg, tile, plan, kv_heads)
+    check_waits(tile, plan)
+    if seg.total <= 1000:
+        check(seg, tile, plan, ratio * kv_heads, kv_heads)
+
+
+def test_in_a_fixed_order_first_pieces_of_long_prompts_start_before_second_ones():
+    seg, tile = segments([8192], [[2048] * 32]), backward_tile(256, True)
+    plan = backward_work(seg, tile, 16, 2, 132, True)
+    check_waits(tile, plan)
+    ends = plan.items[:256, items.BLOCK_END].reshape(4, 64)
+    assert (ends[:2] == 1152).all()
+    assert (ends[2:] < 1152).all()
+    assert (plan.items[:256, items.KEY] < 8192).all()
+    assert (plan.items[:256, items.KV_HEAD].reshape(4, 64) == np.array([0, 1, 0, 1])[:, None]).all()
 
 
 def test_responses_start_behind_the_next_prompt():
