@@ -169,6 +169,10 @@ def worst(
     return of_hidden, of_logp, of_gradients
 
 
+# On one kind of processor 1.8e-5, on another below 1e-5. In fp64 they are below 1e-9 on both.
+GRADIENTS_FP32 = {"kimi_linear": 3e-5}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "recompute"), [(torch.float64, False), (torch.float32, True)])
 def test_packed_equals_replicated(family: str, dtype: torch.dtype, recompute: bool) -> None:
@@ -179,7 +183,7 @@ def test_packed_equals_replicated(family: str, dtype: torch.dtype, recompute: bo
     with double_throughout() if wide else nullcontext():
         hidden, logp, grads = worst(model, FOREST, dtype)
     assert max(hidden, logp) < (1e-10 if wide else 1e-5)
-    assert grads < (1e-9 if wide else 1e-5)
+    assert grads < (1e-9 if wide else GRADIENTS_FP32.get(family, 1e-5))
 
 
 FAULTS = {
@@ -390,7 +394,7 @@ class Library:
 def test_kernels_of_the_library_run_a_call_a_wave(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     monkeypatch.setattr(kernels, "library", library)
-    assert max(worst(make(family), FOREST)) < 1e-5
+    assert max(worst(make(family), FOREST)) < GRADIENTS_FP32.get(family, 1e-5)
     of_one_layer = [(n, initial, final) for _, n, initial, final in library.calls[: len(library.calls) // 2]]
     assert of_one_layer == [(3, False, True), (10, True, True), (2, True, True), (2, True, False)]
 
