@@ -72,7 +72,7 @@ def test_scores(name: str, results: Results) -> None:
 
 
 # With losses that agree to 1e-7, gradients differ by 0.2 % on one kind of processor, on others they do not.
-NOT_EXPLAINED = pytest.mark.xfail(strict=False, reason="gradients are 0.2 % off on one kind of processor, not explained")
+NOT_EXPLAINED = pytest.mark.xfail(strict=False, reason="0.2 % off on one kind of processor, not explained")
 
 
 @pytest.mark.parametrize(
