@@ -100,8 +100,9 @@ def backward_work(
     """Work items of all KV heads.
 
     With many items a cluster, pieces of one length do, and pieces that read the same queries run at the same time where
-    that leaves no cluster idle at the end (`_found_in_l2`); prompts of more items than clusters are cut for that. With few items, several lengths are compared by when the last cluster is
-    done (`_span`), and pieces start longest first where that is clearly earlier.
+    that leaves no cluster idle at the end. Prompts of more items than clusters are cut for that (`_in_step`). With few
+    items, several lengths are compared by when the last cluster is done (`_span`), and pieces start longest first where
+    that is clearly earlier.
 
     Args:
         segments: the layout.

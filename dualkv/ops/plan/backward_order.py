@@ -64,7 +64,7 @@ def in_key_order(pieces: Pieces, priority: IntArray, kv_heads: int, wave: int | 
     """By `priority` [n], the smallest first, then in the order of keys.
 
     With equal priorities no piece waits for one that starts later: pieces add to dQ in the order of their keys.
-    `delayed_responses` and prompts that are cut make other priorities; a KV head's pieces of one priority stay together.
+    `delayed_responses` makes other priorities, and so do prompts that are cut.
     """
     order = np.argsort(priority, kind="stable")
     return _over_heads(order, pieces, [pieces.run, priority], kv_heads, wave)
