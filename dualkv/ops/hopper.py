@@ -350,7 +350,7 @@ def backward(
     They run on the current stream. Takes the calls that :func:`forward` takes; first calls load kernels and make plans
     likewise. dk, dv and dsinks are bitwise equal from run to run. dq is a sum over key blocks in fp32; the order of the
     sum is fixed if `deterministic`, and differs from run to run otherwise. Workspace: dq in fp32, and at most a quarter
-    of that for partial sums of dk and dv where items are split (half of it with long prompts).
+    of that for partial sums of dk and dv where items are split (half of it with long prompts, and at head dim 512).
 
     Args:
         dout, out: [T, H, Dv], dtype of q.

@@ -100,7 +100,8 @@ def backward_work(
     """Work items of all KV heads.
 
     With many items a cluster, pieces of one length do, and pieces that read the same queries run at the same time where
-    that leaves no cluster idle at the end. Prompts of more items than clusters are cut for that (`_in_step`). With few
+    that leaves no cluster idle at the end. Prompts of more items than clusters are cut for that (`_in_step`), and where
+    the blocks of all query heads are large, responses too (`_in_parts`: head dim 512 and MANY_HEADS). With few
     items, several lengths are compared by when the last cluster is done (`_span`), and pieces start longest first where
     that is clearly earlier.
 
@@ -119,7 +120,10 @@ def backward_work(
         pieces, priority = _cut_in_key_order(keys, chosen, tile, heads, kv_heads, segments.max_depth)
         return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, WAVE), kv_heads)
 
-    made = _found_in_l2(keys, chosen, kv_heads, trees) or in_order(keys, chosen, kv_heads, trees)
+    made, per_kv = None, heads // kv_heads
+    if tile.ctas > tile.cluster and per_kv >= MANY_HEADS and not trees:
+        made = _in_parts(keys, chosen, per_kv, kv_heads)
+    made = made or _found_in_l2(keys, chosen, kv_heads, trees) or in_order(keys, chosen, kv_heads, trees)
     return work_tables(keys, *made, kv_heads)
 
 
@@ -231,12 +235,35 @@ def _found_in_l2(
     else:
         pieces = cut(keys, chosen.first)
         order = by_queries(pieces, kv_heads, chosen.clusters, trees)
+    return (pieces, order) if _keeps_clusters_busy(pieces, order, chosen, GAIN_OF_TREES if trees else GAIN) else None
+
+
+def _in_parts(keys: KeyItems, chosen: Lengths, per_kv: int, kv_heads: int) -> tuple[Pieces, IntArray] | None:
+    """Pieces by what queries they read, for blocks so large that L2 holds few of them; None if partial sums may not
+    take as much memory, or clusters would be idle at the end.
+
+    Items of a response start one after the other, and L2 must hold the blocks between the first and the last of them,
+    for each response under way. In halves, half as many are under way. A prompt's items are cut where the responses
+    begin, and above into equal parts: pieces that start together end together.
+    """
+    responses, longest = (of_group[keys.group] for of_group in _walked_by_prompts(keys))
+    of_run = np.zeros(keys.run.max(initial=-1) + 1, np.int64)
+    np.maximum.at(of_run, keys.run, keys.blocks)
+    halves = np.maximum(-(-of_run[keys.run] // 2), -(-SHORTEST_PIECE // per_kv))
+    parts = np.maximum(-(-responses // chosen.first), 1)
+    equal = np.where(2 * responses >= longest, -(-responses // parts), -(-longest // 2))
+    pieces = cut(keys, np.minimum(chosen.first, np.where(keys.is_response, halves, equal)))
+    if (pieces.count > 1).sum() > IN_STEP * chosen.budget:
+        return None
+    order = by_queries(pieces, kv_heads, chosen.clusters)
+    return (pieces, order) if _keeps_clusters_busy(pieces, order, chosen, GAIN) else None
+
+
+def _keeps_clusters_busy(pieces: Pieces, order: IntArray, chosen: Lengths, gain: float) -> bool:
+    """Whether there are many pieces, or the last cluster is done late by no more than this factor."""
     blocks = lengths_in(order, pieces)
     shortest_span = chosen.span if chosen.few else (blocks + PIECE_OVERHEAD).sum() / chosen.clusters
-    gain = GAIN_OF_TREES if trees else GAIN
-    if len(order) >= MANY * chosen.clusters or _span(blocks, chosen.clusters) < gain * shortest_span:
-        return pieces, order
-    return None
+    return len(order) >= MANY * chosen.clusters or _span(blocks, chosen.clusters) < gain * shortest_span
 
 
 def _in_step(keys: KeyItems, length: IntArray, long: Bools) -> IntArray:
@@ -249,13 +276,18 @@ def _in_step(keys: KeyItems, length: IntArray, long: Bools) -> IntArray:
     Args:
         long: [groups] which have such prompts.
     """
-    longest, responses = np.zeros((2, keys.group.max(initial=-1) + 1), np.int64)
-    np.maximum.at(longest, keys.group, keys.blocks)
-    last = np.zeros_like(longest)
-    np.maximum.at(last, keys.group, keys.block_end)
-    np.maximum.at(responses, keys.group, np.where(keys.is_response, last[keys.group] - keys.block_begin, 0))
+    responses, longest = _walked_by_prompts(keys)
     in_step = np.maximum(responses, -(-longest // 2))
     return np.where(long[keys.group] & ~keys.is_response, np.minimum(length, in_step[keys.group]), length)
+
+
+def _walked_by_prompts(keys: KeyItems) -> tuple[IntArray, IntArray]:
+    """[groups] query blocks of the responses, which all items of a prompt walk, and of the prompt's longest item."""
+    longest, last, responses = np.zeros((3, keys.group.max(initial=-1) + 1), np.int64)
+    np.maximum.at(longest, keys.group, keys.blocks)
+    np.maximum.at(last, keys.group, keys.block_end)
+    np.maximum.at(responses, keys.group, np.where(keys.is_response, last[keys.group] - keys.block_begin, 0))
+    return responses, longest
 
 
 def cut(keys: KeyItems, length: IntArray) -> Pieces:

@@ -468,6 +468,25 @@ def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, most,
     assert balance(plan, clusters) > least
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "most", "least"),
+    [
+        ("n28-p4096-r2048", 16, 3.4, 0.995),
+        ("n32-p8192-r2048", 16, 4.2, 0.995),
+        ("n32-p8192-r2048", 8, 5, 0.995),
+        ("g64-n8", 16, 2, 0.998),
+    ],
+)
+def test_responses_of_large_blocks_are_halved(name, heads, most, least):
+    """At head dim 512 with eight query heads a KV head L2 keeps about 20 blocks. Whole responses: 11.8, 35, 29 and 4.8
+    times."""
+    tile, kv_heads = backward_tile(512), heads // 8
+    plan = backward_work(of(parse(name).layout()), tile, heads, kv_heads, 132)
+    missed, blocks = misses(plan, 66, 20)
+    assert missed < most * blocks
+    assert balance(plan, 66) > least
+
+
 def test_a_tree_that_would_leave_clusters_idle_starts_from_its_last_block():
     """By queries, clusters would be done 1.04 times as late."""
     seg = of(NAMED["binary-p4096-r1024"].layout())
