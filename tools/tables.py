@@ -19,7 +19,7 @@ from codegen.spec import KernelSpec, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
-from dualkv.bench.workloads import parse
+from dualkv.bench.workloads import MAIN, parse
 from tools import filed, zoo_rows
 from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
 from tools.bench.record import runs_of
@@ -63,7 +63,6 @@ STOCK = {
 VALUES_PEERS = {"cudnn-intervals": "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
 WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
 CARD = "NVIDIA H200"  # of records that name no other
-MAIN = "n32-p8192-r2048"
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
     MAIN: (1.22, 1.10),
     "n28-p4096-r2048": (1.28, 1.14),

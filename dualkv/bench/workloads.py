@@ -184,7 +184,8 @@ _CHUNKS: dict[str, Any] = {"chunk": 8192, "heads": 40, "kv_heads": 8}  # Llama 4
 _D192_V128: dict[str, Any] = {"head_dim": 192, "head_dim_v": 128}  # MLA, MiMo-V2
 
 _UNIFORM = np.random.default_rng(0).integers(131, 2049, 32).tolist()
-_MAIN = _one_group("n32-p8192-r2048", 8192, [2048] * 32)
+MAIN = "n32-p8192-r2048"
+_MAIN = _one_group(MAIN, 8192, [2048] * 32)
 NAMED = {
     workload.name: workload
     for workload in [
@@ -199,13 +200,13 @@ NAMED = {
         _binary_tree("binary-p4096-r1024", 4096, 4, 1024),
         _agent_tree("agent-t10-r512", 32, 10, 512),
         *(
-            replace(_MAIN, name=f"{_MAIN.name}-d{head_dim}-gqa{ratio}", head_dim=head_dim, kv_heads=32 // ratio)
+            replace(_MAIN, name=f"{MAIN}-d{head_dim}-gqa{ratio}", head_dim=head_dim, kv_heads=32 // ratio)
             for head_dim in (64, 96, 192, 256)  # those on record: another one joins with a new record
             for ratio in (1, 4, 8)
         ),
         *(
             _one_group(f"{lengths}-{name}", prompt, [2048] * count, **shape)
-            for lengths, prompt, count in (("n32-p8192-r2048", 8192, 32), ("n16-p32768-r2048", 32768, 16))
+            for lengths, prompt, count in ((MAIN, 8192, 32), ("n16-p32768-r2048", 32768, 16))
             for name, shape in _WINDOWS.items()
         ),
         *(
@@ -229,7 +230,7 @@ NAMED = {
             for heads, kv_heads in ((16, 2), (8, 1))
         ),
         # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
-        *(replace(_MAIN, name=f"{_MAIN.name}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
+        *(replace(_MAIN, name=f"{MAIN}-tp{tp}", heads=32 // tp, kv_heads=8 // tp) for tp in (8, 4)),
     ]
 }
 

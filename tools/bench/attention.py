@@ -25,10 +25,10 @@ import typer
 
 from dualkv.bench.run import PEER_CACHES
 from dualkv.bench.sides import SIDES
-from dualkv.bench.workloads import EIGHT, NAMED, SLOW, parse
+from dualkv.bench.workloads import EIGHT, MAIN, NAMED, SLOW, parse
 from dualkv.cli import commands
 from tools import filed, tables
-from tools.tables import MAIN, RESULTS, TWO_LEVELS
+from tools.tables import RESULTS, TWO_LEVELS
 
 
 def _options(option: str, values: Iterable[str]) -> str:

@@ -22,11 +22,10 @@ from dualkv.bench.inputs import Inputs
 from dualkv.bench.run import PEER_CACHES, difference
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.timing import cold_ms, timed
-from dualkv.bench.workloads import Workload, parse
+from dualkv.bench.workloads import MAIN, Workload, parse
 from tools.bench.before import speed
 from tools.bench.record import JsonPath, Record
 
-MAIN = "n32-p8192-r2048"
 SIDES = "dualkv", "fa4-prompt-copied"
 # with the feature, without
 PAIRS = {

@@ -10,6 +10,7 @@ from typing import Any
 from dualkv.bench.show import markdown_table
 from dualkv.bench.traces import FIGURES, KINDS, draw
 from dualkv.bench.trees import Found, Summary
+from dualkv.bench.workloads import MAIN
 from dualkv.models import CONFIGS
 
 MODEL = "qwen3-8b"
@@ -29,7 +30,6 @@ WAYS = {
 }
 ATTENTION = "traces-backward", "traces", "traces-flex"  # records: the first with a figure counts
 UPDATES = "trees-updates-h200", "trees-updates-h200-low", "trees-updates-h200-more"  # records: parts of one run
-TWO_LEVELS = "n32-p8192-r2048"
 Load = Callable[[str], dict[str, Any]]
 
 
@@ -87,14 +87,12 @@ def attention(load: Load) -> str:
     rows = []
     traces = list(dict.fromkeys(name for name, _ in ours))
     for name, direction in sorted(ours, key=lambda key: (traces.index(key[0]), key[1] != "fwd")):
-        mine, two_levels = ours[name, direction], ours.get((TWO_LEVELS, direction))
+        mine, two_levels = ours[name, direction], ours.get((MAIN, direction))
         rate = mine["sustained_tflops"]
         rows.append([f"{name}, {direction}", f"{mine['sustained_ms']:.2f} ms ({rate:.0f})"])
         rows[-1].append(f"{rate / two_levels['sustained_tflops']:.2f}" if two_levels else "not measured")
         rows[-1] += [peers[name, direction].get(peer, "not measured") for peer in PEERS]
-    return markdown_table(
-        ["trace, direction", "DualKV (TFLOP/s)", f"of its rate on `{TWO_LEVELS}`", *PEERS.values()], rows
-    )
+    return markdown_table(["trace, direction", "DualKV (TFLOP/s)", f"of its rate on `{MAIN}`", *PEERS.values()], rows)
 
 
 def _times(side: dict[str, Any], ours: float) -> str:

@@ -25,11 +25,10 @@ from codegen.tiles import FEW_KEYS_TILES, HeadDims
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
-from dualkv.bench.workloads import Workload, parse
+from dualkv.bench.workloads import MAIN, Workload, parse
 from dualkv.ops import hopper
 from tools.bench.record import OptionalJsonPath, Record
 from tools.ncu.job import TABLES, changed, read_tile
-from tools.tables import MAIN
 
 STANDS = "as it stands"
 CANDIDATES: dict[str, dict[HeadDims, list[str]]] = {
