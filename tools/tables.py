@@ -22,7 +22,7 @@ from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
 from tools import filed, zoo_rows
 from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
-from tools.bench.record import runs_of
+from tools.bench.record import NO_MEMORY, runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
 
@@ -478,6 +478,7 @@ def trust() -> str:
     for run in sorted(fuzzed, key=lambda run: str(run["date"])):
         what = f"random calls, seed{'s' * (',' in run['seed'])} {run['seed']}"
         said = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
+        said += f"; {run['tried'][NO_MEMORY]} {NO_MEMORY}" if NO_MEMORY in run["tried"] else ""
         rows.append(_tried(run, what, f"{run['tried']['cases']:,}", run["failed"], said))
     for path in sorted(RESULTS.glob("suite-*.json")):
         run = _load(path.stem)

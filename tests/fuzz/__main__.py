@@ -15,27 +15,34 @@ import torch
 
 from codegen.tiles import HEAD_DIM_PAIRS, kernel_head_dims
 from tests.fuzz.case import FEATURES, VALUES, Case, WrongResult, reduce, run, seeded
-from tools.bench.record import Record
+from tools.bench.record import NO_MEMORY, Record
 
 CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
 
 
 def attempt(case):
-    """(the largest error as a part of its bound, None), or (0, what is wrong)."""
+    """(the largest error as a part of its bound, None), or (0, what is wrong).
+
+    Raises:
+        torch.OutOfMemoryError: the dense results need more memory than other processes leave.
+    """
     try:
         return run(case), None
     except WrongResult as e:
         return 0.0, str(e)
-    except torch.AcceleratorError:  # the device is of no more use to this process
+    except (torch.AcceleratorError, torch.OutOfMemoryError):  # the first one ends this process's use of the device
         raise
     except Exception as e:
         return 0.0, f"raised {type(e).__name__}: {str(e).splitlines()[0]}"
 
 
 def wrong(case):
-    """What is wrong with the case, or None."""
-    return attempt(case)[1]
+    """What is wrong with the case, or None; also None if there is too little memory to tell."""
+    try:
+        return attempt(case)[1]
+    except torch.OutOfMemoryError:
+        return None
 
 
 def save(case, why):
@@ -84,13 +91,17 @@ def main():
         case = seeded(seed, index, options.device)
         if options.values not in (None, case.values) or kernel_head_dims(*case.head_dims) not in options.native:
             continue
-        tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
-        tried.update(name for name in FEATURES if getattr(case, name) is not getattr(Case, name))  # None or False
         try:
             ratio, why = attempt(case)
+        except torch.OutOfMemoryError:
+            tried.update([NO_MEMORY])
+            torch.cuda.empty_cache()
+            continue
         except torch.AcceleratorError:
             print(f"case {index} of seed {seed} broke the device:\n{case.to_json()}", flush=True)
             raise
+        tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
+        tried.update(name for name in FEATURES if getattr(case, name) is not getattr(Case, name))  # None or False
         worst = max(worst, ratio)
         if why:
             failed += 1
@@ -102,7 +113,7 @@ def main():
     seconds = time.monotonic() - begin
     print(
         f"seed {seed} on {options.device}: {tried['cases']} cases in {seconds:.0f} s, {failed} failed, "
-        f"worst error {worst:.2f} of its bound"
+        f"worst error {worst:.2f} of its bound, {tried[NO_MEMORY]} {NO_MEMORY}"
     )
     record.append(
         {

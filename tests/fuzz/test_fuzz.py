@@ -11,7 +11,7 @@ import torch
 from dualkv.ops import reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz import dense
-from tests.fuzz.case import Case, compat_inputs, compat_mask, reduce, run, seeded, segment_mask
+from tests.fuzz.case import Case, WrongResult, compat_inputs, compat_mask, reduce, run, seeded, segment_mask
 from tools import filed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,6 +168,27 @@ def test_cases_of_some_kernels_alone(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["fuzz", "--native", "100"])
     with pytest.raises(SystemExit):
         fuzz.main()
+
+
+def test_too_little_memory_is_no_failure(monkeypatch, capsys):
+    """Of a case, or of what it is reduced to."""
+    results = iter([torch.OutOfMemoryError(), 0.5, WrongResult("off"), torch.OutOfMemoryError(), 0.5])
+
+    def run(_case):
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(fuzz, "run", run)
+    monkeypatch.setattr(fuzz, "save", lambda case, why: print(why, fuzz.wrong(case)))
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "3", "--seed", "some", "--device", "cuda"])
+    assert fuzz.main() == 1
+    said = capsys.readouterr().out
+    assert "3 cases" in said
+    assert "1 failed" in said
+    assert "1 not tried: out of memory" in said
+    assert "off None" in said
 
 
 def test_reduction_ends_where_nothing_simpler_fails():

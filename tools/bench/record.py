@@ -22,6 +22,7 @@ from tools.filed import RUNS
 _OPTION = typer.Option("--json", help="Record the run in this file.")
 JsonPath = Annotated[Path, _OPTION]
 OptionalJsonPath = Annotated[Path | None, _OPTION]
+NO_MEMORY = "not tried: out of memory"  # calls of the fuzzer, counted beside those that it tried
 FOUND = "date", "seed", "seconds", "failed", "worst_part_of_bound", "tried"
 
 
