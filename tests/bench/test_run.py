@@ -192,11 +192,11 @@ def test_environment_names_what_was_used(tmp_path, monkeypatch):
     }  # fmt: skip
     assert torch.__version__.startswith(found["versions"]["torch"])  # which may lack the build, as +cu130
     assert set(found["versions"]) == set(run.PACKAGES)
+    monkeypatch.setattr(run, "STAMP", tmp_path / ".stamp.json")  # this checkout may have one
     monkeypatch.setattr(run, "_git", lambda *arguments: {"rev-parse": "a" * 40, "status": "M x"}.get(arguments[0], ""))
     found = run.environment(None)
     assert (found["commit"], found["changed_files"]) == ("a" * 40, ["M x"])
     # Installed inside a checkout of something else, which does not track this code.
-    monkeypatch.setattr(run, "STAMP", tmp_path / ".stamp.json")
     monkeypatch.setattr(run, "_git", lambda *arguments: None if arguments[0] == "ls-files" else "b" * 40)
     found = run.environment(None)
     assert (found["commit"], found["changed_files"]) == ("unknown", None)
