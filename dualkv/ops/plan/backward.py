@@ -42,9 +42,9 @@ GAIN_OF_TREES = 1.03  # ... and this much in trees
 FINER = 3  # of so few items, pieces of a third of the usual length are tried too
 MANY = 64  # items a cluster: with so many, all clusters finish at about the same time in any order
 WORKSPACE_FRACTION = 4  # partial sums take at most a quarter of the memory of the fp32 dQ ...
-IN_STEP = 2  # ... and twice that where long prompts are cut to stay in step
+IN_STEP = 2  # ... and twice that where long prompts are cut to stay in step, or responses halved
 STAGGER = 500  # in a fixed order of sums they are cut from so many steps between the ends of the first and last item on
-MANY_HEADS = 8  # ... and from so many query heads a KV head on
+MANY_HEADS = 8  # ... and from so many query heads a KV head on; from there on head dim 512 has its responses halved
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ def backward_work(
         return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, WAVE), kv_heads)
 
     made, per_kv = None, heads // kv_heads
+    # Pairs of CTAs that share an item's keys are head dim 512's: docs/tuning.md#responses-in-halves
     if tile.ctas > tile.cluster and per_kv >= MANY_HEADS and not trees:
         made = _in_parts(keys, chosen, per_kv, kv_heads)
     made = made or _found_in_l2(keys, chosen, kv_heads, trees) or in_order(keys, chosen, kv_heads, trees)
@@ -224,7 +225,7 @@ def _found_in_l2(
 ) -> tuple[Pieces, IntArray] | None:  # fmt: skip
     """Pieces and their order, where those that read the same queries run at the same time; None if there are too few of
     them, or clusters would be idle at the end."""
-    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)  # of each group: they start together
+    prompt_items = _prompt_items(keys)
     if prompt_items.max() > chosen.clusters:
         pieces = cut(keys, _in_step(keys, chosen.first, prompt_items > chosen.clusters))
         if trees or (pieces.count > 1).sum() > IN_STEP * chosen.budget:
@@ -239,8 +240,8 @@ def _found_in_l2(
 
 
 def _in_parts(keys: KeyItems, chosen: Lengths, per_kv: int, kv_heads: int) -> tuple[Pieces, IntArray] | None:
-    """Pieces by what queries they read, for blocks so large that L2 holds few of them; None if partial sums may not
-    take as much memory, or clusters would be idle at the end.
+    """Pieces and their order by what queries they read, for blocks so large that L2 holds few of them. None if partial
+    sums would take more than half of dQ's memory, or clusters would be idle at the end.
 
     Items of a response start one after the other, and L2 must hold the blocks between the first and the last of them,
     for each response under way. In halves, half as many are under way. A prompt's items are cut where the responses
@@ -264,6 +265,11 @@ def _keeps_clusters_busy(pieces: Pieces, order: IntArray, chosen: Lengths, gain:
     blocks = lengths_in(order, pieces)
     shortest_span = chosen.span if chosen.few else (blocks + PIECE_OVERHEAD).sum() / chosen.clusters
     return len(order) >= MANY * chosen.clusters or _span(blocks, chosen.clusters) < gain * shortest_span
+
+
+def _prompt_items(keys: KeyItems) -> IntArray:
+    """[groups] items of each prompt, which start together; at least one group."""
+    return np.bincount(keys.group[~keys.is_response], minlength=keys.group.max(initial=0) + 1)
 
 
 def _in_step(keys: KeyItems, length: IntArray, long: Bools) -> IntArray:
@@ -311,8 +317,7 @@ def _cut_in_key_order(
     otherwise. Both as far as partial sums may take memory for the pieces that this makes.
     """
     length, per_kv = chosen.best, heads // kv_heads
-    prompt_items = np.bincount(keys.group[~keys.is_response], minlength=1)
-    apart = np.minimum(prompt_items, chosen.clusters) * (tile.cluster * tile.tile_n // tile.tile_m * per_kv)
+    apart = np.minimum(_prompt_items(keys), chosen.clusters) * (tile.cluster * tile.tile_n // tile.tile_m * per_kv)
     long = apart >= STAGGER
     if max_depth == 2 and per_kv >= MANY_HEADS and long.any():
         is_long = long[keys.group] & ~keys.is_response

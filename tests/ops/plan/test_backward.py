@@ -126,6 +126,7 @@ def check_waits(tile, plan):
 @example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)
 @example([(1, [1] * 300)], TILES[0], 4, 1, 132)
 @example([(500, [200, 100])], TILES[-1], 40, 1, 132)
+@example([(257, []), (0, [1])], TILES[0], 1, 1, 2)
 def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_sms):
     seg = of_groups(groups)
     check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
@@ -172,6 +173,7 @@ def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sm
 @examples(120)
 @given(groups, st.sampled_from(TILES), st.sampled_from([8, 40]), kv_heads_, num_sms_)
 @example([(900, [200, 100]), (700, [33]), (1, [])], backward_tile(256), 8, 2, 8)
+@example([(900, [200, 100]), (0, [1])], backward_tile(256), 8, 2, 8)
 def test_long_prompts_are_cut_in_a_fixed_order_too(groups, tile, ratio, kv_heads, num_sms):
     seg = segments([p for p, _ in groups], [rs for _, rs in groups])
     with mock.patch.object(backward, "STAGGER", 1):
@@ -466,6 +468,15 @@ def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, most,
     missed, blocks = misses(plan, clusters, 95)
     assert missed < most * blocks
     assert balance(plan, clusters) > least
+
+
+@examples(200)
+@given(groups, st.sampled_from(TILES), st.sampled_from([1, 2, 3]), kv_heads_, st.booleans())
+def test_partial_sums_take_a_quarter_of_dq(groups, tile, ratio, kv_heads, deterministic):
+    """But for prompts of more items than clusters and MANY_HEADS query heads, for which `check` allows half."""
+    seg, heads = of_groups(groups), ratio * kv_heads
+    plan = backward_work(seg, tile, heads, kv_heads, 132, deterministic)
+    assert plan.num_partials * 2 * tile.cluster * tile.tile_n <= seg.total * heads / 4
 
 
 @pytest.mark.parametrize(
