@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from codegen.tiles import HEAD_DIM_PAIRS, kernel_head_dims
-from tests.fuzz.case import FEATURES, VALUES, Case, WrongResult, reduce, run, seeded
+from tests.fuzz.case import FEATURES, VALUES, Case, NoMemory, WrongResult, reduce, run, seeded
 from tools.bench.record import NO_MEMORY, Record
 
 CASES = Path(__file__).parent / "cases"
@@ -25,13 +25,14 @@ def attempt(case):
     """(the largest error as a part of its bound, None), or (0, what is wrong).
 
     Raises:
-        torch.OutOfMemoryError: the dense results need more memory than other processes leave.
+        NoMemory: there is nothing to compare with.
+        torch.AcceleratorError: the device is of no more use to this process.
     """
     try:
         return run(case), None
     except WrongResult as e:
         return 0.0, str(e)
-    except (torch.AcceleratorError, torch.OutOfMemoryError):  # the first one ends this process's use of the device
+    except (torch.AcceleratorError, NoMemory):
         raise
     except Exception as e:
         return 0.0, f"raised {type(e).__name__}: {str(e).splitlines()[0]}"
@@ -41,7 +42,7 @@ def wrong(case):
     """What is wrong with the case, or None; also None if there is too little memory to tell."""
     try:
         return attempt(case)[1]
-    except torch.OutOfMemoryError:
+    except NoMemory:
         return None
 
 
@@ -93,7 +94,7 @@ def main():
             continue
         try:
             ratio, why = attempt(case)
-        except torch.OutOfMemoryError:
+        except NoMemory:
             tried.update([NO_MEMORY])
             torch.cuda.empty_cache()
             continue

@@ -41,6 +41,10 @@ class WrongResult(AssertionError):
     """A result that differs from float64 by more than it may."""
 
 
+class NoMemory(Exception):
+    """The dense results need more memory than other processes leave."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A call of `dualkv.attention` (kind "attention") or `flash_attn_dualkv_varlen_func` (kind "compat").
@@ -446,8 +450,12 @@ def run(case):
 
     Raises:
         WrongResult: that is above 1, a result's shape or dtype is not the input's, or two runs differ.
+        NoMemory: there is nothing to compare with. If the call itself runs out of memory, its own error is raised.
     """
-    call, want, exact = _attention(case) if case.kind == "attention" else _compat_call(case)
+    try:
+        call, want, exact = _attention(case) if case.kind == "attention" else _compat_call(case)
+    except torch.OutOfMemoryError as error:
+        raise NoMemory from error
     with _poisoned(case.deterministic and case.device == "cuda"):
         got = call()
         again = call() if case.device == "cuda" and exact else got

@@ -11,7 +11,7 @@ import torch
 from dualkv.ops import reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz import dense
-from tests.fuzz.case import Case, WrongResult, compat_inputs, compat_mask, reduce, run, seeded, segment_mask
+from tests.fuzz.case import Case, NoMemory, WrongResult, compat_inputs, compat_mask, reduce, run, seeded, segment_mask
 from tools import filed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,8 +171,8 @@ def test_cases_of_some_kernels_alone(monkeypatch, capsys):
 
 
 def test_too_little_memory_is_no_failure(monkeypatch, capsys):
-    """Of a case, or of what it is reduced to."""
-    results = iter([torch.OutOfMemoryError(), 0.5, WrongResult("off"), torch.OutOfMemoryError(), 0.5])
+    """For the dense results of a case, or of what it is reduced to."""
+    results = iter([NoMemory(), 0.5, WrongResult("off"), NoMemory(), 0.5])
 
     def run(_case):
         result = next(results)
@@ -189,6 +189,20 @@ def test_too_little_memory_is_no_failure(monkeypatch, capsys):
     assert "1 failed" in said
     assert "1 not tried: out of memory" in said
     assert "off None" in said
+
+
+def test_a_call_that_runs_out_of_memory_is_a_failure(monkeypatch):
+    def no_memory(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("too much")
+
+    case = seeded("memory", 0, "cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(dense, "attention", no_memory)
+        with pytest.raises(NoMemory):
+            fuzz.attempt(case)
+    monkeypatch.setattr("tests.fuzz.case.dualkv.attention", no_memory)
+    monkeypatch.setattr("tests.fuzz.case.dualkv.flash_attn_dualkv_varlen_func", no_memory)
+    assert fuzz.attempt(case) == (0.0, "raised OutOfMemoryError: too much")
 
 
 def test_reduction_ends_where_nothing_simpler_fails():

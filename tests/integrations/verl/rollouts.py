@@ -238,7 +238,7 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     )
     temperature = s.get("temperature", 0.8)
     if temperature == "ragged":
-        # With these, no ratio lies within 1 % of an edge of the clipped loss. (With sixteenths one was 1.200002, and
+        # With these, no ratio lies within 0.5 % of an edge of the clipped loss. (With sixteenths one was 1.200002, and
         # rounding decided whether its token had a gradient.)
         data["temperature"] = 0.5 + torch.tensor(mine) / 15
     else:
