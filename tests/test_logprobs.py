@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -117,8 +118,21 @@ def test_logits_never_exist_whole(style):
     assert forward.products == -(-rows // chunk_size)
 
 
-@pytest.mark.parametrize(("temperature", "softcap"), [pytest.param(1.0, None, marks=pytest.mark.slow), (0.7, 2.0)])
-def test_compiled_is_the_same(temperature, softcap):
+@pytest.fixture
+def backend(request, monkeypatch):
+    """Of `torch.compile`, for as long as a test runs. The GPU suite has the default's kernels, which take long."""
+    logprobs._chosen.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
+    yield
+    logprobs._chosen.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("backend", "temperature", "softcap"),
+    [pytest.param("inductor", 1.0, None, marks=pytest.mark.slow), ("aot_eager", 0.7, 2.0)],
+    indirect=["backend"],
+)
+def test_compiled_is_the_same(backend, temperature, softcap):
     """Gradients of log-probs alone too, for which the backward has a shorter way; chunks of two sizes."""
     for loss in (lambda logp, entropy: logp.sum(), lambda logp, entropy: (logp * entropy).sum()):
         grads = []
@@ -132,9 +146,10 @@ def test_compiled_is_the_same(temperature, softcap):
             torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_kept_logits_are_not_made_again_and_change_nothing(monkeypatch, style, compiled):
+def test_kept_logits_are_not_made_again_and_change_nothing(monkeypatch, backend, style, compiled):
     batch = some_batch(style)
     monkeypatch.setattr(logprobs, "_refuse_memory", lambda *_: None)
     found, products = [], []
