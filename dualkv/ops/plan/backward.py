@@ -32,7 +32,7 @@ from dualkv.ops.plan.backward_order import (
     lengths_in,
     longest_first,
 )
-from dualkv.ops.plan.shared import Table, visible_end_over
+from dualkv.ops.plan.shared import Table, largest, visible_end_over
 
 MAX_SHARE = 3  # no piece is longer than a cluster's share of all work divided by this ...
 SHORTEST_PIECE = 16  # ... and no piece is cut shorter than this: steps (a query block of one head)
@@ -248,9 +248,7 @@ def _in_parts(keys: KeyItems, chosen: Lengths, per_kv: int, kv_heads: int) -> tu
     begin, and above into equal parts: pieces that start together end together.
     """
     responses, longest = (of_group[keys.group] for of_group in _walked_by_prompts(keys))
-    of_run = np.zeros(keys.run.max(initial=-1) + 1, np.int64)
-    np.maximum.at(of_run, keys.run, keys.blocks)
-    halves = np.maximum(-(-of_run[keys.run] // 2), -(-SHORTEST_PIECE // per_kv))
+    halves = np.maximum(-(-largest(keys.blocks, keys.run)[keys.run] // 2), -(-SHORTEST_PIECE // per_kv))
     parts = np.maximum(-(-responses // chosen.first), 1)
     equal = np.where(2 * responses >= longest, -(-responses // parts), -(-longest // 2))
     pieces = cut(keys, np.minimum(chosen.first, np.where(keys.is_response, halves, equal)))
@@ -289,11 +287,9 @@ def _in_step(keys: KeyItems, length: IntArray, long: Bools) -> IntArray:
 
 def _walked_by_prompts(keys: KeyItems) -> tuple[IntArray, IntArray]:
     """[groups] query blocks of the responses, which all items of a prompt walk, and of the prompt's longest item."""
-    longest, last, responses = np.zeros((3, keys.group.max(initial=-1) + 1), np.int64)
-    np.maximum.at(longest, keys.group, keys.blocks)
-    np.maximum.at(last, keys.group, keys.block_end)
-    np.maximum.at(responses, keys.group, np.where(keys.is_response, last[keys.group] - keys.block_begin, 0))
-    return responses, longest
+    last = largest(keys.block_end, keys.group)
+    responses = np.where(keys.is_response, last[keys.group] - keys.block_begin, 0)
+    return largest(responses, keys.group), largest(keys.blocks, keys.group)
 
 
 def cut(keys: KeyItems, length: IntArray) -> Pieces:
@@ -452,8 +448,7 @@ def _piece_lengths(keys: KeyItems, per_kv: int, limit: int, budget: int) -> Iter
     of a run's longest item are equal; where the budget does not pay for that, its first piece is shorter.
     """
     blocks, run = keys.blocks, keys.run
-    longest = np.zeros(run.max(initial=-1) + 1, np.int64)
-    np.maximum.at(longest, run, blocks)
+    longest = largest(blocks, run)
     limit = max(limit, SHORTEST_PIECE)
     while True:
         count = np.maximum(-(-longest * per_kv // limit), 1)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualkv.arrays import IntArray, positions
+from dualkv.ops.plan.shared import largest
 
 WAVE, WAVE_OF_TREES = 22, 16  # neighbouring items of a KV head that start together: all of them add to the same dQ
 TREE_TAIL = 0.04  # the fraction of a tree's query blocks that starts last, longest first
@@ -60,7 +61,7 @@ class Pieces:
         return self.end - self.begin
 
 
-def in_key_order(pieces: Pieces, priority: IntArray, kv_heads: int, wave: int | None) -> IntArray:
+def in_key_order(pieces: Pieces, priority: IntArray, kv_heads: int, wave: int) -> IntArray:
     """By `priority` [n], the smallest first, then in the order of keys.
 
     With equal priorities no piece waits for one that starts later: pieces add to dQ in the order of their keys.
@@ -97,7 +98,7 @@ def delayed_responses(group: IntArray, is_response: Bools, shares_block: Bools, 
     return priority, shares_block & np.append(False, delayed[:-1])
 
 
-def in_tree_order(pieces: Pieces, kv_heads: int, wave: int | None) -> IntArray:
+def in_tree_order(pieces: Pieces, kv_heads: int, wave: int) -> IntArray:
     """From the last query block on, which all pieces of a tree walk in this direction; at the end longest first.
 
     Pieces that start at the same block read the same queries for as long as both run. They start together, so that
@@ -122,9 +123,8 @@ def by_queries(pieces: Pieces, kv_heads: int, clusters: int, trees: bool = False
     """
     number = np.argsort(pieces.number, kind="stable")
     group, end, blocks = pieces.group[number], pieces.end[number], pieces.blocks[number]
-    last, longest = np.zeros((2, group.max(initial=-1) + 1), np.int64)
-    np.maximum.at(last, group, end)
-    np.maximum.at(longest, group, blocks)  # of pieces: those of a prompt's item that is split start together too
+    last = largest(end, group)
+    longest = largest(blocks, group)  # of pieces: those of a prompt's item that is split start together too
     load = np.bincount(group, blocks + PIECE_OVERHEAD) / clusters  # of one KV head: query blocks a cluster
     order = np.argsort(-longest, kind="stable")
     start = np.empty_like(load)
@@ -140,10 +140,9 @@ def by_queries(pieces: Pieces, kv_heads: int, clusters: int, trees: bool = False
     return number[found - kv_head * len(number)] + kv_head * len(number)
 
 
-def in_waves(pieces: Pieces, kv_heads: int, wave: int | None) -> IntArray:
+def in_waves(pieces: Pieces, kv_heads: int, wave: int) -> IntArray:
     """Runs by their longest piece, the longest first; within a run in the order of keys."""
-    longest = np.zeros(pieces.run.max(initial=-1) + 1, np.int64)
-    np.maximum.at(longest, pieces.run, pieces.blocks)
+    longest = largest(pieces.blocks, pieces.run)
     order = np.lexsort((pieces.number, pieces.run, -longest[pieces.run]))
     return _over_heads(order, pieces, [pieces.run], kv_heads, wave)
 
@@ -158,22 +157,19 @@ def lengths_in(order: IntArray, pieces: Pieces) -> IntArray:
     return pieces.blocks[order % max(len(pieces.item), 1)]
 
 
-def _over_heads(
-    order: IntArray, pieces: Pieces, parts: list[IntArray], kv_heads: int, wave: int | None
-) -> IntArray:  # fmt: skip
+def _over_heads(order: IntArray, pieces: Pieces, parts: list[IntArray], kv_heads: int, wave: int) -> IntArray:
     """An order [n] of one KV head's pieces for all KV heads: part by part, and within a part KV head by KV head.
 
     Args:
         order, pieces: of one KV head.
         parts: arrays [n]. A part ends where one of them changes.
-        wave: parts end after so many pieces too, but not between pieces of one key range; None: they do not.
+        wave: parts end after so many pieces too, but not between pieces of one key range.
     """
     n = len(order)
     new_part = np.ones(n, bool)
     new_part[1:] = np.logical_or.reduce([np.diff(part[order]) != 0 for part in parts])
-    if wave is not None:
-        within = positions(np.diff(np.append(np.flatnonzero(new_part), n)))
-        new_part |= (within % wave == 0) & (pieces.count[order] == 1)
+    within = positions(np.diff(np.append(np.flatnonzero(new_part), n)))
+    new_part |= (within % wave == 0) & (pieces.count[order] == 1)
     starts = np.flatnonzero(new_part)
     counts = np.diff(np.append(starts, n))
     step = np.repeat(counts, counts)

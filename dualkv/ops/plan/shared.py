@@ -25,6 +25,13 @@ def longest_first(blocks: Rows) -> IntArray:
     return np.argsort(SORTED_BLOCKS - np.minimum(blocks, SORTED_BLOCKS).astype(np.uint16), kind="stable")
 
 
+def largest(values: IntArray, number: IntArray) -> IntArray:
+    """[n] the largest one of the values, which are not negative, of each of the numbers 0 .. n - 1; 0 of none."""
+    result = np.zeros(number.max(initial=-1) + 1, np.int64)
+    np.maximum.at(result, number, values)
+    return result
+
+
 def segment_at(offsets: Rows, rows: Rows) -> IntArray:
     """The segment, one with rows, that holds each of `rows`, which ascend.
 
