@@ -35,16 +35,16 @@ FOLDERS = (
 )
 
 
-def pytest_configure() -> None:
-    """No garbage collection while modules are imported: half a million objects come, and next to none goes."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Garbage collection leaves out what tests import: half a million objects, with which one takes half a second."""
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Later collections leave out what is here by now: with it one takes half a second, and some tests make dozens."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
