@@ -44,11 +44,8 @@ def device_unsupported(device: torch.device) -> str | None:
     """Why FlexAttention does not run on this device, or None. Imports nothing."""
     if device.type != "cuda":
         return f"{device.type} devices"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (
-        2,
-        13,
-    ):  # its compiler fails on lengths that vary: seen with 2.11 on an H200
-        return f"torch {torch.__version__} (expected 2.13 or newer)"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # not tried
+        return f"torch {torch.__version__} (expected 2.11 or newer)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8 and not torch.version.hip:
         return f"compute capability {major}.{minor}"
@@ -182,6 +179,9 @@ def _run(
     # A graph holds which of its arguments are absent and which have gradients by autograd: none.
     absent = tuple(x is None for x in others)
     form = q.device, q.dtype, q.shape[1], q.shape[3], k.shape[1], v.shape[3], len(of_mask.tensors), absent
+    for x in (q, k, v, *others):
+        if x is not None:  # [1, heads, T, D] or [1, heads, T]: only T may vary
+            torch._dynamo.mark_static(x, [0, 1, *range(3, x.dim())])
     with torch.no_grad():
         return _compiled(of, scale, softcap, form)(q, k, v, *others, of_mask.blocks, of_mask.tensors)
 

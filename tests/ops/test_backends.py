@@ -146,6 +146,23 @@ def test_flex_is_traced_once_for_all_lengths(compiler):
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+def test_flex_is_compiled_for_its_heads_and_head_dims(compiler):
+    """FlexAttention's compiler takes powers of two of them: it fails where they are symbols."""
+    shapes = []
+
+    def note(graph, inputs):
+        given = [x.meta["example_value"] for x in graph.graph.find_nodes(op="placeholder")]
+        shapes.extend(x.shape for x in given if isinstance(x, torch.Tensor) and x.is_floating_point())
+        return graph
+
+    compiler(note)
+    against_the_oracle(flex, GROUP, {"window": 3, "dlse": True}, head_dim_v=24)
+    assert len(shapes) == 3 + 7
+    for shape in shapes:
+        assert isinstance(shape[2], torch.SymInt), shape
+        assert {type(n) for n in (*shape[:2], *shape[3:])} == {int}, shape
+
+
 # ---------------------------------------------------------------- cuDNN, by a stand-in
 class Plan:
     def __init__(self, ends, q, k, v, **spans):
