@@ -6,6 +6,7 @@ arguments. The environment is that of torchrun, so that `dist.init_process_group
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -53,6 +54,7 @@ def script(rank: int, path: str, *options: str) -> None:
 
 
 def _rank(rank: int, count: int, function: Callable[..., None], arguments: list[str], pipe: tuple[int, int]) -> None:
+    gc.enable()
     torch.set_num_threads(1)
     # The first rank has the store, on a port that the system chooses. (With a FileStore ranks wait busily.)
     more = {"timeout": timedelta(seconds=SECONDS), "wait_for_workers": False}
@@ -74,7 +76,9 @@ def _rank(rank: int, count: int, function: Callable[..., None], arguments: list[
 
 def main(count: str, function: str, *arguments: str) -> None:
     module, name = function.split(":")
+    gc.disable()  # until the ranks are there: half a million objects of the imports, which none collects
     given = int(count), getattr(importlib.import_module(module), name), list(arguments), os.pipe()
+    gc.freeze()
     start_processes(_rank, given, int(count), start_method="fork")
 
 

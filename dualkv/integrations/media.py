@@ -184,7 +184,7 @@ def family(cls: type[nn.Module]) -> Family | None:
 
 def families(model: nn.Module) -> list[Family]:
     """Of the model and its parts; empty for a model that runs no images packed."""
-    return [how for part in model.modules() if (how := family(type(part))) is not None]
+    return [how for how in map(family, map(type, model.modules())) if how is not None]
 
 
 def passes_on(module: PreTrainedModel) -> bool:

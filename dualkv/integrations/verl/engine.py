@@ -323,7 +323,7 @@ def restore_attention() -> None:
     they keep apart.
     """
     for cls, forward in OWN_ATTENTION.items():
-        cls.forward = forward  # type: ignore[method-assign]
+        cls.forward = forward
     layer: Any
     for layer, own in OWN_LAYERS.items():
         if inspect.unwrap(layer.forward) is not inspect.unwrap(own):
