@@ -98,9 +98,9 @@ def attention(
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
         backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
             interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "reference" (chunked PyTorch) or
-            "flex" (FlexAttention, compiled; never chosen by default). By default the environment variable DUALKV_BACKEND,
-            else the first one of them, in this order, that serves the call; one warning says so for "flash" and
-            "reference" on a GPU.
+            "flex" (FlexAttention, compiled; never chosen by default). By default the environment variable
+            DUALKV_BACKEND, else the first one of them, in this order, that serves the call; one warning says so for
+            "flash" and "reference" on a GPU.
 
     Returns:
         out [T, H, Dv] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
