@@ -100,15 +100,15 @@ def main(
         typer.Argument(help=f"Some of {', '.join(RECORDS)}; NAME:SECONDS takes no longer. Default: all."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds that all of them may take together.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds that all may take together, compiling too.")] = None,
     compile_in: Annotated[int, typer.Option("--compile", help="Compile first, in so many processes.")] = 0,
 ) -> None:
     """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
     asked = [_limited(name) for name in names or RECORDS]
     os.environ.update(dict.fromkeys(PEER_CACHES, "1"))  # in processes begun here, and what is imported later
+    end = time.monotonic() + time_limit if time_limit else math.inf
     if compile_in:
         compile_first([name for name, _ in asked], compile_in)
-    end = time.monotonic() + time_limit if time_limit else math.inf
     failed: list[str] = []
     for name, limit in asked:  # in one process: loading the peers takes longer than some of the runs
         limit = min(limit, end - time.monotonic())
