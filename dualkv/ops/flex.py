@@ -44,7 +44,7 @@ def device_unsupported(device: torch.device) -> str | None:
     """Why FlexAttention does not run on this device, or None. Imports nothing."""
     if device.type != "cuda":
         return f"{device.type} devices"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # not tried
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # older ones were not tried
         return f"torch {torch.__version__} (expected 2.11 or newer)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8 and not torch.version.hip:
