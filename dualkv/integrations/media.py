@@ -184,6 +184,7 @@ def family(cls: type[nn.Module]) -> Family | None:
 
 def families(model: nn.Module) -> list[Family]:
     """Of the model and its parts; empty for a model that runs no images packed."""
+    # No `:=`: dynamo, which traces a model's first call, cannot read one in a comprehension.
     return [how for how in map(family, map(type, model.modules())) if how is not None]
 
 
