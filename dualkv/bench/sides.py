@@ -263,6 +263,7 @@ SIDES: dict[str, Callable[[Inputs, str], Side]] = {
     "dualkv-cudnn": partial(ours, backend="cudnn"),
     "cudnn-intervals": cudnn_intervals,
     "dualkv-flash": composed,
+    "dualkv-flex": partial(ours, backend="flex"),
     "flex": flex_attention,
     "torch-flash-replicated": torch_flash_replicated,
 }

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +17,10 @@ from dualkv.layout import Segments
 from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
 
 VARIABLE = "DUALKV_BACKEND"
+# Major compute capabilities on which FlexAttention is faster than the merged calls: Triton has instructions for matrix
+# products there that FlashAttention 2 does not use (docs/performance.md#other-gpus-composition-h200).
+FLEX_FIRST = 9, 10
+T = TypeVar("T")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -41,7 +46,7 @@ class Backend(NamedTuple):
     warning: str | None = None
 
 
-# By name, in the order in which they are tried where nothing is chosen by hand.
+# By name, in the order in which they are tried where nothing is chosen by hand; but see `order`.
 BACKENDS = {
     "hopper": Backend(
         "the dualkv kernel",
@@ -65,6 +70,14 @@ BACKENDS = {
         1,
         "a composition of PyTorch's FlashAttention calls",
     ),
+    "flex": Backend(
+        "PyTorch's FlexAttention, compiled",
+        flex,
+        lambda q, v, softcap, dlse: flex.unsupported(q),
+        flex.head_dims,
+        1,
+        "PyTorch's FlexAttention, compiled",
+    ),
     "reference": Backend(
         "the chunked reference",
         reference,
@@ -73,14 +86,6 @@ BACKENDS = {
         0,
         "the chunked PyTorch reference, which is slow",
     ),
-    # By hand only, behind what serves every call: no GPU has computed it rightly yet.
-    "flex": Backend(
-        "PyTorch's FlexAttention, compiled",
-        flex,
-        lambda q, v, softcap, dlse: flex.unsupported(q),
-        flex.head_dims,
-        1,
-    ),
 }
 
 
@@ -88,6 +93,18 @@ def check_name(backend: str | None, origin: str = "backend") -> None:
     """Raises ValueError for a name that no backend has; None is no choice."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{origin} is {backend!r}, expected one of {', '.join(BACKENDS)}")
+
+
+@cache
+def order(device: torch.device) -> tuple[str, ...]:
+    """The names in the order in which they are tried on a device."""
+    names = list(BACKENDS)
+    if device.type != "cuda" or torch.version.hip:
+        return tuple(names)
+    if torch.cuda.get_device_capability(device)[0] in FLEX_FIRST:
+        names.remove("flex")
+        names.insert(names.index("flash"), "flex")
+    return tuple(names)
 
 
 _BY_DEFAULT = ContextVar("by default", default=False)
@@ -137,6 +154,28 @@ def choose(
     return found
 
 
+def computed(
+    run: Callable[[Backend], T],
+    q: torch.Tensor,
+    v: torch.Tensor,
+    softcap: float | None,
+    dlse: torch.Tensor | None,
+    backend: str | None,
+) -> T:
+    """What `run` returns for the backend of a call (see `choose`, also for errors). Where that is FlexAttention, nobody
+    asked for it and it cannot be compiled, the next one takes its place."""
+    found = choose(q, v, softcap, dlse, backend)
+    try:
+        return run(found)
+    except flex.NotCompiled as e:
+        if backend is not None or of_variable() is not None:
+            raise
+        after = order(q.device)[order(q.device).index("flex") + 1 :]
+        found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, softcap, dlse) is None)
+        warn_once(f"dualkv: FlexAttention was not compiled ({e}); running {found.warning}")
+        return run(found)
+
+
 def first(
     q: torch.Tensor,
     v: torch.Tensor,
@@ -145,8 +184,8 @@ def first(
 ) -> tuple[str, dict[str, str]]:
     """The name of the first backend that serves a call, and why those before it do not."""
     refused: dict[str, str] = {}
-    for name, found in BACKENDS.items():
-        reason = found.unsupported(q, v, softcap, dlse)
+    for name in order(q.device):
+        reason = BACKENDS[name].unsupported(q, v, softcap, dlse)
         if reason is None:
             return name, refused
         refused[name] = reason

@@ -188,8 +188,11 @@ def _fwd(
     sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
-    chosen = backends.choose(q, v, softcap, None, backend)
-    return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)
+
+    def run(chosen: backends.Backend) -> tuple[torch.Tensor, torch.Tensor]:
+        return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)
+
+    return backends.computed(run, q, v, softcap, None, backend)
 
 
 def _bwd(
@@ -201,9 +204,12 @@ def _bwd(
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    chosen = backends.choose(q, v, softcap, dlse, backend)
     call = dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, *features, dlse
-    return _requested(gradients, backends.backward(chosen, *call))
+
+    def run(chosen: backends.Backend) -> Gradients:
+        return backends.backward(chosen, *call)
+
+    return _requested(gradients, backends.computed(run, q, v, softcap, dlse, backend))
 
 
 def _fwd_cuda(q: torch.Tensor, *others: Any, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:

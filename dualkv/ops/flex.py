@@ -32,6 +32,10 @@ OPTIONS = {
 }  # fmt: skip
 
 
+class NotCompiled(RuntimeError):
+    """PyTorch could not compile a call, or was told not to compile. Uncompiled, FlexAttention would be dense."""
+
+
 def unsupported(q: torch.Tensor) -> str | None:
     """Why FlexAttention cannot serve a call, or None. All layouts, windows, head dims, caps and sinks are served."""
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -165,6 +169,8 @@ def _compiled(of: str, scale: float, softcap: float | None, form: tuple[Any, ...
     torch.compiler.allow_in_graph(operator)  # PyTorch's graph takes the operator as it is and looks into it later
 
     def call(*given: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise NotCompiled("torch.compile is switched off")
         return operator(*given)
 
     # torch.compile counts compilations by code, up to a limit: each form has a code object of its own.
@@ -172,18 +178,36 @@ def _compiled(of: str, scale: float, softcap: float | None, form: tuple[Any, ...
     return torch.compile(call, fullgraph=True, dynamic=True, backend=COMPILER)
 
 
+_failures: dict[tuple[Any, ...], str] = {}  # calls that were not compiled: compiling is not tried again
+
+
 def _run(
     of: str, scale: float, softcap: float | None, of_mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     *others: Any,
 ) -> Any:  # fmt: skip
+    """Raises NotCompiled."""
     # A graph holds which of its arguments are absent and which have gradients by autograd: none.
     absent = tuple(x is None for x in others)
     form = q.device, q.dtype, q.shape[1], q.shape[3], k.shape[1], v.shape[3], len(of_mask.tensors), absent
+    key = of, scale, softcap, form
+    if key in _failures:
+        raise NotCompiled(_failures[key])
     for x in (q, k, v, *others):
         if x is not None:  # [1, heads, T, D] or [1, heads, T]: only T may vary
             torch._dynamo.mark_static(x, [0, 1, *range(3, x.dim())])
     with torch.no_grad():
-        return _compiled(of, scale, softcap, form)(q, k, v, *others, of_mask.blocks, of_mask.tensors)
+        try:
+            return _compiled(*key)(q, k, v, *others, of_mask.blocks, of_mask.tensors)
+        except _compiler_errors() as e:
+            _failures[key] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+            raise NotCompiled(_failures[key]) from e
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises where it does not compile; the second one at too many variants of one code."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -138,14 +138,15 @@ def fake_peers(monkeypatch):
     monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(sides, "hopper", types.SimpleNamespace(unsupported=lambda q: None))
-    for name in ("cudnn", "flash"):  # tests/ops has them on the CPU
+    for name in ("cudnn", "flash", "flex"):  # tests/ops has them on the CPU
         monkeypatch.setitem(backends.BACKENDS, name, backends.BACKENDS["reference"])
     return calls
 
 
 SIDE_WORKLOADS = ["40:7,1,33", "30:5,0,9;0:11,4;21:;1:6", "16:", "0:12"]
 WINDOWED = {
-    "dualkv", "dualkv-deterministic", "dualkv-cudnn", "dualkv-flash", "fa4-prompt-copied", "cudnn-intervals", "flex",
+    "dualkv", "dualkv-deterministic", "dualkv-cudnn", "dualkv-flash", "dualkv-flex", "fa4-prompt-copied",
+    "cudnn-intervals", "flex",
 }  # fmt: skip
 
 

@@ -87,9 +87,11 @@ def compiler(monkeypatch):
     def use(name):
         monkeypatch.setattr(flex, "COMPILER", name)
         flex._compiled.cache_clear()
+        flex._failures.clear()
 
     yield use
     flex._compiled.cache_clear()
+    flex._failures.clear()
     torch._dynamo.reset()
 
 
@@ -355,8 +357,10 @@ def test_versions(monkeypatch):
 def gpu(monkeypatch):
     """A CUDA device of a given capability, with or without cuDNN and Triton: q, and what serves it first."""
 
+    of_device = hopper.device_unsupported, cudnn.device_unsupported, flex.device_unsupported, backends.order
+
     def of(capability, with_cudnn=True, with_triton=True, dtype=torch.bfloat16):
-        for cached in (hopper.device_unsupported, cudnn.device_unsupported, flex.device_unsupported):
+        for cached in of_device:
             cached.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(cudnn, "not_installed", lambda: None if with_cudnn else "an environment without cuDNN")
@@ -364,7 +368,7 @@ def gpu(monkeypatch):
         return types.SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0), shape=(5, 4, 256), is_cuda=True)
 
     yield of
-    for cached in (hopper.device_unsupported, cudnn.device_unsupported, flex.device_unsupported):
+    for cached in of_device:
         cached.cache_clear()
 
 
@@ -376,12 +380,49 @@ def test_the_first_that_serves(gpu, monkeypatch):
 
     assert first((9, 0)) == first((9, 0), head_dim=512) == "hopper"
     assert first((10, 0)) == first((10, 3)) == "cudnn"
-    assert first((10, 0), dlse=True) == "flash"  # head dim 256
-    assert first((10, 0), False) == first((8, 6)) == first((12, 0)) == "flash"
-    assert first((8, 0), softcap=5.0) == first((10, 0), softcap=5.0) == first((7, 5)) == "reference"
+    assert first((10, 0), dlse=True) == first((10, 0), False) == "flex"  # dlse at head dim 256
+    assert first((10, 0), False, False) == first((8, 6)) == first((12, 0)) == "flash"
+    assert first((8, 0), softcap=5.0) == first((10, 0), softcap=5.0) == first((8, 0), head_dim=512) == "flex"
+    assert first((8, 0), True, False, softcap=5.0) == first((7, 5)) == "reference"
     assert first((9, 0), dtype=torch.float32) == "reference"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert first((9, 0)) not in ("hopper", "cudnn")
+    assert first((9, 0)) == "flash"
+
+
+def fails_to_compile(graph, inputs):
+    raise RuntimeError("out of resources")
+
+
+def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
+    """FlexAttention by default, whose compiler fails or is switched off; by hand it is an error."""
+    q, k, v, dout, _, _ = drawn(GROUP, {})
+    want = dualkv.attention(q.requires_grad_(), k, v, GROUP, backend="reference")
+    (dq,) = torch.autograd.grad(want, q, dout)
+    flexible = backends.BACKENDS["flex"]._replace(unsupported=lambda *call: None)
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | {"flex": flexible})
+    monkeypatch.setattr(backends, "warn_once", lambda text: warned.append(text))
+
+    def by_default():
+        out = dualkv.attention(q, k, v, GROUP)
+        assert torch.equal(out, want)
+        assert torch.equal(torch.autograd.grad(out, q, dout)[0], dq)
+        with pytest.raises(flex.NotCompiled, match=reason):
+            dualkv.attention(q, k, v, GROUP, backend="flex")
+        assert all("FlexAttention was not compiled" in text and reason in text for text in warned)
+        assert len(warned) == 2
+
+    warned, reason = [], "out of resources"
+    compiler(fails_to_compile)
+    by_default()
+    assert len(flex._failures) == 2
+    warned.clear()
+    compiled = flex._compiled.cache_info().misses
+    by_default()
+    assert flex._compiled.cache_info().misses == compiled, "not tried again"
+    warned, reason = [], "switched off"
+    compiler("aot_eager")
+    with torch.compiler.set_stance("force_eager"):
+        by_default()
 
 
 def test_by_hand(gpu, monkeypatch):
@@ -407,7 +448,7 @@ def test_by_hand(gpu, monkeypatch):
     q = gpu((9, 0))
     monkeypatch.setenv("DUALKV_BACKEND", "fa2")
     with pytest.raises(
-        ValueError, match="DUALKV_BACKEND is 'fa2', expected one of hopper, cudnn, flash, reference, flex"
+        ValueError, match="DUALKV_BACKEND is 'fa2', expected one of hopper, cudnn, flash, flex, reference"
     ):
         chosen()
 
@@ -445,8 +486,9 @@ def test_the_doctor_says_why(gpu, monkeypatch):
     assert found.what == "cuDNN's interval-mask attention"
     assert found.why == "hopper does not serve compute capability 10.0"
     found = says((10, 0), False)
-    assert found.what == "a composition of PyTorch's FlashAttention calls"
+    assert found.what == "PyTorch's FlexAttention, compiled"
     assert "without cuDNN" in found.why
+    assert says((8, 0)).what == "a composition of PyTorch's FlashAttention calls"
     monkeypatch.setenv("DUALKV_BACKEND", "flex")
     assert says((10, 0)) == doctor.Runs("cuda:0", "PyTorch's FlexAttention, compiled", "DUALKV_BACKEND is 'flex'")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -68,15 +69,22 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         composition.load(tmp_path / "missing.py")
 
 
+def test_an_ampere_card_is_stood_in_for(monkeypatch):
+    monkeypatch.setenv("DISABLE_MMA_V3", "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    composition.as_ampere()
+    assert (os.environ["DISABLE_MMA_V3"], torch.cuda.get_device_capability(0)) == ("1", (8, 0))
+
+
 def test_times_over_the_compositions():
     def result(direction, **ms):
         of = {name: {"sustained_ms": value} for name, value in ms.items()}
         return {"workload": {"name": "w"}, "direction": direction, "sides": of}
 
-    whole = result("fwd", flex=24.0)
+    whole = result("fwd", **{composition.FLEX: 24.0})
     now = {"sustained_ms": 20.0, "cold_ms": 18.0, "parts": {"merge": {"cold_ms": 0.45, "in_total": True}}}
     whole["sides"] |= {composition.NOW: now, composition.REPLICATED: {"error": "too large"}}
-    failed = result("bwd", flex=30.0)
+    failed = result("bwd", **{composition.FLEX: 30.0})
     failed["sides"][composition.NOW] = {"error": "it failed"}
     rows = composition.table([whole, failed]).splitlines()[2:]
     assert rows[0] == "| w, fwd | 20.00 | 2.5% |  | 24.00: 1.20 |"

@@ -88,7 +88,7 @@ def test_tables_of_other_attention(tmp_path, monkeypatch):
     results = [result("fwd", dualkv=2.0, cudnn_intervals=3.0), result("bwd", dualkv=4.0)]
     made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
     (tmp_path / "cudnn.json").write_text(json.dumps(made | {"results": results, "asked": 4}))
-    results = [result("both", dualkv_flash=2.0, flex=3.0)]
+    results = [result("both", dualkv_flash=2.0, dualkv_flex=3.0)]
     (tmp_path / "composition-h200.json").write_text(json.dumps(made | {"results": results}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.TABLES["cudnn"]()

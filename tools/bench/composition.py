@@ -1,13 +1,17 @@
 """`python -m tools.bench.composition --json FILE`: the composition of PyTorch's calls, beside what its users have.
 
 These are an earlier composition (`--before FILE`, the module as `git show COMMIT:dualkv/ops/composition.py` prints it),
-every sequence replicated through FlashAttention-2, and FlexAttention compiled for the lengths. All run in turns, as in
-`dualkv bench`, and so on the GPUs whose users get the composition.
+every sequence replicated through FlashAttention-2, and FlexAttention as the backend has it, compiled for any lengths.
+All run in turns, as in `dualkv bench`.
+
+On a Hopper GPU Triton makes FlexAttention's products by instructions that FlashAttention-2 does not have, and that no
+Ampere or Ada card has. `--ampere` takes both away: the instructions, and PyTorch's tiles for Hopper.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +28,7 @@ from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import DIRECTIONS, NAMED, parse
 from tools.bench.record import JsonPath, Record
 
-NOW, BEFORE, REPLICATED, FLEX = "dualkv-flash", "before", "torch-flash-replicated", "flex"
+NOW, BEFORE, REPLICATED, FLEX = "dualkv-flash", "before", "torch-flash-replicated", "dualkv-flex"
 
 
 def load(path: Path) -> ModuleType:
@@ -61,6 +65,12 @@ def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
     return Side(call, lambda: tuple(last))
 
 
+def as_ampere() -> None:
+    """From here on Triton compiles products for warps, not warp groups, and PyTorch takes its tiles for an A100."""
+    os.environ["DISABLE_MMA_V3"] = "1"  # Triton's
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+
+
 def milliseconds(result: dict[str, Any], side: str) -> float | None:
     found: float | None = result["sides"].get(side, {}).get("sustained_ms")
     return found
@@ -86,12 +96,14 @@ def main(
     json_to: JsonPath,
     earlier: Annotated[Path | None, typer.Option("--before", help="An earlier composition.")] = None,
     workload: Annotated[list[str] | None, typer.Option("-w", help="By name or lengths. Default: the main one.")] = None,
-    flex: Annotated[bool, typer.Option("--flex", help="FlexAttention too, which compiles for each workload.")] = False,
+    ampere: Annotated[bool, typer.Option("--ampere", help="FlexAttention as on an Ampere card.")] = False,
     seconds: Annotated[float, typer.Option(help="Of a turn.")] = 0.5,
     rounds: Annotated[int, typer.Option(help="Turns of a side.")] = 3,
 ) -> None:
     """Time forward, backward and both; figures are written after each."""
-    names = [NOW, *([BEFORE] if earlier else []), REPLICATED, *([FLEX] if flex else [])]
+    names = [NOW, *([BEFORE] if earlier else []), REPLICATED, FLEX]
+    if ampere:
+        as_ampere()
     known = dict(sides.SIDES)
     if earlier:
         module = load(earlier)
@@ -102,7 +114,7 @@ def main(
     try:
         for report in run.report(workloads, DIRECTIONS, names, seconds, rounds):
             results = report["results"]
-            record.write({name: report[name] for name in ("schema", "settings", "results")})
+            record.write({name: report[name] for name in ("schema", "settings", "results")} | {"ampere": ampere})
             print(table(results[-1:]), flush=True)
     finally:
         sides.SIDES.clear()
