@@ -73,7 +73,7 @@ BACKENDS = {
     "flex": Backend(
         "PyTorch's FlexAttention, compiled",
         flex,
-        lambda q, v, softcap, dlse: flex.unsupported(q),
+        lambda q, v, softcap, dlse: flex.unsupported(q, v),
         flex.head_dims,
         1,
         "PyTorch's FlexAttention, compiled",

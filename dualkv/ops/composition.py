@@ -31,6 +31,7 @@ from dualkv.ops.window import Window
 aten = torch.ops.aten
 HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
+ELEMENTS = 2**31  # of dq in one call, fewer: PyTorch's backward counts them with 32 bits, and would add to other memory
 # Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
 # 65,535 that an axis of a launch takes, however short the pieces are.
 ROWS_OF_A_PIECE = 128
@@ -243,6 +244,21 @@ def forward(
     return out.to(q.dtype), lse
 
 
+def head_slices(heads: int, kv_heads: int, floats: int) -> list[tuple[slice, slice]]:
+    """Query heads and their KV heads, for calls of fewer than ELEMENTS floats where a query head takes `floats`: all of
+    them in one, or whole groups of query heads, or parts of a group."""
+    group, at_once = heads // kv_heads, max((ELEMENTS - 1) // floats, 1)
+    if at_once < group:
+        return [
+            (slice(h, min(h + at_once, (j + 1) * group)), slice(j, j + 1))
+            for j in range(kv_heads)
+            for h in range(j * group, (j + 1) * group, at_once)
+        ]
+    step = at_once // group  # KV heads
+    ends = [(j, min(j + step, kv_heads)) for j in range(0, kv_heads, step)]
+    return [(slice(j * group, end * group), slice(j, end)) for j, end in ends]
+
+
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """Set PyTorch's global switch: without it the FlashAttention backward adds in any order, and with warnings alone in
@@ -286,20 +302,41 @@ def backward(
     # The sum of two gradients is rounded once, in their dtype too. More of them are added in fp32.
     wide = len(calls) > 2 or window is not None or dlse is not None
 
+    def gradients(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
+        """Of the rows of q, k and v in a part."""
+        of_queries = [_take(x, part.q_rows) for x in (dout, q, out)]
+        of_keys = [_take(x, part.k_rows) for x in (k, v)]
+        of_rows = lse if part.q_rows is None else lse[:, part.q_rows].contiguous()
+
+        def call(heads: slice, kv_heads: slice) -> list[torch.Tensor]:
+            do, query, o = (x[:, heads] for x in of_queries)
+            key, value = (x[:, kv_heads] for x in of_keys)
+            grads = aten._flash_attention_backward(
+                do, query, key, value, o, of_rows[heads], part.cu_q, part.cu_k, part.max_q, part.max_k, 0.0,
+                part.causal, no_dropout, no_dropout, scale=scale, **part.window(),
+            )  # fmt: skip
+            return list(grads[:3])
+
+        # PyTorch pads every sequence by up to 128 rows there, and head dims to a multiple of 32 or 64.
+        floats = (len(of_queries[0]) + 128 * len(part.cu_q)) * -(-q.shape[2] // 64) * 64
+        slices = head_slices(q.shape[1], k.shape[1], floats)
+        if len(slices) == 1:
+            return call(*slices[0])
+        found = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (of_queries[1], *of_keys)]
+        for heads, kv_heads in slices:
+            for total, grad, h in zip(found, call(heads, kv_heads), (heads, kv_heads, kv_heads), strict=True):
+                total[:, h] += grad
+        return [x.to(q.dtype) for x in found]
+
     def summed(dout: torch.Tensor) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []
         for part in calls:
-            of_rows = lse if part.q_rows is None else lse[:, part.q_rows].contiguous()
-            grads = aten._flash_attention_backward(
-                _take(dout, part.q_rows), _take(q, part.q_rows), _take(k, part.k_rows), _take(v, part.k_rows),
-                _take(out, part.q_rows), of_rows, part.cu_q, part.cu_k, part.max_q, part.max_k, 0.0, part.causal,
-                no_dropout, no_dropout, scale=scale, **part.window(),
-            )  # fmt: skip
+            grads = gradients(part, dout)
             if not sums and part.k_rows is None:
-                sums = [grad.float() if wide else grad for grad in grads[:3]]
+                sums = [grad.float() if wide else grad for grad in grads]
                 continue
             sums = sums or [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-            for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=False):
+            for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
                 if rows is None:
                     total += grad
                 elif isinstance(rows, slice):

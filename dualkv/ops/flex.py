@@ -3,7 +3,8 @@
 The layout is a mask: which blocks of keys a block of queries sees whole or in part, made once from the rows' intervals,
 and the visibility rule for blocks that are seen in part. The forward's and backward's operators are called apart, so
 that the backward runs on what the ops save. They are compiled once for a dtype, numbers of heads, head dims and
-features, whatever the lengths.
+features, whatever the lengths. Rows are padded to whole blocks: the kernels are faster where they need not ask which
+rows there are (docs/performance.md#other-gpus-composition-h200).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 
 BLOCK = 128  # rows and keys of the mask's blocks; FlexAttention's default
+ELEMENTS = 2**31  # of a tensor, fewer: FlexAttention's kernels count some of them with 32 bits
 MIN_HEAD_DIM = 16  # of FlexAttention on a GPU
 COMPILER = "inductor"
 OPTIONS = {
     "BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
-    "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False,
+    "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "IS_DIVISIBLE": True,
 }  # fmt: skip
 
 
@@ -36,10 +38,13 @@ class NotCompiled(RuntimeError):
     """PyTorch could not compile a call, or was told not to compile. Uncompiled, FlexAttention would be dense."""
 
 
-def unsupported(q: torch.Tensor) -> str | None:
+def unsupported(q: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why FlexAttention cannot serve a call, or None. All layouts, windows, head dims, caps and sinks are served."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
+    (rows, heads, head_dim), head_dim_v = q.shape, v.shape[2]
+    if _whole_blocks(rows) * heads * max(head_dims(head_dim, head_dim_v)) >= ELEMENTS:
+        return "tensors of 2^31 elements or more"
     return device_unsupported(q.device)
 
 
@@ -59,6 +64,10 @@ def device_unsupported(device: torch.device) -> str | None:
 def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The head dims (of q and k, of v) with which tensors go to FlexAttention."""
     return max(head_dim, MIN_HEAD_DIM), max(head_dim_v, MIN_HEAD_DIM)
+
+
+def _whole_blocks(rows: int) -> int:
+    return -(-rows // BLOCK) * BLOCK
 
 
 # ---------------------------------------------------------------- the mask
@@ -89,7 +98,8 @@ class Mask:
 
     Attributes:
         blocks: what FlexAttention's operators take as block mask between lengths and block sizes.
-        tensors: of the visibility rule: visible_end [T], and with a window position [T] and lowest [T], int32.
+        tensors: of the visibility rule: visible_end [T], and with a window position [T] and lowest [T], int32; T padded
+            to whole blocks by rows that see nothing.
     """
 
     def __init__(self, segments: Segments, device: torch.device, window: Window | None) -> None:
@@ -102,14 +112,15 @@ class Mask:
             count, which = (x.astype(np.int32) for x in (of.sum(1), np.argsort(~of, 1, kind="stable")))
             return tuple(torch.from_numpy(x).to(device)[None, None] for x in (count, which))  # type: ignore[return-value]
 
-        total = segments.total
+        total = _whole_blocks(segments.total)
         count, which = listed(seen & ~whole)
         made = BlockMask.from_kv_blocks(count, which, *listed(whole), BLOCK, seq_lengths=(total, total))
         self.blocks = made.as_tuple()[2:-3]
         tables = [segments.visible_end]
         if window is not None:
             tables += [segments.position, window.lowest(segments.position)]
-        self.tensors = tuple(torch.from_numpy(x.astype(np.int32)).to(device) for x in tables)
+        padding = 0, total - segments.total  # a key whose visible_end is 0 is seen by no row
+        self.tensors = tuple(torch.from_numpy(np.pad(x, padding).astype(np.int32)).to(device) for x in tables)
 
 
 def mask(segments: Segments, device: torch.device, window: Window | None) -> Mask:
@@ -185,7 +196,7 @@ def _run(
     of: str, scale: float, softcap: float | None, of_mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     *others: Any,
 ) -> Any:  # fmt: skip
-    """Raises NotCompiled."""
+    """The operator's results for rows [.., T, ..] padded to whole blocks. Raises NotCompiled."""
     # A graph holds which of its arguments are absent and which have gradients by autograd: none.
     absent = tuple(x is None for x in others)
     form = q.device, q.dtype, q.shape[1], q.shape[3], k.shape[1], v.shape[3], len(of_mask.tensors), absent
@@ -211,8 +222,20 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] of x [T, heads, D], in place."""
-    return x.detach().transpose(0, 1)[None]
+    """[1, heads, T, D] of x [T, heads, D]; in place where T is whole blocks, else padded with zeros."""
+    missing = _whole_blocks(x.shape[0]) - x.shape[0]
+    x = torch.nn.functional.pad(x.detach(), (0, 0, 0, 0, 0, missing)) if missing else x.detach()
+    return x.transpose(0, 1)[None]
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T] of x [heads, T], padded with zeros to whole blocks."""
+    return torch.nn.functional.pad(x, (0, _whole_blocks(x.shape[1]) - x.shape[1]))[None]
+
+
+def _rows_first(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of x [1, heads, T, D], [rows, heads, D]."""
+    return x[0].transpose(0, 1)[:rows].contiguous()
 
 
 def forward(
@@ -222,7 +245,7 @@ def forward(
     """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims of 16 or more, sinks [H] fp32."""
     of_mask = mask(segments, q.device, window)
     out, lse = _run("forward", scale, softcap, of_mask, *(_heads_first(x) for x in (q, k, v)))
-    out, lse = out[0].transpose(0, 1).contiguous(), lse[0] * math.log(2)
+    out, lse = _rows_first(out, segments.total), lse[0, :, : segments.total] * math.log(2)
     return with_sinks(out, lse, sinks)
 
 
@@ -237,9 +260,9 @@ def backward(
     """
     of_mask = mask(segments, q.device, window)
     heads_first = [_heads_first(x) for x in (q, k, v, out)]
-    base_2 = (lse / math.log(2))[None], None if dlse is None else (dlse * math.log(2))[None]
+    base_2 = _padded(lse / math.log(2)), None if dlse is None else _padded(dlse * math.log(2))
     dq, dk, dv = (
-        x[0].transpose(0, 1).contiguous()
+        _rows_first(x, segments.total)
         for x in _run("backward", scale, softcap, of_mask, *heads_first, base_2[0], _heads_first(dout), base_2[1])
     )
     return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)

@@ -373,9 +373,9 @@ def gpu(monkeypatch):
 
 
 def test_the_first_that_serves(gpu, monkeypatch):
-    def first(*given, softcap=None, dlse=None, head_dim=256, **settings):
+    def first(*given, softcap=None, dlse=None, head_dim=256, rows=5, **settings):
         q = gpu(*given, **settings)
-        q.shape = (5, 4, head_dim)
+        q.shape = (rows, 4, head_dim)
         return backends.first(q, q, softcap, dlse)[0]
 
     assert first((9, 0)) == first((9, 0), head_dim=512) == "hopper"
@@ -385,6 +385,9 @@ def test_the_first_that_serves(gpu, monkeypatch):
     assert first((8, 0), softcap=5.0) == first((10, 0), softcap=5.0) == first((8, 0), head_dim=512) == "flex"
     assert first((8, 0), True, False, softcap=5.0) == first((7, 5)) == "reference"
     assert first((9, 0), dtype=torch.float32) == "reference"
+    assert first((8, 0), head_dim=256, rows=2**21) == "flash"
+    assert first((8, 0), head_dim=512, rows=2**20 - 128) == "flex"
+    assert first((8, 0), head_dim=512, rows=2**20 - 127) == "reference"  # whole blocks have 2^31 elements
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert first((9, 0)) == "flash"
 

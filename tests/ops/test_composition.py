@@ -96,12 +96,32 @@ def dense_backward(
 DENSE = SimpleNamespace(_flash_attention_forward=dense_forward, _flash_attention_backward=dense_backward)
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (12, 3), (14, 2), (8, 8)], ids=str)
+def test_heads_of_a_call(heads):
+    """Each query head once, beside its own KV heads; calls as large as they may be, or of one head."""
+    n, kv_heads = heads
+    group = n // kv_heads
+    for at_once in (1, 2, 3, 5, 7, 9, 100):
+        floats = (composition.ELEMENTS - 1) // at_once
+        slices = composition.head_slices(n, kv_heads, floats)
+        assert [h for q, _ in slices for h in range(n)[q]] == list(range(n))
+        for q, kv in slices:
+            queries, keys = range(n)[q], range(kv_heads)[kv]
+            assert len(queries) <= at_once
+            assert len(queries) * floats < composition.ELEMENTS
+            assert len(queries) % len(keys) == 0
+            ratio = len(queries) // len(keys)
+            assert [keys[i // ratio] for i in range(len(queries))] == [h // group for h in queries]
+        assert len(slices) <= -(-n // at_once) + kv_heads
+    assert composition.head_slices(n, kv_heads, 2**40) == composition.head_slices(n, kv_heads, 2**31 - 1)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     strategies.trees(length=st.integers(0, 12)), strategies.windows(40), st.booleans(),
-    st.sampled_from([None, 1, 1e-9]), st.sampled_from([1, 40, 2**18]),
+    st.sampled_from([None, 1, 1e-9]), st.sampled_from([1, 40, 2**18]), st.sampled_from([1, 70000, 2**31]),
 )  # fmt: skip
-def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied):
+def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied, elements):
     layout = Layout.from_segments(*tree)
     segments, total = layout._segments, layout.num_tokens
     if total == 0:
@@ -116,6 +136,7 @@ def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied):
     features = made(window), sinks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "COPIED_ROWS", copied)
+        patch.setattr(composition, "ELEMENTS", elements)
         patch.setattr(composition, "aten", DENSE)
         out, lse = composition.forward(q, k, v, segments, 0.3, *features)
         *grads, dsinks = composition.backward(dout, q, k, v, out, lse, segments, 0.3, True, *features, None, dlse)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -67,8 +68,17 @@ def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
 
 def as_ampere() -> None:
     """From here on Triton compiles products for warps, not warp groups, and PyTorch takes its tiles for an A100."""
+    from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
+
     os.environ["DISABLE_MMA_V3"] = "1"  # Triton's
-    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+    for name in ("get_flex_attn_fwd_configs", "get_flex_attn_bwd_configs"):
+        chosen = getattr(CUDAConfigHeuristic, name)
+
+        def of_a100(*given: Any, chosen: Callable[..., Any] = chosen) -> Any:
+            with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+                return chosen(*given)
+
+        setattr(CUDAConfigHeuristic, name, of_a100)
 
 
 def milliseconds(result: dict[str, Any], side: str) -> float | None:
