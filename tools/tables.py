@@ -558,6 +558,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "cudnn": lambda: two_sides("cudnn", "dualkv", "cudnn-intervals"),
     "cudnn-backend": lambda: two_sides("cudnn-backend", "dualkv-cudnn", "cudnn-intervals"),
     "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
+    "composition-ampere": lambda: composition.table((run := _load("composition-ampere"))["results"]) + _recorded(run),
+    "flex-backend": lambda: composition.table((run := _load("flex-backend"))["results"]) + _recorded(run),
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),

@@ -97,10 +97,10 @@ def attention(
         softcap: from 2^-20 to 2^10, as in Gemma 2; none by default.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
         backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
-            interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "reference" (chunked PyTorch) or
-            "flex" (FlexAttention, compiled; never chosen by default). By default the environment variable
-            DUALKV_BACKEND, else the first one of them, in this order, that serves the call; one warning says so for
-            "flash" and "reference" on a GPU.
+            interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "flex" (FlexAttention, compiled;
+            before "flash" on compute capability 9 and 10) or "reference" (chunked PyTorch). By default the environment
+            variable DUALKV_BACKEND, else the first one of them, in this order, that serves the call; one warning says
+            so for the last three on a GPU.
 
     Returns:
         out [T, H, Dv] in q's dtype, or (out, lse [H, T]): lse natural log, fp32 (fp64 for fp64 inputs).
