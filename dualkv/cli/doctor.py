@@ -171,7 +171,7 @@ def _kernels() -> tuple[list[Ready], str, list[str]]:
             f"the cache {store.cache_dir()} ({_counted(store.cache_dir())})",
         ]  # fmt: skip
         lookup = f"kernels are looked for in {', then '.join(places)}; others are "
-        lookup += f"refused, because of {cannot}" if cannot else f"compiled at their first use by {toolchain.found()}"
+        lookup += f"refused: {cannot}" if cannot else f"compiled at their first use by {toolchain.found()}"
         found = [_ready(dtype, *pair) for dtype in DTYPES for pair in HEAD_DIM_PAIRS]
     except KernelError as e:
         return [], str(e), [str(e)]

@@ -128,11 +128,13 @@ def mask(segments: Segments, device: torch.device, window: Window | None) -> Mas
     return segments.cached(("flex", device, window), lambda: Mask(segments, device, window))
 
 
-def _visible(_batch: Any, _head: Any, q: Any, k: Any, visible_end: Any) -> Any:
+# Without annotations, as `score` and its gradient are: PyTorch copies them into its graphs, and 2.11 cannot keep a
+# compiled graph with one that is a string.
+def _visible(_batch, _head, q, k, visible_end):  # type: ignore[no-untyped-def]
     return (k <= q) & (q < visible_end[k])
 
 
-def _visible_in_window(_batch: Any, _head: Any, q: Any, k: Any, visible_end: Any, position: Any, lowest: Any) -> Any:
+def _visible_in_window(_batch, _head, q, k, visible_end, position, lowest):  # type: ignore[no-untyped-def]
     return (k <= q) & (q < visible_end[k]) & (position[k] >= lowest[q])
 
 
@@ -144,10 +146,10 @@ def _operators(scale: float, softcap: float | None) -> tuple[Callable[..., Any],
     """
     higher_order = torch.ops.higher_order
 
-    def score(s: Any, _batch: Any, _head: Any, _q: Any, _k: Any) -> Any:
+    def score(s, _batch, _head, _q, _k):  # type: ignore[no-untyped-def]
         return s if softcap is None else softcap * torch.tanh(s / softcap)
 
-    def of_score(s: Any, _batch: Any, _head: Any, _q: Any, _k: Any, grad: Any) -> Any:
+    def of_score(s, _batch, _head, _q, _k, grad):  # type: ignore[no-untyped-def]
         """The gradients of `score` by its arguments."""
         cut = grad if softcap is None else grad * (1 - torch.tanh(s / softcap) ** 2)
         return [cut, None, None, None, None]

@@ -42,7 +42,7 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
     assert re.search(r"compiled at their first use by nvidia-cutlass-dsl 4.8.\d of this environment", lookup)
     assert wrong == []
     monkeypatch.setenv("DUALKV_JIT", "0")
-    assert "refused, because of DUALKV_JIT=0" in doctor._kernels()[1]
+    assert "refused: DUALKV_JIT=0" in doctor._kernels()[1]
 
 
 def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
@@ -147,7 +147,7 @@ def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "_private", lambda: "there is no private toolchain")
     found = doctor.examine()
     assert "looked for in the wheel dualkv-kernels None (1 kernel), then the cache" in found.lookup
-    assert "others are refused, because of nothing here compiles kernels" in found.lookup
+    assert "others are refused: nothing here compiles kernels" in found.lookup
     assert found.kernels == [doctor.Ready("bf16", 128, 128, [4], False, False)]
     assert found.healthy
     stand_in.changed(entry / "kernel.json", sources="others")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 
 import dualkv
 from dualkv import Layout
@@ -146,6 +147,23 @@ def test_flex_is_traced_once_for_all_lengths(compiler):
     graphs = counters["stats"]["unique_graphs"]
     against_the_oracle(flex, Layout.from_lengths([150, 300], [[3, 9, 5], [70]]), features)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_graphs_of_flex_have_no_annotations(compiler):
+    """With them PyTorch 2.11 keeps no compiled graph: every process would compile it again, with a warning."""
+    graphs, typed = [], []
+
+    def look(graph, inputs):
+        modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        graphs.extend(modules)
+        typed.extend(n for m in modules for n in m.graph.nodes if n.type is not None)
+        return graph.forward
+
+    compiler(aot_autograd(fw_compiler=look))
+    for features in ({}, {"window": 37, "softcap": 2.0}):
+        against_the_oracle(flex, GROUP, features)
+    assert len(graphs) > 4  # each has others of scores and masks in it
+    assert not typed
 
 
 def test_flex_is_compiled_for_its_heads_and_head_dims(compiler):
