@@ -82,6 +82,11 @@ def dpo(cls: type, folder: Path, model: str = "qwen3", peft: Any = None, dataset
     )
 
 
+def named(given: Any) -> str:
+    """Of a test, the same in every process: an adapter's settings hold a set."""
+    return "adapters" if isinstance(given, dict) and "peft" in given else str(given)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -93,7 +98,7 @@ def dpo(cls: type, folder: Path, model: str = "qwen3", peft: Any = None, dataset
         {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
         {"peft": LORA},
     ],
-    ids=str,
+    ids=named,
 )
 def test_dpo(tmp_path: Path, settings: dict[str, Any]) -> None:
     # At first policy and reference are one model. Computed in batches of other shapes, TRL's differ by rounding.
@@ -130,7 +135,7 @@ OF_TURNS = PAIRS | {name: [f" {BEGIN}{answer}" for answer in PAIRS[name]] for na
         {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
         {"loss_type": "ipo", "ld_alpha": 0.5, "precompute_ref_log_probs": True},
     ],
-    ids=str,
+    ids=named,
 )
 def test_dpo_of_answers_that_begin_alike(tmp_path: Path, settings: dict[str, Any]) -> None:
     but = ("rewards/accuracies",) if settings.get("precompute_ref_log_probs") else ()
@@ -233,7 +238,7 @@ def online(cls: type, folder: Path, peft: Any = None, **settings: Any) -> Any:
         ({"peft": LORA}, WITH_PADDING),
         ({"ragged": False}, ()),  # without padding TRL's four metrics are of answers alone
     ],
-    ids=str,
+    ids=named,
 )
 def test_online_dpo(tmp_path: Path, settings: dict[str, Any], but: tuple[str, ...]) -> None:
     assert_same(partial(online, folder=tmp_path, **settings), OnlineDPOTrainer, padded_online_dpo.OnlineDPOTrainer, but)

@@ -130,14 +130,15 @@ def server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         def log_message(self, *_: Any) -> None:
             pass
 
-    def send(iterator: Iterable[Any], trainer_args: Any) -> None:
+    def send(iterator: Iterable[Any], **_: Any) -> None:
         for named in iterator:
             sent.put(named)
 
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda client, device: client.get_server_info())
-    by_nccl = {
+    by_nccl = {  # of vLLM before 0.28, as where none is installed, and from 0.28 on
         "NCCLWeightTransferEngine": SimpleNamespace(trainer_send_weights=send),
         "NCCLTrainerSendWeightsArgs": dict,
+        "packed_nccl_broadcast_producer": send,
     }
     for name, value in by_nccl.items():
         monkeypatch.setattr(vllm_client, name, value, raising=False)
