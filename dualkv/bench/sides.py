@@ -217,13 +217,16 @@ def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
     """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt.
 
     Raises:
-        ValueError: a workload with other features, or with values of another head dim.
+        ValueError: a workload with other features, with values of another head dim, or too large for its backward.
     """
     inputs.check_plain()
     if len(set(inputs.workload.head_dims)) > 1:
         raise ValueError(f"takes one head dim, {inputs.workload.name} has {inputs.workload.head_dims}")
     sequences = inputs.replicated()
     rows, lengths = inputs.index(sequences), [len(r) for r in sequences]
+    floats = composition.dq_floats(sum(lengths), len(lengths), inputs.q.shape[2]) * inputs.q.shape[1]
+    if direction != "fwd" and floats >= composition.ELEMENTS:  # an illegal access would end the other sides too
+        raise ValueError(f"its backward counts dq with 32 bits, {inputs.workload.name} has {floats} floats of it")
     qkv = [take(x, rows) for x in (inputs.q, inputs.k, inputs.v)]
     cu, longest = inputs.cumulative(lengths), max(lengths)
     spans = cu, cu, longest, longest, 0.0, True

@@ -244,6 +244,11 @@ def forward(
     return out.to(q.dtype), lse
 
 
+def dq_floats(rows: int, sequences: int, head_dim: int) -> int:
+    """Of one head in PyTorch's backward, at most: it pads sequences by 128 rows and head dims to multiples of 64."""
+    return (rows + 128 * sequences) * -(-head_dim // 64) * 64
+
+
 def head_slices(heads: int, kv_heads: int, floats: int) -> list[tuple[slice, slice]]:
     """Query heads and their KV heads, for calls of fewer than ELEMENTS floats where a query head takes `floats`: all of
     them in one, or whole groups of query heads, or parts of a group."""
@@ -317,9 +322,7 @@ def backward(
             )  # fmt: skip
             return list(grads[:3])
 
-        # PyTorch pads every sequence by up to 128 rows there, and head dims to a multiple of 32 or 64.
-        floats = (len(of_queries[0]) + 128 * len(part.cu_q)) * -(-q.shape[2] // 64) * 64
-        slices = head_slices(q.shape[1], k.shape[1], floats)
+        slices = head_slices(q.shape[1], k.shape[1], dq_floats(len(of_queries[0]), len(part.cu_q) - 1, q.shape[2]))
         if len(slices) == 1:
             return call(*slices[0])
         found = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (of_queries[1], *of_keys)]

@@ -175,6 +175,20 @@ def test_every_side_computes_the_same(fake_peers, text, reach, name, direction):
         assert set(fake_peers) == {name.endswith("deterministic")}
 
 
+def test_a_backward_that_is_too_large_is_left_out(monkeypatch):
+    """PyTorch's would end in an illegal access, and with it every other side."""
+    made = Fp32Inputs(parse("40:7,1,33").with_shape(heads=4, kv_heads=2, head_dim=16))
+    floats = ((40 + 7) + (40 + 1) + (40 + 33) + 3 * 128) * 64 * 4
+    monkeypatch.setattr(sides.composition, "ELEMENTS", floats)
+    for direction in ("bwd", "both"):
+        with pytest.raises(ValueError, match=f"counts dq with 32 bits, .* has {floats} floats"):
+            sides.SIDES["torch-flash-replicated"](made, direction)
+    sides.SIDES["torch-flash-replicated"](made, "fwd")
+    monkeypatch.setattr(sides.composition, "ELEMENTS", floats + 1)
+    with pytest.raises(NotImplementedError):  # as there is no GPU
+        sides.SIDES["torch-flash-replicated"](made, "bwd")
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("name", "features"), [("cudnn-intervals", {}), ("flex", {}), ("flex", {"softcap": 2.0})])
 def test_trees_and_caps(fake_peers, name, features, direction):
