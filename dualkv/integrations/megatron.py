@@ -1,10 +1,10 @@
 """Packed groups in models of megatron-core: `enable(model)`, then `model(..., packed_seq_params=PackedGroups(layout))`.
 
-`enable` takes a layer spec, before a model is built from it, or a built `GPTModel`. It puts two subclasses in place of
-megatron-core's classes: one of `SelfAttention`, which gathers the rotary frequencies by the layout's positions, and one
-of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer Engine's), which
-runs :func:`dualkv.attention`. Neither has parameters or state of its own, so checkpoints do not change. Calls without
-:class:`PackedGroups` run megatron-core's code.
+`enable` takes a layer spec, before a model is built from it, or a built `GPTModel`. It puts subclasses in place of
+megatron-core's classes: of `SelfAttention` and `MLASelfAttention`, which gather the rotary frequencies by the layout's
+positions, and of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer
+Engine's), which runs :func:`dualkv.attention`. None has parameters or state of its own, so checkpoints do not change.
+Calls without :class:`PackedGroups` run megatron-core's code.
 
 The format of :class:`PackedGroups` is called "dualkv". An attention module of megatron-core that gets it raises an
 error: its own packed format ("thd") would run all groups as one sequence.

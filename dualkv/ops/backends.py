@@ -17,8 +17,9 @@ from dualkv.layout import Segments
 from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
 
 VARIABLE = "DUALKV_BACKEND"
-# Major compute capabilities on which FlexAttention is faster than the merged calls: Triton has instructions for matrix
-# products there that FlashAttention 2 does not use (docs/performance.md#other-gpus-composition-h200).
+# Major compute capabilities on which Triton has instructions for matrix products that FlashAttention 2 does not use.
+# With them FlexAttention is faster than the merged calls, without them slower: measured on 9, and presumed of 10
+# (docs/performance.md#other-gpus-composition-h200).
 FLEX_FIRST = 9, 10
 T = TypeVar("T")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -170,10 +171,12 @@ def computed(
     except flex.NotCompiled as e:
         if backend is not None or of_variable() is not None:
             raise
-        after = order(q.device)[order(q.device).index("flex") + 1 :]
-        found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, softcap, dlse) is None)
-        warn_once(f"dualkv: FlexAttention was not compiled ({e}); running {found.warning}")
-        return run(found)
+        why = str(e)
+    # Out here, where the error holds no tensor of the call that failed.
+    after = order(q.device)[order(q.device).index("flex") + 1 :]
+    found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, softcap, dlse) is None)
+    warn_once(f"dualkv: FlexAttention was not compiled ({why}); running {found.warning}")
+    return run(found)
 
 
 def first(

@@ -31,7 +31,7 @@ from dualkv.ops.window import Window
 aten = torch.ops.aten
 HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
-ELEMENTS = 2**31  # of dq in one call, fewer: PyTorch's backward counts them with 32 bits, and would add to other memory
+ELEMENTS = 2**31  # dq of one call has fewer: PyTorch's backward counts them with 32 bits, and would add to other memory
 # Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
 # 65,535 that an axis of a launch takes, however short the pieces are.
 ROWS_OF_A_PIECE = 128
@@ -251,8 +251,14 @@ def dq_floats(rows: int, sequences: int, head_dim: int) -> int:
 
 def head_slices(heads: int, kv_heads: int, floats: int) -> list[tuple[slice, slice]]:
     """Query heads and their KV heads, for calls of fewer than ELEMENTS floats where a query head takes `floats`: all of
-    them in one, or whole groups of query heads, or parts of a group."""
-    group, at_once = heads // kv_heads, max((ELEMENTS - 1) // floats, 1)
+    them in one, or whole groups of query heads, or parts of a group.
+
+    Raises:
+        ValueError: one head takes too many.
+    """
+    group, at_once = heads // kv_heads, (ELEMENTS - 1) // floats
+    if not at_once:
+        raise ValueError(f"dq of one head has {floats} floats with padding, expected fewer than 2^31: split the batch")
     if at_once < group:
         return [
             (slice(h, min(h + at_once, (j + 1) * group)), slice(j, j + 1))
@@ -325,11 +331,13 @@ def backward(
         slices = head_slices(q.shape[1], k.shape[1], dq_floats(len(of_queries[0]), len(part.cu_q) - 1, q.shape[2]))
         if len(slices) == 1:
             return call(*slices[0])
-        found = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (of_queries[1], *of_keys)]
+        found = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in of_keys]
+        dq = torch.empty_like(of_queries[1])
         for heads, kv_heads in slices:
-            for total, grad, h in zip(found, call(heads, kv_heads), (heads, kv_heads, kv_heads), strict=True):
-                total[:, h] += grad
-        return [x.to(q.dtype) for x in found]
+            dq[:, heads], *others = call(heads, kv_heads)
+            for total, grad in zip(found, others, strict=True):
+                total[:, kv_heads] += grad
+        return [dq, *(x.to(q.dtype) for x in found)]
 
     def summed(dout: torch.Tensor) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []

@@ -2,9 +2,9 @@
 
 The layout is a mask: which blocks of keys a block of queries sees whole or in part, made once from the rows' intervals,
 and the visibility rule for blocks that are seen in part. The forward's and backward's operators are called apart, so
-that the backward runs on what the ops save. They are compiled once for a dtype, numbers of heads, head dims and
-features, whatever the lengths. Rows are padded to whole blocks: the kernels are faster where they need not ask which
-rows there are (docs/performance.md#other-gpus-composition-h200).
+that the backward runs on what the ops save. They are compiled once for a dtype, numbers of heads, head dims, a softmax
+scale and features, whatever the lengths (up to 128 rows once more). Rows are padded to whole blocks: the kernels are
+faster where they need not ask which rows there are (docs/performance.md#other-gpus-composition-h200).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 
 BLOCK = 128  # rows and keys of the mask's blocks; FlexAttention's default
+HEAD_DIM_MAX = 256  # its own blocks for larger ones ask for more shared memory than a Hopper GPU has
+ALIGNMENT = 16  # bytes
 ELEMENTS = 2**31  # of a tensor, fewer: FlexAttention's kernels count some of them with 32 bits
 MIN_HEAD_DIM = 16  # of FlexAttention on a GPU
 COMPILER = "inductor"
@@ -39,11 +41,14 @@ class NotCompiled(RuntimeError):
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why FlexAttention cannot serve a call, or None. All layouts, windows, head dims, caps and sinks are served."""
+    """Why FlexAttention cannot serve a call, or None. All layouts, windows, caps and sinks are served."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
     (rows, heads, head_dim), head_dim_v = q.shape, v.shape[2]
-    if _whole_blocks(rows) * heads * max(head_dims(head_dim, head_dim_v)) >= ELEMENTS:
+    wider = max(head_dims(head_dim, head_dim_v))
+    if wider > HEAD_DIM_MAX:
+        return f"head dims above {HEAD_DIM_MAX}"
+    if _whole_blocks(rows) * heads * wider >= ELEMENTS:
         return "tensors of 2^31 elements or more"
     return device_unsupported(q.device)
 
@@ -99,7 +104,7 @@ class Mask:
     Attributes:
         blocks: what FlexAttention's operators take as block mask between lengths and block sizes.
         tensors: of the visibility rule: visible_end [T], and with a window position [T] and lowest [T], int32; T padded
-            to whole blocks by rows that see nothing.
+            to whole blocks by keys that no row sees.
     """
 
     def __init__(self, segments: Segments, device: torch.device, window: Window | None) -> None:
@@ -195,44 +200,71 @@ _failures: dict[tuple[Any, ...], str] = {}  # calls that were not compiled: comp
 
 
 def _run(
-    of: str, scale: float, softcap: float | None, of_mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    *others: Any,
+    of: str, scale: float, softcap: float | None, segments: Segments, window: Window | None, *tensors: Any
 ) -> Any:  # fmt: skip
-    """The operator's results for rows [.., T, ..] padded to whole blocks. Raises NotCompiled."""
-    # A graph holds which of its arguments are absent and which have gradients by autograd: none.
-    absent = tuple(x is None for x in others)
-    form = q.device, q.dtype, q.shape[1], q.shape[3], k.shape[1], v.shape[3], len(of_mask.tensors), absent
+    """The operator's results for rows padded to whole blocks, [1, heads, T, ..].
+
+    tensors: its first arguments, but [T, heads, D] or [heads, T]: q, k, v and others, which may be None.
+
+    Raises:
+        NotCompiled: the operator was not compiled. For these rows or for any, which is then not tried again.
+    """
+    q, k, v, *others = tensors
+    # What a graph is made for: an operator compiled for one form meets no other, and PyTorch's limit of graphs is far.
+    form = (
+        q.device, q.dtype, q.shape[1], q.shape[2], k.shape[1], v.shape[2], window is None,
+        tuple(x is None for x in others), segments.total <= BLOCK, torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(), tuple(x is not None and x.is_inference() for x in tensors),
+    )  # fmt: skip
     key = of, scale, softcap, form
     if key in _failures:
         raise NotCompiled(_failures[key])
-    for x in (q, k, v, *others):
+    of_mask, laid_out = mask(segments, q.device, window), [None if x is None else _laid_out(x) for x in tensors]
+    for x in laid_out:
         if x is not None:  # [1, heads, T, D] or [1, heads, T]: only T may vary
             torch._dynamo.mark_static(x, [0, 1, *range(3, x.dim())])
     with torch.no_grad():
         try:
-            return _compiled(*key)(q, k, v, *others, of_mask.blocks, of_mask.tensors)
+            return _compiled(*key)(*laid_out, of_mask.blocks, of_mask.tensors)
         except _compiler_errors() as e:
-            _failures[key] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-            raise NotCompiled(_failures[key]) from e
+            causes = _causes(e)
+            for cause in causes:
+                if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+                    raise cause from None
+            why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+            if not any(isinstance(cause, (OSError, _compiler_errors()[1])) for cause in causes):
+                _failures[key] = why
+            raise NotCompiled(why) from e
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises where it does not compile; the second one at too many variants of one code."""
+    """What torch.compile raises where it does not compile; the second one at too many graphs of one function."""
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] of x [T, heads, D]; in place where T is whole blocks, else padded with zeros."""
-    missing = _whole_blocks(x.shape[0]) - x.shape[0]
-    x = torch.nn.functional.pad(x.detach(), (0, 0, 0, 0, 0, missing)) if missing else x.detach()
-    return x.transpose(0, 1)[None]
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """The error and those that it was raised from, which may name each other in a circle."""
+    found: list[BaseException] = []
+    while error is not None and not any(error is other for other in found):
+        found.append(error)
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return found
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T] of x [heads, T], padded with zeros to whole blocks."""
-    return torch.nn.functional.pad(x, (0, _whole_blocks(x.shape[1]) - x.shape[1]))[None]
+def _laid_out(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] of x [T, heads, D], [1, heads, T] of x [heads, T]; T is padded with zeros to whole blocks.
+
+    Copied where x is not contiguous or not aligned: each order in memory would be another graph.
+    """
+    of_rows = x.dim() == 3
+    missing = -x.shape[0 if of_rows else 1] % BLOCK
+    if missing:
+        x = torch.nn.functional.pad(x.detach(), (0, 0, 0, 0, 0, missing) if of_rows else (0, missing))
+    elif not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+    return x.detach().transpose(0, 1)[None] if of_rows else x.detach()[None]
 
 
 def _rows_first(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -245,8 +277,7 @@ def forward(
     window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims of 16 or more, sinks [H] fp32."""
-    of_mask = mask(segments, q.device, window)
-    out, lse = _run("forward", scale, softcap, of_mask, *(_heads_first(x) for x in (q, k, v)))
+    out, lse = _run("forward", scale, softcap, segments, window, q, k, v)
     out, lse = _rows_first(out, segments.total), lse[0, :, : segments.total] * math.log(2)
     return with_sinks(out, lse, sinks)
 
@@ -260,11 +291,7 @@ def backward(
 
     Every gradient is summed in one program, in one order: bitwise equal from run to run, `deterministic` or not.
     """
-    of_mask = mask(segments, q.device, window)
-    heads_first = [_heads_first(x) for x in (q, k, v, out)]
-    base_2 = _padded(lse / math.log(2)), None if dlse is None else _padded(dlse * math.log(2))
-    dq, dk, dv = (
-        _rows_first(x, segments.total)
-        for x in _run("backward", scale, softcap, of_mask, *heads_first, base_2[0], _heads_first(dout), base_2[1])
-    )
+    base_2 = lse / math.log(2), None if dlse is None else dlse * math.log(2)
+    given = q, k, v, out, base_2[0], dout, base_2[1]
+    dq, dk, dv = (_rows_first(x, segments.total) for x in _run("backward", scale, softcap, segments, window, *given))
     return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)

@@ -330,7 +330,7 @@ def forward(
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, v.shape[2]))
     lse = q.new_empty((heads, rows), dtype=torch.float32)
-    if segments.silent is not None:  # no tile has the prompts' rows
+    if segments.silent is not None:  # no tile has the rows that ask nothing
         out.zero_()
         lse.fill_(math.inf)
     given = planned.first_key, None if sinks is None else sinks.float().contiguous(), softcap

@@ -74,7 +74,7 @@ def missing(inputs, direction):
 
 class FakeMeter(timing.Meter):
     def __init__(self):
-        self.absent, self.taken = None, 0
+        self.taken = 0
 
     def sample(self):
         """690 W by a counter that moves at every third sample, 0.1 s apart."""

@@ -125,9 +125,10 @@ def test_half_precision(backend):
     check(backend, LAYOUTS["ragged"], MAIN, torch.float16)
 
 
-def test_tensors_that_lie_anyhow(backend):
+@pytest.mark.parametrize("name", ["ragged", "whole blocks"])
+def test_tensors_that_lie_anyhow(backend, name):
     """Not at a multiple of 16 bytes, heads first, wider rows, an expanded gradient."""
-    layout = LAYOUTS["ragged"]
+    layout = LAYOUTS[name]
     q, k, v, dout = drawn(layout, MAIN, torch.bfloat16)
 
     def run(q, k, v, dout):

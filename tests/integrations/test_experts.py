@@ -10,19 +10,19 @@ import torch
 
 import dualkv
 
-tf = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from dualkv.integrations.experts import (  # noqa: E402
+from dualkv.integrations.experts import (
     load_balancing_loss,
     replay_routes,
     rollouts_of_rows,
     routers,
     routes_of_rows,
 )
-from dualkv.integrations.transformers import enable, recompute_layers  # noqa: E402
-from tests.integrations.test_branches import SEQUENCES  # noqa: E402
-from tests.integrations.test_transformers import double_throughout  # noqa: E402
-from tests.integrations.tiny import assert_close, gradients, make_featured, make_model  # noqa: E402
+from dualkv.integrations.transformers import enable, recompute_layers
+from tests.integrations.test_branches import SEQUENCES
+from tests.integrations.test_transformers import double_throughout
+from tests.integrations.tiny import assert_close, gradients, make_featured, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

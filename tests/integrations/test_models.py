@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-tf = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from dualkv.cli import commands  # noqa: E402
-from dualkv.integrations import models, selfcheck  # noqa: E402
-from dualkv.integrations.layers import attention_modules, decoders  # noqa: E402
-from dualkv.integrations.shrink import shrink  # noqa: E402
-from tests.integrations.tiny import make_model  # noqa: E402
+from dualkv.cli import commands
+from dualkv.integrations import models, selfcheck
+from dualkv.integrations.layers import attention_modules, decoders
+from dualkv.integrations.shrink import shrink
+from tests.integrations.tiny import make_model
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
 # model runs), with where they are published. What is not given is the default of transformers' class.

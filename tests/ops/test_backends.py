@@ -147,6 +147,21 @@ def test_flex_is_traced_once_for_all_lengths(compiler):
     graphs = counters["stats"]["unique_graphs"]
     against_the_oracle(flex, Layout.from_lengths([150, 300], [[3, 9, 5], [70]]), features)
     assert counters["stats"]["unique_graphs"] == graphs
+    whole = Layout.from_lengths([128], [[100, 28]])  # blocks
+    q, k, v, *_ = drawn(whole, {})
+    wide = [torch.cat([x, x, x], 1) for x in (q, k, v)]
+    shifted = [torch.cat([x.flatten(), x.flatten()[:1]])[1:].view(x.shape) for x in (q, k, v)]
+    for laid_out in (
+        [q, k, v],
+        [x[:, : x.shape[1] // 3] for x in wide],
+        [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)],
+        shifted,
+    ):
+        flex.forward(*laid_out, whole._segments, 0.3)
+    graphs = counters["stats"]["unique_graphs"]
+    flex.forward(q, k, v, whole._segments, 0.3)
+    flex.forward(*drawn(Layout.from_lengths([300], [[7]]), {})[:3], Layout.from_lengths([300], [[7]])._segments, 0.3)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_graphs_of_flex_have_no_annotations(compiler):
@@ -186,7 +201,7 @@ def test_flex_is_compiled_for_its_heads_and_head_dims(compiler):
 # ---------------------------------------------------------------- cuDNN, by a stand-in
 class Plan:
     def __init__(self, ends, q, k, v, **spans):
-        self.ends, self.form, self.spans = ends, [x.shape for x in (q, k, v)], spans
+        self.ends, self.spans = ends, spans
 
     def hidden(self):
         """[T, T] of packed rows."""
@@ -400,12 +415,13 @@ def test_the_first_that_serves(gpu, monkeypatch):
     assert first((10, 0)) == first((10, 3)) == "cudnn"
     assert first((10, 0), dlse=True) == first((10, 0), False) == "flex"  # dlse at head dim 256
     assert first((10, 0), False, False) == first((8, 6)) == first((12, 0)) == "flash"
-    assert first((8, 0), softcap=5.0) == first((10, 0), softcap=5.0) == first((8, 0), head_dim=512) == "flex"
+    assert first((8, 0), softcap=5.0) == first((10, 0), softcap=5.0) == "flex"
+    assert first((8, 0), head_dim=264) == first((8, 0), softcap=5.0, head_dim=264) == "reference"
     assert first((8, 0), True, False, softcap=5.0) == first((7, 5)) == "reference"
     assert first((9, 0), dtype=torch.float32) == "reference"
-    assert first((8, 0), head_dim=256, rows=2**21) == "flash"
-    assert first((8, 0), head_dim=512, rows=2**20 - 128) == "flex"
-    assert first((8, 0), head_dim=512, rows=2**20 - 127) == "reference"  # whole blocks have 2^31 elements
+    assert first((8, 0), rows=2**21) == "flash"
+    assert first((8, 0), softcap=5.0, rows=2**21 - 128) == "flex"
+    assert first((8, 0), softcap=5.0, rows=2**21 - 127) == "reference"  # whole blocks have 2^31 elements
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert first((9, 0)) == "flash"
 
@@ -444,6 +460,62 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
     compiler("aot_eager")
     with torch.compiler.set_stance("force_eager"):
         by_default()
+        monkeypatch.setenv("DUALKV_BACKEND", "flex")
+        with pytest.raises(flex.NotCompiled):
+            dualkv.attention(q, k, v, GROUP)
+
+
+def test_the_next_of_flex_is_flash(compiler, monkeypatch):
+    compiler(fails_to_compile)
+    q, k, v, *_ = drawn(GROUP, {})
+    served = {"unsupported": lambda *call: None}
+    others = {
+        "flex": backends.BACKENDS["flex"]._replace(**served),
+        "flash": backends.BACKENDS["reference"]._replace(**served, warning="the merged calls"),
+    }
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | others)
+    monkeypatch.setattr(backends, "order", lambda device: ("flex", "flash", "reference"))
+    monkeypatch.setattr(backends, "warn_once", lambda text: warned.append(text))
+    warned = []
+    dualkv.attention(q, k, v, GROUP)
+    assert warned[0].endswith("running the merged calls")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "kept"),
+    [
+        (torch.OutOfMemoryError("of the device"), torch.OutOfMemoryError, 0),
+        (OSError("no space left"), flex.NotCompiled, 0),
+        (ValueError("No valid triton configs"), flex.NotCompiled, 1),
+    ],
+    ids=["memory", "disk", "blocks"],
+)
+def test_what_may_pass_is_tried_again(compiler, error, raised, kept):
+    def fails(graph, inputs):
+        tried.append(error)
+        raise error
+
+    compiler(fails)
+    tried, (q, k, v, *_) = [], drawn(GROUP, {})
+    for _ in range(2):
+        with pytest.raises(raised, match=str(error)):
+            flex.forward(q, k, v, GROUP._segments, 0.3)
+    assert (len(flex._failures), len(tried)) == (kept, 2 - kept)
+
+
+def test_too_many_graphs_of_one_form_leave_the_others(compiler, monkeypatch):
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def fails(*given):
+        raise FailOnRecompileLimitHit("8 graphs")
+
+    compiler("eager")
+    q, k, v, *_ = drawn(GROUP, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(flex, "_compiled", lambda *key: fails)
+        with pytest.raises(flex.NotCompiled, match="8 graphs"):
+            flex.forward(q, k, v, GROUP._segments, 0.3)
+    flex.forward(q, k, v, GROUP._segments, 0.3)
 
 
 def test_by_hand(gpu, monkeypatch):

@@ -250,7 +250,7 @@ class Machine:
         bar = cta.mbarriers[key] = Mbarrier(cta, name, count, self.size)
         bar.clock[agent.index] = agent.clock[agent.index]
 
-    def mbarrier(self, cta: Cta, key: Any, doing: str, to_init: bool = True) -> Mbarrier:
+    def mbarrier(self, cta: Cta, key: Any, doing: str) -> Mbarrier:
         agent = self.agent
         if cta is not agent.cta:
             cta.check(agent.name, f"{doing} a barrier of")

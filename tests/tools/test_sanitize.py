@@ -18,7 +18,6 @@ from tools.sanitize import __main__ as sanitize
 from tools.sanitize import cases, controls, known, reading, target
 
 DATA = Path(__file__).parents[1] / "files" / "sanitize"
-NUM_SMS = 132
 
 
 # ---------------------------------------------------------------- cases

@@ -68,9 +68,11 @@ def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
 
 def as_ampere() -> None:
     """From here on Triton compiles products for warps, not warp groups, and PyTorch takes its tiles for an A100."""
+    import torch._inductor.config
     from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 
     os.environ["DISABLE_MMA_V3"] = "1"  # Triton's
+    torch._inductor.config.force_disable_caches = True  # a kept graph has Hopper's tiles and instructions
     for name in ("get_flex_attn_fwd_configs", "get_flex_attn_bwd_configs"):
         chosen = getattr(CUDAConfigHeuristic, name)
 

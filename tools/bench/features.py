@@ -24,7 +24,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.timing import cold_ms, timed
 from dualkv.bench.workloads import MAIN, Workload, parse
 from tools.bench.before import speed
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 
 SIDES = "dualkv", "fa4-prompt-copied"
 # with the feature, without
@@ -116,7 +116,7 @@ def _tried(call: Callable[[], dict[str, float]]) -> dict[str, Any]:
     try:
         return dict(call())
     except Exception as error:
-        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        return {"error": in_words(error)}
 
 
 def costs(record: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ from dualkv.integrations.recurrent import install, kernels, on_reference, seams,
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.layout import Layout
 from tools.bench import stock_attention
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 from tools.bench.repeats import repeated, wait
 from tools.bench.step import Sizes, make_model, make_rollouts, step
 
@@ -245,7 +245,7 @@ def measure(
                     figures[part] = found
                     yield figures
             except Exception as error:
-                figures[part] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+                figures[part] = {"error": in_words(error)}
                 yield figures
             disable(model)
             model.zero_grad(set_to_none=True)

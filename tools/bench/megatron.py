@@ -41,7 +41,7 @@ from dualkv import sequence_parallel
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 from tools.bench.repeats import repeated, wait
 
 CASES = {
@@ -301,7 +301,7 @@ def tried(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        return {"error": in_words(error)}
     finally:
         gc.collect()
         if torch.cuda.is_available():

@@ -25,7 +25,7 @@ from dualkv.integrations.transformers import enable, memory_for_logits, recomput
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 from tools.bench.repeats import repeated, wait
 
 
@@ -219,7 +219,7 @@ def measure(
             with changed_layers(model, row.layers):
                 logp, found = run_row(row, sizes, model, rollouts, weights, stock)
         except Exception as error:
-            figures["rows"][name] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+            figures["rows"][name] = {"error": in_words(error)}
         else:
             first = logp if first is None else first
             apart = (logp - first).double().square().mean().sqrt()

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
+from tools.bench.record import in_words
+
 Kinds = Sequence[tuple[int | None, bool]]  # (window, whether there are sinks) of layers
 PLAIN: Kinds = ((None, False),)
 
@@ -161,7 +163,7 @@ def fastest(
         try:
             found[name] = seconds(name, batch, length, heads, kv_heads, head_dim, kinds)
         except Exception as error:  # a package raises what it likes
-            found[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            found[name] = in_words(error)
     times = {name: value for name, value in found.items() if isinstance(value, float)}
     if not times:
         raise RuntimeError(f"no attention of replicated sequences runs here: {found}")

@@ -43,7 +43,7 @@ from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
 from tools.bench import ragged
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 from tools.bench.repeats import repeated, wait
 from tools.bench.step import Sizes, make_model, step
 
@@ -258,7 +258,7 @@ def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -
                 planning, some, timed, logp = one(way, rollouts, budget, weights)
             except Exception as error:
                 model.zero_grad(set_to_none=True)
-                of_trace["ways"][way] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+                of_trace["ways"][way] = {"error": in_words(error)}
                 yield figures
                 continue
             first = logp if first is None else first

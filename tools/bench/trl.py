@@ -46,7 +46,7 @@ from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.models import CONFIGS
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 
 WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
@@ -255,7 +255,7 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
             reference = logp if reference is None else reference
             found[way]["mean_log_prob_difference_to_first"] = (logp - reference).abs().mean().item()
         except Exception as error:  # out of memory, say: the others are still worth recording
-            found[way] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            found[way] = {"error": in_words(error)}
         print(way, json.dumps(found[way]), flush=True)
         yield found
 
@@ -350,7 +350,7 @@ def main(
                 found[name]["ways"] = figures
                 record.write({**about, "traces": found})
         except Exception as error:  # out of memory, say: the others are still worth recording
-            found[name]["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            found[name]["error"] = in_words(error)
             print(name, found[name]["error"], flush=True)
             record.write({**about, "traces": found})
         gc.collect()

@@ -67,7 +67,7 @@ from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
 from tools.bench import ragged, stock_attention
-from tools.bench.record import JsonPath, Record
+from tools.bench.record import JsonPath, Record, in_words
 
 
 class Engine(StrEnum):
@@ -491,7 +491,7 @@ def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> I
                 found["gradients_from_fp32"] = distances[s.trace]
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
         except Exception as error:  # out of memory, say, which comes to all ranks alike
-            found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+            found = {"error": in_words(error)}
             worker = of = None
         yield {"settings": asdict(s), "ranks": dist.get_world_size(), **found}
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tools.sanitize.target import END, FAILED, MARK
 
-PREFIX = "========= "
 HEADLINE = re.compile(r"^========= (\S.*)$")
 DETAIL = re.compile(r"^=========     \s*(.*)$")
 PLACE = re.compile(r"(\S+)\+0x([0-9a-f]+)(?: in \S+)?")

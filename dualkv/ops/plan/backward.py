@@ -1,7 +1,7 @@
 """The backward's work plan: which keys a cluster owns and which query blocks it walks. On the host, numpy only.
 
 `cute_kernels.abi.BackwardFields` says what the fields of a work item mean. Layouts of any depth can be planned. A plan
-is made in three steps: keys are divided into items (`_key_items`), long items are cut along their queries (`_cut`), and
+is made in three steps: keys are divided into items (`_key_items`), long items are cut along their queries (`cut`), and
 the pieces are put into the order in which they start (`dualkv.ops.plan.backward_order`).
 """
 

@@ -99,9 +99,9 @@ def check_turns(seg, tile, plan, kv_heads):
 def check_waits(tile, plan):
     """Whatever the order in which items begin, as long as it is theirs: each waits for items before it only.
 
-    For every lock of every query block, as `add_up` (up to head dim 128: a lock a warp group, both CTAs of a cluster
-    one after the other) and `await_turns` (beyond: a lock a CTA) wait for it and pass it on. Values come from nobody
-    else, and CTAs of a cluster run together: so the first item that is not done waits for nothing.
+    For every lock of every query block, as `add_dq_block` (up to head dim 128: a lock a warp group, both CTAs of a
+    cluster one after the other) and `grant_dq` (beyond: a lock a CTA) wait for it and pass it on. Values come from
+    nobody else, and CTAs of a cluster run together: so the first item that is not done waits for nothing.
     """
     both, written, awaited = tile.tile_n == 128, {}, []
     for i, item in enumerate(plan.items.astype(int)):

@@ -150,7 +150,7 @@ def test_an_item_that_waits_for_a_later_one_is_noticed(head_dim):
         check_waits(tile, plan, 2)
 
 
-def executed(tile, plan, kv_heads):
+def executed(tile, plan):
     """Multiplications of one head over those of visible pairs, of the five products together, per pair and column."""
     count = 0
     for item in plan.items[plan.items[:, items.KV_HEAD] == 0].astype(int):
@@ -171,7 +171,7 @@ def useful(seg, window):
 def test_little_is_computed_besides_what_is_visible(prompt, responses, head_dim, size, heads, most):
     seg, window, tile = segments([prompt], [[2048] * responses]), Window(size), backward_tile(head_dim)
     plan = windowed_work(seg, window, tile, heads, 8, 132)
-    done = executed(tile, plan, 8)
+    done = executed(tile, plan)
     assert done <= most * useful(seg, window)
     assert backward_pairs(plan, tile) == pytest.approx(done)
 
