@@ -187,6 +187,11 @@ def _why(error: Exception) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn"):
         return "not installed: pip install flash-attn-4"
+    return in_words(error)
+
+
+def in_words(error: Exception) -> str:
+    """Its class and message in one line, at most 500 characters: what reports have in the place of figures."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 

@@ -12,6 +12,7 @@ import torch
 
 import dualkv
 from dualkv import Layout
+from dualkv.bench.run import in_words
 from dualkv.ops import backends
 
 BOUND = 0.02  # of a result or gradient, by norms, in bf16; what kernels that are right show is below 0.01
@@ -77,8 +78,7 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[An
             try:
                 got, forward_ms, backward_ms = _computed(made, layout, features, name, torch.bfloat16)
             except Exception as e:  # a backend that fails is a finding, and the others are still to be checked
-                says = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-                yield Line(name, case, None, None, None, says)
+                yield Line(name, case, None, None, None, in_words(e))
                 continue
             errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
             worst = max(math.inf if math.isnan(error) else error for error in errors)

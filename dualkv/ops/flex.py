@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 
 from dualkv.layout import Segments
+from dualkv.ops.hopper import ALIGNMENT
 from dualkv.ops.intervals import visible_runs
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 
 BLOCK = 128  # rows and keys of the mask's blocks; FlexAttention's default
 HEAD_DIM_MAX = 256  # its own blocks for larger ones ask for more shared memory than a Hopper GPU has
-ALIGNMENT = 16  # bytes
 ELEMENTS = 2**31  # of a tensor, fewer: FlexAttention's kernels count some of them with 32 bits
 MIN_HEAD_DIM = 16  # of FlexAttention on a GPU
 COMPILER = "inductor"
@@ -226,22 +226,21 @@ def _run(
     with torch.no_grad():
         try:
             return _compiled(*key)(*laid_out, of_mask.blocks, of_mask.tensors)
-        except _compiler_errors() as e:
-            causes = _causes(e)
-            for cause in causes:
-                if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
-                    raise cause from None
-            why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-            if not any(isinstance(cause, (OSError, _compiler_errors()[1])) for cause in causes):
-                _failures[key] = why
-            raise NotCompiled(why) from e
+        # The second one: too many graphs of one function. Both are looked up only where something is raised.
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as e:
+            raise _refusal(key, e) from e
 
 
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises where it does not compile; the second one at too many graphs of one function."""
-    from torch._dynamo import exc
-
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+def _refusal(key: tuple[Any, ...], error: Exception) -> BaseException:
+    """What is raised where a call was not compiled. What cannot pass is kept; memory, files and other graphs may."""
+    causes = _causes(error)
+    for cause in causes:
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            return cause
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if not any(isinstance(cause, (OSError, torch._dynamo.exc.FailOnRecompileLimitHit)) for cause in causes):
+        _failures[key] = why
+    return NotCompiled(why)
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

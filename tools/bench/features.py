@@ -19,12 +19,12 @@ import typer
 import dualkv
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs
-from dualkv.bench.run import PEER_CACHES, difference
+from dualkv.bench.run import PEER_CACHES, difference, in_words
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.timing import cold_ms, timed
 from dualkv.bench.workloads import MAIN, Workload, parse
 from tools.bench.before import speed
-from tools.bench.record import JsonPath, Record, in_words
+from tools.bench.record import JsonPath, Record
 
 SIDES = "dualkv", "fa4-prompt-copied"
 # with the feature, without

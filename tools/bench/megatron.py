@@ -38,10 +38,11 @@ from torch.utils.checkpoint import checkpoint
 
 import dualkv
 from dualkv import sequence_parallel
+from dualkv.bench.run import in_words
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
-from tools.bench.record import JsonPath, Record, in_words
+from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait
 
 CASES = {

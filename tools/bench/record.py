@@ -74,11 +74,6 @@ def together(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def in_words(error: Exception) -> str:
-    """Its class and message in one line, at most 500 characters: what a record has in the place of figures."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-
-
 def runs_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a list of runs, or the record of one run."""
     return list(record[RUNS]) if record.keys() == {RUNS} else [record]

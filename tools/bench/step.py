@@ -19,13 +19,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers import enable, memory_for_logits, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
-from tools.bench.record import JsonPath, Record, in_words
+from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from tools.bench.record import in_words
+from dualkv.bench.run import in_words
 
 Kinds = Sequence[tuple[int | None, bool]]  # (window, whether there are sinks) of layers
 PLAIN: Kinds = ((None, False),)

@@ -32,6 +32,7 @@ import torch
 import typer
 
 from dualkv.bench import traces
+from dualkv.bench.run import in_words
 from dualkv.bench.trees import Found, flops
 from dualkv.branches import Branch, walk
 from dualkv.data.gain import Gain
@@ -43,7 +44,7 @@ from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
 from tools.bench import ragged
-from tools.bench.record import JsonPath, Record, in_words
+from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait
 from tools.bench.step import Sizes, make_model, step
 

@@ -40,13 +40,14 @@ from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
 from dualkv.bench import traces
+from dualkv.bench.run import in_words
 from dualkv.bench.trees import Found
 from dualkv.data.gain import Gain
 from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.models import CONFIGS
-from tools.bench.record import JsonPath, Record, in_words
+from tools.bench.record import JsonPath, Record
 
 WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model

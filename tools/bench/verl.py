@@ -63,11 +63,12 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from dualkv.bench import traces
+from dualkv.bench.run import in_words
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
 from tools.bench import ragged, stock_attention
-from tools.bench.record import JsonPath, Record, in_words
+from tools.bench.record import JsonPath, Record
 
 
 class Engine(StrEnum):
