@@ -46,6 +46,15 @@ def test_every_tile_of_a_native_head_dim_runs():
         } <= backward
 
 
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_windows_are_shorter_than_what_they_are_tried_on(tool):
+    """A window that hides nothing runs the kernels without one."""
+    for case in (case for head_dim in cases.HEAD_DIMS for case in cases.cases(head_dim, tool)):
+        groups = zip(cases.LAYOUTS[case.layout].prompt_lens, cases.LAYOUTS[case.layout].response_lens, strict=True)
+        longest = max(p + max(responses, default=0) for p, responses in groups) if case.layout != "tree" else 540
+        assert "window" not in case.features or case.window < longest, case.name
+
+
 def test_a_case_of_few_keys_runs_the_kernels_that_it_names(monkeypatch):
     ran = {}
     monkeypatch.setattr(target, "run_case", lambda case, _: ran.update({case.name: hopper.FEW_KEYS_WALK}))
@@ -128,6 +137,28 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     assert tools["racecheck"]["reports"] == []
 
 
+def test_logs_are_read_again_by_the_cases_that_are_there_now(monkeypatch, tmp_path):
+    logs, (few, *_) = tmp_path / "logs", (name for name in NAMES if "few keys" in name)
+    done, before = run(monkeypatch, tmp_path, {*PLANTED, ("memcheck", few)}, more=["--logs", str(logs)])
+    assert done.exit_code == 1
+    app = typer.Typer()
+    app.command()(sanitize.main)
+    again = ["--again", "--json", str(tmp_path / "out.json"), "--logs", str(logs)]
+    assert CliRunner().invoke(app, again).exit_code == 1
+    assert filed.read(tmp_path / "out.json")["tools"] == before
+    left = [case for case in cases.cases(64, "memcheck") if case.name != few]
+    monkeypatch.setattr(sanitize, "cases", lambda *_: left)
+    assert CliRunner().invoke(app, again).exit_code == 0
+    tools = filed.read(tmp_path / "out.json")["tools"]
+    assert (tools["memcheck"]["cases"], tools["memcheck"]["reports"]) == (len(NAMES) - 1, [])
+    assert tools["memcheck"]["seconds"] == before["memcheck"]["seconds"]
+
+
+def test_barriers_have_their_number():
+    assert sanitize._kind("@P0 BAR.SYNC.DEFER_BLOCKING 0x1, 0x100") == "BAR.SYNC.DEFER_BLOCKING 0x1"
+    assert sanitize._kind("@!P0 LDS.128 R20, [R17+0x33000]") == "LDS.128"
+
+
 def test_a_process_that_dies_fails(monkeypatch, tmp_path):
     done, tools = run(monkeypatch, tmp_path, PLANTED, dies=("racecheck", NAMES[2]))
     assert done.exit_code == 1
@@ -139,6 +170,7 @@ MET = {
     "what": "Barrier error detected. Divergent thread(s) in block.", "kernel": "fwd_paths.PathForwardKernel",
     "instructions": ["BAR.SYNC.DEFER_BLOCKING"],
 }  # fmt: skip
+MET_IN_BACKWARD = MET | {"kernel": "bwd_narrow.NarrowBackward", "instructions": ["BAR.SYNC.DEFER_BLOCKING 0x0"]}
 FULL = {"what": "418048 errors were skipped (error buffer overflow).", "kernel": "", "instructions": []}
 HANDED = {"what": "Race", "kernel": "bwd_wide.WideBackward", "instructions": ["STS.128", "LDS.128"]}
 WORDS = {"what": "Race", "kernel": "bwd.FeaturedNarrow", "instructions": ["STS.128", "LDS"]}
@@ -169,6 +201,8 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
         ("memcheck", RACE, {"bulk_ring": 3}, None),
         ("synccheck", MET, {"meeting": 32}, "meeting"),
         ("synccheck", MET, {"meeting": 0}, None),
+        ("synccheck", MET_IN_BACKWARD, {"meeting": 32}, "meeting"),
+        ("synccheck", MET_IN_BACKWARD | {"instructions": ["BAR.SYNC.DEFER_BLOCKING 0x1"]}, {"meeting": 32}, None),
         ("synccheck", MET | {"what": "Barrier error detected. Invalid arguments."}, {"meeting": 32}, None),
         ("synccheck", FULL, {"meeting": 32}, "meeting, overflow"),
     ],

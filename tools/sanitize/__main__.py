@@ -67,7 +67,11 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
         "NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": str(3 * 10**7),  # those of the tool's own making are millions
     }
     code, text = run_limited(command, limit, environ)
-    ended_by = f"stopped after {limit:g} s" if code is None else ""
+    return read(tool, what, text, monotonic() - begin, code, f"stopped after {limit:g} s" if code is None else "")
+
+
+def read(tool: str, what: str, text: str, seconds: float, code: int | None = 0, ended_by: str = "") -> dict[str, Any]:
+    """What a process printed that ended with `code`, or was ended."""
     found = parse(text)
     wrong = found.failures + [ended_by] * bool(ended_by)
     if found.not_printed:
@@ -77,7 +81,7 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
     return {
         "tool": tool,
         "cases_of": what,
-        "seconds": round(monotonic() - begin, 1),
+        "seconds": round(seconds, 1),
         "cases": found.ended,
         "unfinished": "; ".join(wrong),
         "reports": list(found.reports.items()),
@@ -133,8 +137,9 @@ def explained(runs: list[dict[str, Any]], shown: dict[str, int]) -> list[dict[st
 
 
 def _kind(text: str) -> str:
-    """`LDS.128` of `@!P0 LDS.128 R20, [R17+0x33000]`."""
-    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0]
+    """`LDS.128` of `@!P0 LDS.128 R20, [R17+0x33000]`; of a barrier also its number."""
+    words = re.sub(r"^@!?U?P\w+\s+", "", text).replace(",", " ").split()
+    return " ".join(words[: 1 + words[0].startswith("BAR.")])
 
 
 # ---------------------------------------------------------------- command line
@@ -174,12 +179,28 @@ def _conclude(tools: dict[str, Any], console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _judge_again(path: Path | None, console: Console) -> None:
-    """The reports in a file, by what is known now."""
+def _from_logs(tool: str, filed_before: dict[str, Any], logs: Path) -> dict[str, Any]:
+    """What a tool printed, read again, without cases that are none any more; its time and what it left as filed."""
+    runs = []
+    for path in sorted(logs.glob(f"{tool}-*.log")):
+        run = read(tool, path.stem.removeprefix(f"{tool}-"), path.read_text(), 0)
+        if run["cases_of"] != CONTROLS:
+            names = {case.name for case in cases(int(run["cases_of"]), tool)}
+            run["cases"] = [case for case in run["cases"] if case in names]
+            run["reports"] = [each for each in run["reports"] if each[0].case in names]
+        runs.append(run)
+    again: dict[str, Any] = summary(runs, [(tool, run["cases_of"]) for run in runs])[tool]
+    return again | {"seconds": filed_before["seconds"], "unfinished": filed_before["unfinished"]}
+
+
+def _judge_again(path: Path | None, logs: Path | None, console: Console) -> None:
+    """The reports in a file, by what is known now; with its logs also by the cases and kernels that are there now."""
     if path is None or not path.is_file():
         raise typer.BadParameter("--again needs --json FILE of a run", param_hint="--again")
     record = filed.read(path)
     for name, tool in record["tools"].items():
+        if logs is not None:
+            record["tools"][name] = tool = _from_logs(name, tool, logs)
         for report in tool["reports"]:
             report["false_positive"] = known.why(name, report, tool[CONTROLS])
     path.write_text(filed.text(record))
@@ -198,13 +219,14 @@ def main(
         bool, typer.Option("--compile", help="Compile the kernels, which needs no GPU; no more.")
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Run nothing: judge what --json has filed by known.py.")
+        bool,
+        typer.Option("--again", help="Run nothing: judge what --json has filed by known.py; --logs are read again."),
     ] = False,
 ) -> None:
     """Run compute-sanitizer's tools over edge shapes of every family of kernels, forward and backward."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     if again:
-        _judge_again(json_to, console)
+        _judge_again(json_to, logs, console)
         return
     tools, dims = tool or list(TOOLS), head_dim or list(HEAD_DIMS)
     for given, allowed, name in ((tools, TOOLS, "--tool"), (dims, HEAD_DIMS, "--head-dim")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+CTA_BARRIER = "BAR.SYNC.DEFER_BLOCKING 0x0"
 REASONS = {
     "bulk copy": (
         "does not follow a bulk copy's completion on its mbarrier. The control bulk_ring, which waits on both "
@@ -30,8 +31,9 @@ REASONS = {
         "too"
     ),
     "meeting, overflow": (
-        "keeps 256 reports of a launch, and those of the control meeting's kind fill them. They come at the end "
-        "of a turn, so that what a CTA does before would have been reported first"
+        "keeps 256 reports of a launch, and those of the control meeting's kind fill them. In the forward they come "
+        "at the end of a turn, so that what a CTA does before would have been reported first; in the backward of few "
+        "keys at set-up, so that nothing is known of the barriers behind"
     ),
 }  # fmt: skip
 
@@ -63,8 +65,10 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
         if polls and shown.get("polled"):
             return "polled"
     if tool == "synccheck" and shown.get("meeting"):
-        # The end of a turn of head dim 64's forward, whose CTAs are no clusters: all warps meet at a barrier there.
-        if what.startswith("Barrier error detected. Divergent thread(s) in block") and kernel.startswith("fwd"):
+        # CTAs that are no clusters: all warps meet at the CTA's barrier, at the end of a turn of head dim 64's forward,
+        # at set-up in the backward of few keys.
+        alone = kernel.startswith("fwd") or (kernel.startswith("bwd_narrow") and instructions == [CTA_BARRIER])
+        if what.startswith("Barrier error detected. Divergent thread(s) in block") and alone:
             return "meeting"
         if "buffer overflow" in what:
             return "meeting, overflow"
