@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -121,13 +122,21 @@ def attention(
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
     call = checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    forward = _Transformed.apply if transformed else torch.ops.dualkv.fwd
-    out, lse = forward(
+    out, lse = _forward(call)(
         call.q, call.k, call.v, layout.offsets, layout.parent, call.softmax_scale, deterministic, call.window,
         call.chunk, call.sinks, call.softcap, backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _forward(call: Call) -> Callable[..., Any]:
+    """What computes a call: the op, or the op as an autograd function."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return _Transformed.apply
+    given = (x for x in (call.q, call.k, call.v, call.sinks) if x is not None)
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return _Recorded.apply
+    return torch.ops.dualkv.fwd
 
 
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat, type(None))
@@ -202,6 +211,22 @@ def under_autocast(
         if sinks is not None and sinks.dtype != q.dtype:
             sinks = sinks.float()
     return q, k, v, sinks
+
+
+class _Recorded(torch.autograd.Function):
+    """The op, recorded by autograd. What `register_autograd` makes of the op does the same, but looks every argument up
+    in the schema, which makes a list of all of them each time: half of the host's time of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = torch.ops.dualkv.fwd(*inputs)
+        dispatch._fwd_setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        return dispatch._fwd_backward(ctx, dout, dlse)
 
 
 class _Transformed(torch.autograd.Function):
