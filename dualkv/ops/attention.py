@@ -130,13 +130,21 @@ def attention(
 
 
 def _forward(call: Call) -> Callable[..., Any]:
-    """What computes a call: the op, or the op as an autograd function."""
+    """What computes a call. Every way of it runs the op."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _Transformed.apply
+    if torch.compiler.is_compiling():
+        return torch.ops.dualkv.fwd
     given = (x for x in (call.q, call.k, call.v, call.sinks) if x is not None)
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return _Recorded.apply
-    return torch.ops.dualkv.fwd
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return _Recorded.apply if recorded else _below_autograd
+
+
+def _below_autograd(*inputs: Any) -> Any:
+    """The op without what `register_autograd` makes of it. Recorded, that looks every argument up in the schema, which
+    makes a list of all of them each time: half of the host's time of a call."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.dualkv.fwd(*inputs)
 
 
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat, type(None))
@@ -214,13 +222,11 @@ def under_autocast(
 
 
 class _Recorded(torch.autograd.Function):
-    """The op, recorded by autograd. What `register_autograd` makes of the op does the same, but looks every argument up
-    in the schema, which makes a list of all of them each time: half of the host's time of a call."""
+    """The op, recorded by autograd."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = torch.ops.dualkv.fwd(*inputs)
+        output = _below_autograd(*inputs)
         dispatch._fwd_setup(ctx, inputs, output)
         return output
 
