@@ -1,4 +1,4 @@
-"""What the GPU tests share: a watchdog, and kernels compiled side by side."""
+"""What the GPU tests share: the GPU they need, a watchdog, and kernels compiled side by side."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+import torch
 
 from codegen import store
 from codegen.spec import KernelSpec
+from dualkv.ops import hopper
 from tests.watchdog import watchdog
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 HANG_SECONDS = 300.0
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests that run on any GPU have the mark `any_gpu`; the others skip without a Hopper GPU."""
+    if item.get_closest_marker("any_gpu") is None:
+        item.add_marker(pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"))
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,7 @@ from dualkv import Layout
 from dualkv.ops import backends, composition
 from tests import oracle, strategies
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.any_gpu
 
 LAYOUTS = {
     "one group": Layout.from_lengths([1500], [[40, 300, 1, 0, 129]]),

@@ -15,9 +15,6 @@ from dualkv import Layout
 from dualkv.ops import hopper
 from tests import oracle
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 BF16, FP16 = torch.bfloat16, torch.float16
 LAYOUTS = {
     "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
@@ -36,11 +33,10 @@ SPLIT = Layout.from_lengths([600], [[500, 433, 477]])  # at 8 heads and 1 KV hea
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
-        kinds += [("bf16", d, fixed, part) for d in HEAD_DIMS for fixed in (False, True) for part in GRADIENTS[1:]]
-        compile_all(spec for kind in kinds for spec in backward_specs(*kind).present)
-        compile_all(s for fixed in (False, True) for s in backward_specs("bf16", 128, fixed, few_keys=True).present)
+    kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
+    kinds += [("bf16", d, fixed, part) for d in HEAD_DIMS for fixed in (False, True) for part in GRADIENTS[1:]]
+    compile_all(spec for kind in kinds for spec in backward_specs(*kind).present)
+    compile_all(s for fixed in (False, True) for s in backward_specs("bf16", 128, fixed, few_keys=True).present)
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):

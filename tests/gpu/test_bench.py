@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-import torch
-
 from dualkv.bench.workloads import DIRECTIONS
 from dualkv.cli import commands
-from dualkv.ops import hopper
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != hopper.CAPABILITY,
-        reason="needs compute capability 9.0",
-    ),
-]
 
 
 def test_a_run(tmp_path):

@@ -13,10 +13,7 @@ from dualkv.ops import backends, composition, reference
 from dualkv.ops.window import Window
 from tests import oracle
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.any_gpu
 
 LAYOUTS = {
     "ragged": Layout.from_lengths([130, 1, 77], [[64, 0, 129, 1], [5], [3, 3, 200]]),

@@ -19,15 +19,11 @@ from tests import oracle
 from tests.fuzz import dense
 from tests.fuzz.case import segment_mask
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
-        compile_all(s for kind in kinds for few in (False, True) for s in backward_specs(*kind, few_keys=few))
+    kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
+    compile_all(s for kind in kinds for few in (False, True) for s in backward_specs(*kind, few_keys=few))
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16):

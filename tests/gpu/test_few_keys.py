@@ -18,9 +18,6 @@ from tests.gpu import test_trees as trees
 from tests.gpu.test_backward import another_process_loads_the_gpu  # noqa: F401
 from tests.gpu.test_dispatch import only_the_kernel, seeded  # noqa: F401
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = list(FEW_KEYS_TILES)
 of_head_dims = pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -30,12 +27,11 @@ of_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        kinds = [(t, d, fixed) for t in DTYPES for d in HEAD_DIMS for fixed in (False, True)]
-        kinds += [("bf16", d, fixed, part) for d in HEAD_DIMS for fixed in (False, True) for part in GRADIENTS[1:]]
-        compile_all(spec for kind in kinds for spec in backward_specs(*kind, few_keys=True).present)
-        compile_all(forward_spec(t, d, h) for t in DTYPES for d in HEAD_DIMS for h in (1, 4, 7, 8, 16))
-        compile_all(forward_spec("bf16", d, 4, trees=True) for d in HEAD_DIMS)
+    kinds = [(t, d, fixed) for t in DTYPES for d in HEAD_DIMS for fixed in (False, True)]
+    kinds += [("bf16", d, fixed, part) for d in HEAD_DIMS for fixed in (False, True) for part in GRADIENTS[1:]]
+    compile_all(spec for kind in kinds for spec in backward_specs(*kind, few_keys=True).present)
+    compile_all(forward_spec(t, d, h) for t in DTYPES for d in HEAD_DIMS for h in (1, 4, 7, 8, 16))
+    compile_all(forward_spec("bf16", d, 4, trees=True) for d in HEAD_DIMS)
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,6 @@ from tests import oracle
 from tests.fuzz import dense
 from tests.fuzz.case import segment_mask
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = [("bf16", 1), ("bf16", 4), ("bf16", 8), ("fp16", 1), ("fp16", 4)]  # dtypes and ratios at every head dim
 WIDEST_RATIOS = (2, 3, 5, 8, 16)  # of head dim 512, whose warp groups share rows
@@ -39,10 +36,9 @@ LONG = Layout.from_lengths([1999], [[1000, 3, 700, 176]])
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        specs = [forward_spec(dtype, d, h) for d in HEAD_DIMS for dtype, h in KINDS]
-        specs += [forward_spec("bf16", 128, h) for h in range(1, 17)] + [forward_spec("bf16", 64, 11)]
-        compile_all(specs + [forward_spec("bf16", 512, h) for h in WIDEST_RATIOS])
+    specs = [forward_spec(dtype, d, h) for d in HEAD_DIMS for dtype, h in KINDS]
+    specs += [forward_spec("bf16", 128, h) for h in range(1, 17)] + [forward_spec("bf16", 64, 11)]
+    compile_all(specs + [forward_spec("bf16", 512, h) for h in WIDEST_RATIOS])
 
 
 def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from codegen.spec import backward_specs, forward_spec, joined
 from codegen.tiles import HEAD_DIMS
-from dualkv.ops import hopper
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import (
     GPU_FEATURES,
@@ -18,18 +16,14 @@ from tests.fuzz.case import (
     seeded,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        kinds = [(dtype, d) for dtype in ("bf16", "fp16") for d in HEAD_DIMS]
-        compile_all(forward_spec(*kind, ratio) for kind in kinds for ratio in gpu_ratios(*kind))
-        compile_all(forward_spec(*kind, ratio, trees=True) for kind in kinds for ratio in TREE_RATIOS)
-        compile_all(s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present)
-        compile_all(feature_specs())
+    kinds = [(dtype, d) for dtype in ("bf16", "fp16") for d in HEAD_DIMS]
+    compile_all(forward_spec(*kind, ratio) for kind in kinds for ratio in gpu_ratios(*kind))
+    compile_all(forward_spec(*kind, ratio, trees=True) for kind in kinds for ratio in TREE_RATIOS)
+    compile_all(s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present)
+    compile_all(feature_specs())
 
 
 def feature_specs():

@@ -13,9 +13,7 @@ from dualkv import Layout
 from dualkv.ops import hopper
 from tests import not_finite
 from tests.gpu.test_backward import SPLIT, assert_parts
-from tests.gpu.test_windows import BF16, FP16, HOPPER, LAYOUTS, check, draw
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+from tests.gpu.test_windows import BF16, FP16, LAYOUTS, check, draw
 
 WINDOW, ALL = {"window": 100}, {"window": 200, "sinks": True, "softcap": 5.0}
 # Native head dims and others, either of the two the wider one; features that tests/gpu/test_windows.py compiles.
@@ -31,25 +29,24 @@ RATIOS = (1, 3, 8, 16, 24)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        kinds = [(dtype, d) for d in HEAD_DIMS for dtype in ("bf16", "fp16")]
-        specs = [forward_spec(*kind, 4, trees=deep) for kind in kinds for deep in (False, True)]
-        specs += [s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present]
-        for d, of_v in MIXED:
-            more = {"head_dim_v": of_v}
-            specs += [forward_spec("bf16", d, ratio, **more) for ratio in RATIOS]
-            named = "window", "window+sinks+softcap", "sinks", "softcap", "sinks+softcap"
-            for features, deep in itertools.product(named, (False, True)):
-                if deep or "window" not in features:
-                    specs.append(forward_spec("bf16", d, 4, deep, features, **more))
-            kinds = [((), part) for part in GRADIENTS]
-            kinds += [((*some.split("+"), "dlse"), "qkv") for some in named]
-            for (features, part), fixed in itertools.product(kinds, (False, True)):
-                specs += backward_specs("bf16", d, fixed, part, features, **more).present
-            for dtype, deep in itertools.product(("bf16", "fp16"), (False, True)):
-                specs.append(forward_spec(dtype, d, 4, deep, **more))
-                specs += backward_specs(dtype, d, deep, **more).present
-        compile_all(specs)
+    kinds = [(dtype, d) for d in HEAD_DIMS for dtype in ("bf16", "fp16")]
+    specs = [forward_spec(*kind, 4, trees=deep) for kind in kinds for deep in (False, True)]
+    specs += [s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present]
+    for d, of_v in MIXED:
+        more = {"head_dim_v": of_v}
+        specs += [forward_spec("bf16", d, ratio, **more) for ratio in RATIOS]
+        named = "window", "window+sinks+softcap", "sinks", "softcap", "sinks+softcap"
+        for features, deep in itertools.product(named, (False, True)):
+            if deep or "window" not in features:
+                specs.append(forward_spec("bf16", d, 4, deep, features, **more))
+        kinds = [((), part) for part in GRADIENTS]
+        kinds += [((*some.split("+"), "dlse"), "qkv") for some in named]
+        for (features, part), fixed in itertools.product(kinds, (False, True)):
+            specs += backward_specs("bf16", d, fixed, part, features, **more).present
+        for dtype, deep in itertools.product(("bf16", "fp16"), (False, True)):
+            specs.append(forward_spec(dtype, d, 4, deep, **more))
+            specs += backward_specs(dtype, d, deep, **more).present
+    compile_all(specs)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -11,7 +11,6 @@ import torch
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
-from dualkv.ops import hopper
 from tests.not_finite import (
     BROKEN,
     INF,
@@ -27,9 +26,6 @@ from tests.not_finite import (
     step,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = [*((d, 4, 1) for d in HEAD_DIMS if d != 128), (80, 8, 2), (128, 8, 2), (128, 3, 3)]  # D, H, Hk
 TREE = [0, 45, 69, 106, 107, 177, 287, 307, 340, 358], [-1, 0, 1, 1, 0, 4, 4, 0, -1]
@@ -37,14 +33,11 @@ TREE = [0, 45, 69, 106, 107, 177, 287, 307, 340, 358], [-1, 0, 1, 1, 0, 4, 4, 0,
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        kinds = [(dtype, d, h // hk) for d, h, hk in LAYOUTS for dtype in DTYPES]
-        compile_all(forward_spec(*kind) for kind in kinds)
-        compile_all(
-            s for dtype, d, _ in kinds for fixed in (False, True) for s in backward_specs(dtype, d, fixed).present
-        )
-        compile_all([forward_spec("bf16", 128, 4, trees=True)])
-        compile_all(s for part in ("q", "k", "v", "kv") for s in backward_specs("bf16", 128, False, part).present)
+    kinds = [(dtype, d, h // hk) for d, h, hk in LAYOUTS for dtype in DTYPES]
+    compile_all(forward_spec(*kind) for kind in kinds)
+    compile_all(s for dtype, d, _ in kinds for fixed in (False, True) for s in backward_specs(dtype, d, fixed).present)
+    compile_all([forward_spec("bf16", 128, 4, trees=True)])
+    compile_all(s for part in ("q", "k", "v", "kv") for s in backward_specs("bf16", 128, False, part).present)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

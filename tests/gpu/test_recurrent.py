@@ -20,15 +20,11 @@ pytest.importorskip("transformers")
 from dualkv.integrations import flash_linear_attention as fla
 from dualkv.integrations.recurrent import on_reference, ops, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
-from dualkv.ops import hopper
 from tests.integrations.test_recurrent import FAMILIES as KNOWN
 from tests.integrations.test_recurrent import FOREST, make
 from tests.integrations.tiny import Losses, gradients, token_ids
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
     pytest.mark.skipif(not fla.installed(), reason=f"needs flash-linear-attention: {fla.INSTALL}"),
     pytest.mark.skipif(fla.refusal() is not None, reason=str(fla.refusal())),
 ]
@@ -48,17 +44,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module", autouse=True)
 def attention(compile_all: Any) -> None:
-    if HOPPER:
-        specs = [forward_spec("bf16", 64, ratio, trees=trees) for ratio in (1, 2) for trees in (False, True)]
-        compile_all([*specs, *backward_specs("bf16", 64, False).present])
+    specs = [forward_spec("bf16", 64, ratio, trees=trees) for ratio in (1, 2) for trees in (False, True)]
+    compile_all([*specs, *backward_specs("bf16", 64, False).present])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def untuned() -> Iterator[None]:
     """Triton kernels run in the first configuration that fits the device: tuning compiles hundreds of others."""
-    if not HOPPER:
-        yield
-        return
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.errors import OutOfResources
 

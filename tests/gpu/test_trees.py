@@ -21,9 +21,6 @@ from tests.gpu import test_backward as bwd
 from tests.gpu import test_forward as fwd
 from tests.strategies import binary_tree, random_tree
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-
 BF16, FP16 = torch.bfloat16, torch.float16
 KINDS = [("bf16", 1), ("bf16", 4), ("fp16", 4)]  # dtypes and ratios at every head dim
 
@@ -49,11 +46,10 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if HOPPER:
-        specs = [forward_spec(dtype, d, h, trees=True) for d in HEAD_DIMS for dtype, h in KINDS]
-        specs += [forward_spec("bf16", 128, h, trees=True) for h in (3, 5, 7, 8, 11, 16)]
-        kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
-        compile_all(specs + [spec for kind in kinds for spec in backward_specs(*kind).present])
+    specs = [forward_spec(dtype, d, h, trees=True) for d in HEAD_DIMS for dtype, h in KINDS]
+    specs += [forward_spec("bf16", 128, h, trees=True) for h in (3, 5, 7, 8, 11, 16)]
+    kinds = [(t, d, fixed) for t in ("bf16", "fp16") for d in HEAD_DIMS for fixed in (False, True)]
+    compile_all(specs + [spec for kind in kinds for spec in backward_specs(*kind).present])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

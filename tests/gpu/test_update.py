@@ -9,10 +9,7 @@ import dualkv
 from dualkv.integrations.transformers import enable
 from tests.integrations.tiny import LAYOUT, TREE, Losses, gradients, make_model, token_ids
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.any_gpu
 
 VOCAB, WIDTH = 5000, 64
 

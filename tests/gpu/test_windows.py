@@ -9,12 +9,8 @@ import dualkv
 from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
-from dualkv.ops import hopper
 from tests import oracle
 from tests.gpu.test_trees import tree
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == hopper.CAPABILITY
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAYOUTS = {
@@ -45,8 +41,6 @@ def named(some):
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    if not HOPPER:
-        return
     specs = [forward_spec("bf16", d, h, True, "window", short) for d in HEAD_DIMS for h in (1, 4) for short in (0, 1)]
     for d in HEAD_DIMS:
         for names in map(named, ({"window": 1}, *OF_HEAD_DIMS.get(d, ()))):
