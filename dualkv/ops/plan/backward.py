@@ -191,11 +191,7 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
     cut_begin = segments.offsets[:-1][(segments.parent == -1) | (segments.lengths >= step)]
     if segments.max_depth > 2:
         cut_begin = _tree_cuts(segments, step, 2 * tile.tile_m)
-    cut_end = np.append(cut_begin, segments.total)[1:]
-    count = -(-(cut_end - cut_begin) // step)  # items of each cut
-    key = np.repeat(cut_begin, count) + positions(count) * step
-    key_end = np.minimum(key + step, np.repeat(cut_end, count))
-    group = np.searchsorted(segments.offsets[segments.roots], key, side="right") - 1
+    key, key_end, group = divide_keys(segments, cut_begin, step)
     run = np.searchsorted(segments.offsets[:-1][present], key, side="right") - 1
     is_response = (segments.parent[present] != -1)[run]
 
@@ -213,6 +209,15 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
             full, visible_end_over(np.minimum, segments, safe, safe + full * (tile.tile_n - 1) + 1), 0
         )
     return KeyItems(key, key_end, group, run, is_response, block_begin, block_end, previous, unmasked_end)
+
+
+def divide_keys(segments: Segments, cut_begin: IntArray, step: int) -> tuple[IntArray, IntArray, IntArray]:
+    """`key`, `key_end` and `group` (see `KeyItems`) of items of up to `step` keys, a new one at each of `cut_begin`."""
+    cut_end = np.append(cut_begin, segments.total)[1:]
+    count = -(-(cut_end - cut_begin) // step)  # items of each cut
+    key = np.repeat(cut_begin, count) + positions(count) * step
+    key_end = np.minimum(key + step, np.repeat(cut_end, count))
+    return key, key_end, np.searchsorted(segments.offsets[segments.roots], key, side="right") - 1
 
 
 def rows_walked(segments: Segments, tile: BackwardTile) -> int:

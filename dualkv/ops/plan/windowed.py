@@ -27,7 +27,7 @@ from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
-from dualkv.ops.plan.backward import BackwardWork, KeyItems, choose_lengths, cut, in_order, work_tables
+from dualkv.ops.plan.backward import BackwardWork, KeyItems, choose_lengths, cut, divide_keys, in_order, work_tables
 from dualkv.ops.plan.backward_order import WAVE, delayed_responses, in_key_order
 from dualkv.ops.plan.shared import Table, segment_at
 from dualkv.ops.window import Window
@@ -103,11 +103,7 @@ def key_items(segments: Segments, window: Window, tile: BackwardTile) -> KeyItem
     step = tile.cluster * tile.tile_n
     starts = (segments.parent == -1) | (segments.lengths >= step)
     cut_begin = segments.offsets[:-1][starts] if tile.tile_m % CHUNK else np.zeros(1, np.int64)
-    cut_end = np.append(cut_begin, segments.total)[1:]
-    count = -(-(cut_end - cut_begin) // step)
-    key = np.repeat(cut_begin, count) + positions(count) * step
-    key_end = np.minimum(key + step, np.repeat(cut_end, count))
-    group = np.searchsorted(segments.offsets[segments.roots], key, side="right") - 1
+    key, key_end, group = divide_keys(segments, cut_begin, step)
     segment = segment_at(segments.offsets, key)
     is_response = segments.parent[segment] != -1
     has_children = np.bincount(segments.parent[segments.parent >= 0], minlength=len(segments.parent)) > 0
