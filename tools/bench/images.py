@@ -7,10 +7,9 @@ compute checkpointed layers again, and only rows that predict response tokens re
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -21,6 +20,7 @@ import dualkv
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
+from tools.bench.repeats import repeated
 
 IMAGE, START, END = 10, 11, 12  # with random weights any ids do
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -118,26 +118,17 @@ def run_replicated(model: Any, sizes: Sizes, group: Any, weights: torch.Tensor) 
 
 
 def timed(
-    run: Callable[[], torch.Tensor], model: Any, repeats: int, device: torch.device
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Log-probs [N, R], and seconds and memory of a forward and backward; gradients stay in the model."""
-    cuda = device.type == "cuda"
-    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
+    run: Callable[[], torch.Tensor], model: Any, repeats: int
+) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
+    """Seconds and memory of a forward and backward; log-probs [N, R] and gradients of the last one."""
+    gradients: dict[str, torch.Tensor] = {}
+
+    def take_gradients() -> None:
+        gradients.update((name, p.grad.cpu()) for name, p in model.named_parameters() if p.grad is not None)
         model.zero_grad(set_to_none=True)
-        wait()
-        start = time.perf_counter()
-        logp = run()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    found: dict[str, Any] = {"seconds": seconds, "median": statistics.median(seconds)}
-    if cuda:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return logp, found
+
+    model.zero_grad(set_to_none=True)
+    return *repeated(run, repeats, take_gradients), gradients
 
 
 def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
@@ -146,16 +137,14 @@ def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     weights = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) / sizes.response_len).to(device)
     held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else None
     warm = [group[0], group[1][: sizes.micro_batch], group[2]]
-    logps, rows, gradients = {}, {}, {}
+    rows, logps, gradients = {}, {}, {}
     few = Sizes(**asdict(sizes) | {"responses": sizes.micro_batch})
     for way, run, repeats in (("replicated", run_replicated, 1), ("packed", run_packed, sizes.repeats)):
         if way == "packed":
             enable(model)
         run(model, few if way == "replicated" else sizes, warm if way == "replicated" else group,
             weights[: sizes.micro_batch] if way == "replicated" else weights)  # fmt: skip
-        logps[way], rows[way] = timed(lambda run=run: run(model, sizes, group, weights), model, repeats, device)  # type: ignore[misc]
-        gradients[way] = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad(set_to_none=True)
+        rows[way], logps[way], gradients[way] = timed(partial(run, model, sizes, group, weights), model, repeats)
     apart = {}
     for part in ("visual", "language_model", "lm_head"):
         names = [name for name in gradients["replicated"] if part in name]

@@ -48,6 +48,7 @@ from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
+from tools.bench.repeats import wait
 
 WAYS = ("padded", "tree", "packed")
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
@@ -277,12 +278,12 @@ def of_way(
     each = []
     for _ in range(s.steps + 1):
         model.zero_grad(set_to_none=True)
-        _wait(device)
+        wait()
         start = time.perf_counter()
         with peak.measured():
             loss, logp, rows = step()
             loss.backward()
-            _wait(device)
+            wait()
         each.append(time.perf_counter() - start)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     found = {
@@ -296,11 +297,6 @@ def of_way(
         away = sum(float((g.float() - x).double().square().sum()) for g, x in zip(gradients, exact, strict=True))
         found["gradients_from_fp32"] = (away / sum(float(x.double().square().sum()) for x in exact)) ** 0.5
     return found, logp
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(
