@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dualkv.arrays import IntArray
 from dualkv.layout import Segments
 from dualkv.ops.hopper import ALIGNMENT
-from dualkv.ops.intervals import visible_runs
+from dualkv.ops.intervals import block_runs, transposed
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 
@@ -76,28 +77,6 @@ def _whole_blocks(rows: int) -> int:
 
 
 # ---------------------------------------------------------------- the mask
-def blocks(
-    segments: Segments, window: Window | None = None, block: int = BLOCK
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """(seen, whole), both [n, n]: whether a block of query rows sees any key of a block of keys, and every key of it
-    from every row. The last block is whole only if it has `block` rows."""
-    runs, n = visible_runs(segments, window), -(-segments.total // block)
-    q_block = np.arange(segments.total)[:, None] // block
-
-    def rows(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """[n, n]: how many runs of rows reach over each block of keys, from blocks `begin` to below `end`."""
-        size, some = n * (n + 1), begin < end
-        first = (q_block * (n + 1) + begin)[some]
-        past = (q_block * (n + 1) + end)[some]
-        steps = np.bincount(first, minlength=size) - np.bincount(past, minlength=size)
-        return steps.reshape(n, n + 1).cumsum(1)[:, :n]
-
-    begin, end = runs[..., 0], runs[..., 1]
-    seen = rows(np.where(begin < end, begin // block, 0), np.where(begin < end, -(-end // block), 0)) > 0
-    whole = rows(-(-begin // block), end // block) == block
-    return seen, whole
-
-
 class Mask:
     """A layout's mask on one device.
 
@@ -108,24 +87,44 @@ class Mask:
     """
 
     def __init__(self, segments: Segments, device: torch.device, window: Window | None) -> None:
-        from torch.nn.attention.flex_attention import BlockMask
-
-        seen, whole = blocks(segments, window)
-
-        def listed(of: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-            """[1, 1, n] how many blocks, [1, 1, n, n] which, then the others."""
-            count, which = (x.astype(np.int32) for x in (of.sum(1), np.argsort(~of, 1, kind="stable")))
-            return tuple(torch.from_numpy(x).to(device)[None, None] for x in (count, which))  # type: ignore[return-value]
+        from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
         total = _whole_blocks(segments.total)
-        count, which = listed(seen & ~whole)
-        made = BlockMask.from_kv_blocks(count, which, *listed(whole), BLOCK, seq_lengths=(total, total))
+        n, (partial, whole) = total // BLOCK, block_runs(segments, window, BLOCK)
+        of_keys = _listed(partial, whole, n, device)
+        of_queries = _listed(transposed(partial, n), transposed(whole, n), n, device)
+        made = BlockMask((total, total), *of_keys, *of_queries, (BLOCK, BLOCK), noop_mask)
         self.blocks = made.as_tuple()[2:-3]
         tables = [segments.visible_end]
         if window is not None:
             tables += [segments.position, window.lowest(segments.position)]
         padding = 0, total - segments.total  # a key whose visible_end is 0 is seen by no row
         self.tensors = tuple(torch.from_numpy(np.pad(x, padding).astype(np.int32)).to(device) for x in tables)
+
+
+def _listed(
+    partial: IntArray, whole: IntArray, n: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs of blocks of n rows as FlexAttention takes them, int32: of the partial ones how many each row has
+    [1, 1, n] and which [1, 1, n, width], the same of the whole ones. Numbers behind a row's own are of any block."""
+    of_partial, of_whole = (np.bincount(x[:, 0], x[:, 2] - x[:, 1], n).astype(np.int32) for x in (partial, whole))
+    # One width for both: PyTorch 2.11 reads both with the stride of one. 1 only if n is: that would be another graph.
+    width = min(n, max(2, int(of_partial.max(initial=0)), int(of_whole.max(initial=0))))
+
+    def listed(runs: IntArray, count: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+        row, begin, end = runs.T
+        place = np.cumsum(end - begin) - (end - begin) - (np.cumsum(count) - count)[row]
+        step = begin - np.where(place > 0, np.append(0, end[:-1] - 1), 0)  # from the run before to this one
+        # Not a view: a graph has sizes of its base too.
+        which = torch.ones(1, 1, n, width, dtype=torch.int32, device=device)
+        at = torch.from_numpy(row * width + place).to(device)
+        which.view(-1)[at] = torch.from_numpy(step.astype(np.int32)).to(device)
+        which.cumsum_(3).clamp_(max=n - 1)
+        # Its width has no other size's symbol in a graph, though they may be equal at the first call.
+        torch._dynamo.maybe_mark_dynamic(which, 3)
+        return torch.from_numpy(count[None, None]).to(device), which
+
+    return *listed(partial, of_partial), *listed(whole, of_whole)
 
 
 def mask(segments: Segments, device: torch.device, window: Window | None) -> Mask:
