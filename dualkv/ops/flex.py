@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray
@@ -106,25 +105,20 @@ def _listed(
     partial: IntArray, whole: IntArray, n: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs of blocks of n rows as FlexAttention takes them, int32: of the partial ones how many each row has
-    [1, 1, n] and which [1, 1, n, width], the same of the whole ones. Numbers behind a row's own are of any block."""
-    of_partial, of_whole = (np.bincount(x[:, 0], x[:, 2] - x[:, 1], n).astype(np.int32) for x in (partial, whole))
-    # One width for both: PyTorch 2.11 reads both with the stride of one. 1 only if n is: that would be another graph.
-    width = min(n, max(2, int(of_partial.max(initial=0)), int(of_whole.max(initial=0))))
+    [1, 1, n] and which [1, 1, n, n], the same of the whole ones. Numbers behind a row's own are of any block."""
 
-    def listed(runs: IntArray, count: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+    def listed(runs: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        count = np.bincount(runs[:, 0], runs[:, 2] - runs[:, 1], n).astype(np.int32)
         row, begin, end = runs.T
         place = np.cumsum(end - begin) - (end - begin) - (np.cumsum(count) - count)[row]
         step = begin - np.where(place > 0, np.append(0, end[:-1] - 1), 0)  # from the run before to this one
-        # Not a view: a graph has sizes of its base too.
-        which = torch.ones(1, 1, n, width, dtype=torch.int32, device=device)
-        at = torch.from_numpy(row * width + place).to(device)
+        which = torch.ones(1, 1, n, n, dtype=torch.int32, device=device)
+        at = torch.from_numpy(row * n + place).to(device)
         which.view(-1)[at] = torch.from_numpy(step.astype(np.int32)).to(device)
         which.cumsum_(3).clamp_(max=n - 1)
-        # Its width has no other size's symbol in a graph, though they may be equal at the first call.
-        torch._dynamo.maybe_mark_dynamic(which, 3)
         return torch.from_numpy(count[None, None]).to(device), which
 
-    return *listed(partial, of_partial), *listed(whole, of_whole)
+    return *listed(partial), *listed(whole)
 
 
 def mask(segments: Segments, device: torch.device, window: Window | None) -> Mask:
