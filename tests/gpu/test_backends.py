@@ -8,6 +8,7 @@ import torch
 
 import dualkv
 from dualkv import Layout
+from dualkv.cli import check as doctor
 from dualkv.ops import backends, composition
 from tests import oracle, strategies
 
@@ -205,3 +206,11 @@ def test_the_merge_is_the_formula(dtype, head_dim):
         bound = 2**-7 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(*(r[1] for r in results), rtol=1e-6, atol=2e-6, equal_nan=True)
         torch.testing.assert_close(*(r[0] for r in results), rtol=bound, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case[0]) for case in doctor.cases()])
+def test_the_doctor_finds_every_backend_right(case):
+    """`dualkv doctor --check`; Hopper's kernels among them."""
+    lines = list(doctor.run(torch.device("cuda"), every=iter([case])))
+    assert not [line for line in lines if line.wrong]
+    assert any(line.worst is not None for line in lines)

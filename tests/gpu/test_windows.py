@@ -30,7 +30,7 @@ OTHERS = [
     {"chunk": 100, "softcap": 20.0},
     {"window": 200, "sinks": True, "softcap": 5.0},
 ]
-OF_HEAD_DIMS = {**dict.fromkeys((64, 128, 256), OTHERS), 512: [OTHERS[0], OTHERS[1], OTHERS[-1]]}  # native ones
+OF_HEAD_DIMS = dict.fromkeys(HEAD_DIMS, OTHERS) | {512: [OTHERS[0], OTHERS[1], OTHERS[-1]]}
 
 
 def named(some):
