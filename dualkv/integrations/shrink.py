@@ -46,14 +46,14 @@ SELF_CHECK = Sizes()
 # Names of configuration fields. Model types have many authors, so one quantity has several names.
 DEPTH = re.compile(r"(num_hidden_layers|n_layers?|(num_)?layers|(num_)?decoder_layers)$")
 HEADS = re.compile(r"((swa_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|num_attention_heads_per_layer)$")
-KV_HEADS = re.compile(r"((swa_|global_)?num_(global_)?(key_value|kv)_heads|num_key_value_heads_per_layer)$")
+KV_HEADS = re.compile(r"((swa_|global_)?num_(global_)?(key_value|kv)_heads|num_key_value_heads_per_layer|kv_n_heads)$")
 HIDDEN = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|word_embed_proj_dim|embedding_size)$")
 WIDE = "attention_hidden_size"  # Zamba 2: heads times head dim, and a multiple of the hidden size
 HEAD_DIM = re.compile(r"(head_dim|qk_nope_head_dim|kv_channels|d_kv|attention_head_dim)$")
 MLP = re.compile(r".*intermediate_size(_mlp)?$|(expert_|decoder_)?(ffn_dim|ffn_hidden_size)$|n_inner$|dim_ff$|dff$")
 LORA = re.compile(r".*lora_rank$")
 NUM_EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num)$")
-EXPERTS_A_TOKEN = re.compile(r"(num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts)$")
+EXPERTS_A_TOKEN = re.compile(r"(num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts)$")
 EXPERT_GROUPS = re.compile(r"(n_group|num_expert_group)$")
 VOCAB = re.compile(r".*vocab_size.*")
 LINEAR_HEADS = re.compile(r"linear_num_(key_|value_)?heads$")
@@ -82,6 +82,7 @@ def shrink(config: Config, *, thresholds: bool = True, sizes: Sizes = SELF_CHECK
             vars(part).update(vars(shrink(part, thresholds=thresholds, sizes=sizes)))
     _shrink_layers(small, sizes.layers)
     _shrink_heads(small, sizes.width)
+    _shrink_repeated(small, config)
     _shrink_recurrent(small, config)
     if wide := getattr(config, WIDE, None):
         setattr(small, WIDE, wide // config.hidden_size * small.hidden_size)
@@ -212,6 +213,24 @@ def _shrink_heads(config: PreTrainedConfig, most: int) -> None:
             setattr(config, name, min(value, -(-most // step) * step))
         else:
             setattr(config, name, value // heads * few)
+
+
+def _shrink_repeated(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
+    """Nested parts without heads of their own repeat the hidden size and the key/value heads of the whole (DBRX).
+
+    Args:
+        small: with the heads and the hidden size of the small copy; its parts are changed in place.
+        config: the model's own.
+    """
+    if not _fields(config, HEADS):
+        return
+    parts = [part for part in vars(small).values() if isinstance(part, PreTrainedConfig) and not _fields(part, HEADS)]
+    for names in (HIDDEN, KV_HEADS):
+        few = {value: vars(small)[name] for name, value in _fields(config, names).items() if type(value) is int}
+        for part in parts:
+            for name, value in _fields(part, names).items():
+                if type(value) is int and value in few:
+                    setattr(part, name, few[value])
 
 
 def _shrink_recurrent(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
