@@ -24,6 +24,8 @@ ATTRIBUTES = {  # module.function
 LOADERS = {"ctypes.CDLL", "tvm_ffi.load_module"}
 MAY_LOAD = {"codegen/store.py"}
 PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)  # in a file of requirements
+# Of the extra `dev`: programs without which the CPU suite runs too.
+NOT_FOR_TESTS = ("pytest-xdist", "uv", "ruff", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 
 
 def dotted(node):
@@ -102,14 +104,14 @@ def test_what_is_installed_fits_the_bounds():
 
 
 def test_the_lowest_versions_are_the_bounds():
-    """Of what the package itself needs: what tests/lowest.txt pins is no more than the lower bound asks for."""
+    """Of the package and of what its CPU tests need: tests/lowest.txt pins no more than the lower bounds ask for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needs = {
-        r.name: r for r in map(Requirement, [*project["dependencies"], *extras["transformers"], *extras["compile"]])
-    }
+    asked = [*project["dependencies"], *extras["bench"], *extras["dev"], *extras["transformers"], *extras["compile"]]
+    needs = {r.name: r for r in map(Requirement, asked) if r.name not in (project["name"], *NOT_FOR_TESTS)}
     text = (ROOT / "tests" / "lowest.txt").read_text().replace("[cu13]", "")
     pins = dict(PIN.findall(text))
+    assert pins.keys() == needs.keys()
     for requirement in needs.values():
         (lowest,) = (part.version for part in requirement.specifier if part.operator == ">=")
         assert f"{pins[requirement.name]}.".startswith(f"{lowest}."), requirement
