@@ -25,7 +25,7 @@ LOADERS = {"ctypes.CDLL", "tvm_ffi.load_module"}
 MAY_LOAD = {"codegen/store.py"}
 PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)  # in a file of requirements
 # Of the extra `dev`: programs without which the CPU suite runs too.
-NOT_FOR_TESTS = ("pytest-xdist", "uv", "ruff", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+NOT_FOR_TESTS = ("pytest-xdist", "uv", "ruff")
 
 
 def dotted(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ def tracked(console: Console) -> Iterator[Any]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # Elsewhere a progress bar would leave an empty line before what follows it.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
+    progress = Progress(*columns, console=console, transient=True)
+    # Elsewhere a progress bar would leave an empty line before what follows it: with rich 14.0 a disabled one too.
+    with progress if console.is_interactive else nullcontext():
         task = progress.add_task("loading the model", total=None)
 
         def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:

@@ -40,12 +40,21 @@ for requirement in words[words.index(":all:") + 1 :]:
 def private(monkeypatch, tmp_path):
     """An environment whose DSL is vLLM's, and the stand-in; what it was asked for."""
     monkeypatch.setattr(toolchain, "_environment", lambda: "nvidia-cutlass-dsl 4.5.2, expected 4.8")
+    monkeypatch.setattr(toolchain, "PRIVATE", DSL)
+    monkeypatch.setattr(toolchain, "PRIVATE_FFI", FFI)
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("DUALKV_KERNEL_DIR", raising=False)
     monkeypatch.setenv("PIPS", str(tmp_path / "pips"))
     (tmp_path / "pip.py").write_text(PIP)
     monkeypatch.setattr(toolchain, "_installer", lambda: [sys.executable, str(tmp_path / "pip.py"), "install"])
     return lambda: (tmp_path / "pips").read_text().splitlines() if (tmp_path / "pips").exists() else []
+
+
+def test_its_versions_are_the_pinned_ones():
+    """Those of the compiler whose kernels the manifest records."""
+    pins = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert f"nvidia-cutlass-dsl=={toolchain.PRIVATE}" in pins
+    assert f"apache-tvm-ffi=={toolchain.PRIVATE_FFI}" in pins
 
 
 def test_its_kernels_are_those_of_the_environments_compiler(private, monkeypatch, tmp_path):
