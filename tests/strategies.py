@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from dualkv.ops.window import Window
+
 LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40))
 
 
@@ -45,6 +47,11 @@ def windows(draw, longest: int = 90):
     """{}, {"window": n} or {"chunk": n}, from 1 to beyond every path."""
     name = draw(st.sampled_from([None, "window", "chunk"]))
     return {} if name is None else {name: draw(st.one_of(st.integers(1, 4), st.integers(1, longest)))}
+
+
+def window_of(drawn: dict[str, int]) -> Window | None:
+    """The window that :func:`windows` drew."""
+    return Window(drawn.get("window"), drawn.get("chunk")) if drawn else None
 
 
 def random_tree(seed: int, segments: int, depth: int, longest: int):

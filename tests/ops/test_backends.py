@@ -19,15 +19,10 @@ import dualkv
 from dualkv import Layout
 from dualkv.cli import check, doctor
 from dualkv.ops import backends, composition, cudnn, flex, hopper
-from dualkv.ops.window import Window
-from tests import oracle
+from tests import oracle, strategies
 
 TREE = Layout.from_segments([0, 30, 55, 55, 90, 101, 140], [-1, 0, 1, 2, 0, -1])
 GROUP = Layout.from_lengths([200], [[70, 0, 50]])
-
-
-def made(window):
-    return Window(window.get("window"), window.get("chunk")) if window else None
 
 
 # ---------------------------------------------------------------- FlexAttention's operators
@@ -69,7 +64,8 @@ def drawn(layout, features, head_dim_v=16):
 
 def against_the_oracle(module, layout, features, head_dim_v=16, deterministic=False):
     q, k, v, dout, sinks, dlse = drawn(layout, features, head_dim_v)
-    given = made({n: x for n, x in features.items() if n in ("window", "chunk")}), sinks, features.get("softcap")
+    window = strategies.window_of({n: x for n, x in features.items() if n in ("window", "chunk")})
+    given = window, sinks, features.get("softcap")
     with torch._C._AutoDispatchBelowAutograd():  # as within the ops
         out, lse = module.forward(q, k, v, layout._segments, 0.3, *given)
         grads = module.backward(dout, q, k, v, out, lse, layout._segments, 0.3, deterministic, *given, dlse)
@@ -95,7 +91,7 @@ def test_flex_is_traced_once_for_all_lengths(compiler):
     for features in ({"softcap": 2.0}, {"window": 3, "dlse": True}):
         against_the_oracle(flex, GROUP, features)
     graphs = counters["stats"]["unique_graphs"]
-    for features in ({"softcap": 2.0}, {"window": 3, "dlse": True}):  # above a list is as wide as there are blocks
+    for features in ({"softcap": 2.0}, {"window": 3, "dlse": True}):
         against_the_oracle(flex, Layout.from_lengths([150, 300], [[3, 9, 5], [70]]), features)
     assert counters["stats"]["unique_graphs"] == graphs
     whole = Layout.from_lengths([128], [[100, 28]])  # blocks

@@ -24,7 +24,7 @@ def test_parts_hold_every_visible_pair_once(tree, window, copied):
     layout, pairs = Layout.from_segments(*tree), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "COPIED_ROWS", copied)
-        parts = composition.parts(layout._segments, CPU, made(window))
+        parts = composition.parts(layout._segments, CPU, strategies.window_of(window))
     for part in parts:
         everything = torch.arange(layout.num_tokens)
         q_rows, k_rows = (everything if rows is None else everything[rows] for rows in (part.q_rows, part.k_rows))
@@ -45,10 +45,6 @@ def test_parts_hold_every_visible_pair_once(tree, window, copied):
         for q in range(k, end[k])
         if position[q] - position[k] < size and position[q] // chunk == position[k] // chunk
     }
-
-
-def made(window):
-    return Window(window.get("window"), window.get("chunk")) if window else None
 
 
 def visible(n_q, n_k, causal, window_size_left=None, window_size_right=None):
@@ -135,7 +131,7 @@ def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied, h
     )
     dout *= dlse_size or 1
     expected = oracle.attention_and_grads(q, k, v, *tree, 0.3, dout, dlse, sinks, **window)
-    features = made(window), sinks
+    features = strategies.window_of(window), sinks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composition, "COPIED_ROWS", copied)
         slices = partial(composition.head_slices, floats=(composition.ELEMENTS - 1) // heads)

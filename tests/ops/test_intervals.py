@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from dualkv import Layout
 from dualkv.ops import flex, intervals
-from dualkv.ops.window import Window
 from tests import oracle, strategies
-
-
-def made(window):
-    return Window(window.get("window"), window.get("chunk")) if window else None
 
 
 def visible(offsets, parent, window=None, chunk=None):
@@ -35,7 +30,7 @@ def visible(offsets, parent, window=None, chunk=None):
 @given(strategies.trees(), strategies.windows())
 def test_intervals_are_the_visible_keys(tree, window):
     segments, want = Layout.from_segments(*tree)._segments, visible(*tree, **window)
-    ends = intervals.interval_ends(segments, made(window))[0].T
+    ends = intervals.interval_ends(segments, strategies.window_of(window))[0].T
     levels = max(segments.max_depth, 1)
     assert ends.shape == (segments.total, 2 * levels - (not window) + bool(window))
     assert (np.diff(ends, axis=1) >= 0).all()
@@ -85,7 +80,7 @@ def test_blocks_are_the_visible_keys(tree, window, block):
     in_one = np.equal(*(segments.segment_of_row[x] for x in ends))
     whole = (visible_keys == block * block) & in_one
     partial = (visible_keys > 0) & ~whole
-    lists = mask(segments, made(window), block)
+    lists = mask(segments, strategies.window_of(window), block)
     for got, expected in zip(lists, (partial, whole, partial.T, whole.T), strict=True):
         assert (square(*got) == expected).all()
 

@@ -7,10 +7,9 @@
 
 `--rows` runs many of them one after another; a row that fails (that does not fit, say) records why. A trace is one of
 `dualkv trees`: the turns that it trains are responses, with tool outputs in their masks, and the packed engine shares
-everything that they have in common. veRL's own engine then needs `--attention ragged`. The worker is
-veRL's own, with veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random.
-(veRL 0.9.1's engine takes a fused head with FSDP2 only where it is tied to the embedding; here the head is gathered for
-it.)
+everything that they have in common. veRL's own engine then needs `--attention ragged`. The worker is veRL's own, with
+veRL's loss, without sampling and without a Ray cluster: prompts, responses and weights are random. (veRL 0.9.1's engine
+takes a fused head with FSDP2 only where it is tied to the embedding; here the head is gathered for it.)
 """
 
 from __future__ import annotations
