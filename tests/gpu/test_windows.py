@@ -101,7 +101,8 @@ def check(
     head_dim_v=None,
 ):  # fmt: skip
     """Errors are at most twice plain PyTorch's in the same dtype; and the bits are the same twice."""
-    draws = 16 if layout.num_tokens < 16 else 1  # the largest of few errors is luck
+    # The largest of few errors is luck; a draw has one gradient of a sink a head.
+    draws = 16 if layout.num_tokens < 16 else 4 if "sinks" in features else 1
     call = layout, features, head_dim, heads, kv_heads, dtype, deterministic, with_dlse, head_dim_v
     for results in zip(*(draw(*call, seed) for seed in range(draws)), strict=True):
         name = results[0][0]
