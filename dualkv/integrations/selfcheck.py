@@ -151,6 +151,8 @@ def sequence_rows(layout: Layout) -> list[list[int]]:
 def _untouched() -> Iterator[None]:
     """Runs its body in fp32 on the CPU with one thread, which is faster for a small model.
 
+    Functions that the caller has compiled run eagerly: Inductor would compile them for the CPU, in half a minute.
+
     The caller's settings and random state are restored afterwards.
     """
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
@@ -160,6 +162,7 @@ def _untouched() -> Iterator[None]:
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         backends.by_default(),
+        torch.compiler.set_stance("force_eager"),
     ):
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)

@@ -206,6 +206,21 @@ def test_nothing_else_is_touched() -> None:
     assert not selfcheck._VERDICTS.popitem()[1]
 
 
+def test_what_the_caller_has_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would compile it for the CPU, which takes longer than the check and needs a C++ compiler."""
+    from transformers.models.llama import modeling_llama
+
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled")
+
+    compiled = torch.compile(modeling_llama.apply_rotary_pos_emb, backend=refuse)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", compiled)
+    assert verdict("Llama", num_key_value_heads=8) is None
+    x = torch.ones(1, 1, 2, 8)
+    with pytest.raises(Exception, match="compiled"):  # afterwards it is compiled as before
+        compiled(x, x, x[0], x[0])
+
+
 def test_a_model_without_weights_and_one_of_another_class_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 makes a class of its own of each module."""
     from torch.distributed.fsdp import FSDPModule
