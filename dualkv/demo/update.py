@@ -265,7 +265,7 @@ class PolicyTrainer:
             recompute_layers(model, "attention", memory=memory)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
-        self._warm = model.device.type == "cpu"  # nothing there is made at a first call
+        self._warm = model.device.type == "cpu" and not self._fast  # nothing there is made at a first call
         self._watch = Stopwatch(model.device)
         self.seconds = self._watch.seconds
         self.memory = PeakMemory(model.device)
@@ -328,12 +328,15 @@ class PolicyTrainer:
         return {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
 
     def _warm_up(self, rollouts: Rollouts) -> None:
-        """Forward and backward of a first micro-batch, neither timed nor kept: kernels are then loaded or compiled."""
+        """A first micro-batch, neither timed nor kept: kernels are then loaded or compiled."""
         batch = WAYS[self.way](rollouts, self.budget, self.model.device)[0]
         self.model.train()
         batch.logprobs(self.model, self._fast)[0].sum().backward()
         self.model.zero_grad(set_to_none=True)
         self.model.eval()
+        if self._fast:  # what is compiled without gradients is compiled apart
+            for each in filter(None, (self.model, self.reference)):
+                self._logprobs(each, [batch], "warming up")
         self._warm = True
 
     def _loss(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.util import find_spec
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ def fuse(model: nn.Module) -> None:
             vars(file).update(names)  # Liger replaces functions and classes of all models
             _set_rotary(decoder, rotary)
         else:
-            for module in _pieces(decoder):
-                module.compile(dynamic=True)
+            _compile(_pieces(decoder))
             _set_rotary(decoder)
         changes = {}
         for name, module in decoder.named_modules():
@@ -77,6 +76,50 @@ def _by_liger(model: nn.Module, decoder: nn.Module) -> bool:
     return True
 
 
+def _compile(modules: Iterable[nn.Module]) -> None:
+    """Compiles each module by itself. One whose forward has been replaced already (Accelerate's hooks) stays as it is.
+
+    Sizes of parameters are compiled in, so norms of hidden states and of heads do not share code.
+    """
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for module in modules:
+        forward = type(module).forward
+        if "forward" not in vars(module) and isinstance(forward, FunctionType):
+            key = forward, tuple(p.shape for p in module.parameters())
+            compiled[key] = compiled.get(key) or _by_form(forward)
+            vars(module)["forward"] = MethodType(compiled[key], module)
+
+
+def _by_form(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for each form of its tensors.
+
+    `torch.compile` counts what it compiles of one code, and from the eighth time on runs the code as it is. It compiles
+    anew with and without gradients, and for sizes of 1. So each such form has code of its own.
+    """
+    forms: dict[Any, Callable[..., Any]] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a model that is compiled as a whole
+            return function(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        form = torch.is_grad_enabled(), *((x.requires_grad, *(n == 1 for n in x.shape)) for x in tensors)
+        if form not in forms:
+            own = function
+            if isinstance(function, FunctionType):
+                own = _copy(function, function.__code__.replace(), function.__globals__)
+            forms[form] = torch.compile(own, dynamic=True)
+        return forms[form](*args, **kwargs)
+
+    return call
+
+
+def _copy(function: FunctionType, code: CodeType, names: dict[str, Any]) -> FunctionType:
+    """The function with other code and global names."""
+    own = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
 def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
     """Lets the attention layers of this model alone call another rotary embedding.
 
@@ -85,16 +128,14 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
 
     rotary: the file's own, compiled, if it is None.
     """
-    compiled = cache(partial(torch.compile, dynamic=True))  # one for all layers
+    compiled = cache(_by_form)  # one for all layers
     for module in layers.attention_modules(decoder):
         forward = type(module).forward
         if "forward" not in vars(module) and isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names:
             names = dict(forward.__globals__)
             names[ROTARY] = rotary or compiled(names[ROTARY])
             del names["__name__"]  # a model that is compiled as a whole would look in the file instead
-            own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-            own.__kwdefaults__ = forward.__kwdefaults__
-            vars(module)["forward"] = MethodType(own, module)
+            vars(module)["forward"] = MethodType(_copy(forward, forward.__code__, names), module)
 
 
 def _pieces(decoder: nn.Module) -> Iterator[nn.Module]:

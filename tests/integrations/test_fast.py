@@ -202,20 +202,35 @@ def test_fast_is_undone() -> None:
     assert fused.is_fused(model)
     assert len({*rotaries(model)} - {rotary}) == 1
     assert rotaries(other) == [rotary] * 2
-    pieces = {n.rpartition(".")[2] for n, m in model.named_modules() if m._compiled_call_impl is not None}
-    assert pieces == {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm", "mlp"}
+    pieces = {n.rpartition(".")[2] for n, m in model.named_modules() if "forward" in vars(m)}
+    assert pieces == {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm", "mlp", "self_attn"}
     copied = copy.deepcopy(model)
     for each in (copied, model):
-        attention = each.get_decoder().layers[1].self_attn
-        assert attention.forward.__self__ is attention
+        layer = each.get_decoder().layers[1]
+        for module in (layer.self_attn, layer.mlp, layer.input_layernorm):
+            assert module.forward.__self__ is module
     for some in (copied, model):
         disable(some)
         assert not fused.is_fused(some)
-        assert all(m._compiled_call_impl is None for m in some.modules())
+        assert not any("forward" in vars(m) for m in some.modules())
         assert rotaries(some) == [rotary] * 2
     for name, module in model.get_decoder().layers.named_modules():  # transformers' notes of checkpointing stay
         noted = {"_gradient_checkpointing_func", "gradient_checkpointing"}
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
+
+
+def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a limit, PyTorch would run what is compiled once more as it is, and say so in a log at most."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model = enable(make_deep(2), fast=True)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for grad in (True, False):
+            for batch, rows in ((1, 1), (1, 5), (1, 9), (2, 1), (3, 7), (5, 2)):
+                with torch.set_grad_enabled(grad):
+                    model(input_ids=torch.ones(batch, rows, dtype=torch.int64))
+            with torch.set_grad_enabled(grad):
+                model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 
 def test_ligers_rotary_embedding_is_that_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,12 +187,12 @@ def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """Log-probs and entropy, then two updates."""
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):  # kernels are the GPU suite's
         worker = make_worker(s, models)
-    data = rollouts_of(s, worker)
-    found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
-    with patch.object(reference, "forward", wraps=reference.forward) as attention:
-        found["metrics"] = train(worker, data)
+        data = rollouts_of(s, worker)
+        found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}
+        with patch.object(reference, "forward", wraps=reference.forward) as attention:
+            found["metrics"] = train(worker, data)
     modules = worker.engine.module.modules() if s.get("fast") else ()
-    compiled = sum(module._compiled_call_impl is not None for module in modules)
+    compiled = sum("forward" in vars(module) for module in modules)
     return found | {"weights": weights(worker), "attention_calls": attention.call_count, "compiled": compiled}
 
 
