@@ -54,6 +54,7 @@ UPDATES = {
     "update-h200-p4096": "Qwen3-0.6B, bf16, H200, kernels",
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
 }
+HYBRIDS = "hybrid-step-h200", "hybrid-h200", "hybrid-decoder-h200", "hybrid-distance-h200"  # the newest first
 OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
 STOCK = {
     "fa4": "FlashAttention-4",
@@ -357,14 +358,21 @@ def beside(name: str, peers: dict[str, str]) -> str:
 
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
-    run, step, rows = _load("hybrid-h200"), _load("hybrid-step-h200"), []
-    for part, of in (("step", step), ("decoder", step), ("short groups", run)):
-        ways = [of[part][way] for way in ("packed", "replicated")]
+    runs, rows = [_load(name) for name in HYBRIDS], []
+
+    def found(part: str) -> tuple[Any, str]:
+        """Of the newest record that has it, and its commit."""
+        run = next(run for run in runs if part in run)
+        return run[part], run["commit"][:7]
+
+    for part in ("step", "decoder", "short groups"):
+        made, commit = found(part)
+        ways = [made[way] for way in ("packed", "replicated")]
         seconds, memory = (
             " / ".join(f"{way[name]:.{n}f}" for way in ways) for name, n in (("median", 2), ("peak_gib", 1))
         )
-        rows.append([part, f"{seconds} s", f"{of[part]['times_as_fast']:.2f}", f"{memory} GiB"])
-    mixer = run["mixer"]
+        rows.append([part, f"{seconds} s", f"{made['times_as_fast']:.2f}", f"{memory} GiB", commit])
+    mixer, commit = found("mixer")
     both = (statistics.median(mixer[name]) * 1e3 for name in ("packed", "one_call"))
     rows.append(
         [
@@ -372,18 +380,16 @@ def hybrid() -> str:
             "{:.1f} / {:.1f} ms".format(*both),
             f"{1 / mixer['packed_over_one_call']:.2f}",
             "",
+            commit,
         ]
     )
-    near = run["distance"]
+    near, commit = found("distance")
     for name, what in (("logp_rms", "log-probs"), ("gradients", "gradients")):
         apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
-        row = [f"{what}, distance from fp32", apart, f"{1 / near['packed_over_replicated'][name]:.2f}", ""]
-        rows.append(row)
-    head = ["", "packed / replicated", "replicated over packed", "peak memory"]
-    said = (
-        f"{run['gpu']['name']}, {run['date'][:10]}, commit {run['commit'][:7]}; step and decoder {step['commit'][:7]}"
-    )
-    return f"{markdown_table(head, rows)}\n\n{said}"
+        over = f"{1 / near['packed_over_replicated'][name]:.2f}"
+        rows.append([f"{what}, distance from fp32", apart, over, "", commit])
+    head = ["", "packed / replicated", "replicated over packed", "peak memory", "commit"]
+    return f"{markdown_table(head, rows)}\n\nOn an {runs[0]['gpu']['name']}."
 
 
 def trees(folder: Path | None = None) -> str:
