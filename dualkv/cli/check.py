@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +14,12 @@ import torch
 
 import dualkv
 from dualkv import Layout
+from dualkv.bench import timing
 from dualkv.bench.run import in_words
 from dualkv.ops import backends
 
 BOUND = 0.02  # of a result or gradient, by norms, in bf16; what kernels that are right show is below 0.01
-CALLS = 5
+SECONDS = 0.3  # of calls back to back, which are timed in their last three quarters: the GPU's clock is up by then
 LAYOUTS = {
     "1 group, P 4096, 16 x 512": ([4096], [[512] * 16]),
     "8 groups, P 100..800, R 0..300": (list(range(100, 900, 100)), [[300, 0, 1, 64 * g + 33] for g in range(8)]),
@@ -76,7 +79,8 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[An
                 yield Line(name, case, None, None, None, f"refused: does not serve {reason}")
                 continue
             try:
-                got, forward_ms, backward_ms = _computed(made, layout, features, name, torch.bfloat16)
+                with redirect_stderr(io.StringIO()):  # cuDNN tells of each kernel that it compiles
+                    got, forward_ms, backward_ms = _computed(made, layout, features, name, torch.bfloat16)
             except Exception as e:  # a backend that fails is a finding, and the others are still to be checked
                 yield Line(name, case, None, None, None, in_words(e))
                 continue
@@ -108,7 +112,7 @@ def _computed(
     made: Drawn, layout: Layout, features: dict[str, Any], backend: str, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], float, float]:
     """(out, dq, dk, dv), dsinks where there are some, and milliseconds of a forward and of a backward; the reference
-    runs once, others a few times after a first call."""
+    is not timed."""
     q, k, v = (x.to(dtype).requires_grad_() for x in made[:3])
     given, leaves = dict(features), [q, k, v]
     if "sinks" in features:
@@ -140,14 +144,13 @@ def _repeats(made: Drawn, layout: Layout, features: dict[str, Any], backend: str
     return all(map(torch.equal, gradients(), gradients()))
 
 
-def _milliseconds(call: Any, device: torch.device) -> float:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
+def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """On a GPU the median of calls back to back, as benchmarks time them; elsewhere of one call."""
     begin = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    wait()
-    return (time.perf_counter() - begin) / CALLS * 1e3
+    call()
+    if device.type != "cuda":
+        return (time.perf_counter() - begin) * 1e3
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        once = (time.perf_counter() - begin) * 1e3
+        return float(timing.sustained(call, once, SECONDS, timing.Meter())["ms"])
