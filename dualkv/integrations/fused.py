@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -98,6 +98,7 @@ def _by_form(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     forms: dict[Any, Callable[..., Any]] = {}
 
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a model that is compiled as a whole
             return function(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -209,6 +210,8 @@ def test_fast_is_undone() -> None:
         layer = each.get_decoder().layers[1]
         for module in (layer.self_attn, layer.mlp, layer.input_layernorm):
             assert module.forward.__self__ is module
+    pickled = pickle.loads(pickle.dumps(layer.mlp))
+    assert pickled.forward.__self__ is pickled
     for some in (copied, model):
         disable(some)
         assert not fused.is_fused(some)
