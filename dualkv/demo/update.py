@@ -265,7 +265,7 @@ class PolicyTrainer:
             recompute_layers(model, "attention", memory=memory)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
-        self._warm = model.device.type == "cpu" and not self._fast  # nothing there is made at a first call
+        self._warm = model.device.type == "cpu" and not self._fast  # there `fast` alone makes anything at a first call
         self._watch = Stopwatch(model.device)
         self.seconds = self._watch.seconds
         self.memory = PeakMemory(model.device)
@@ -287,7 +287,8 @@ class PolicyTrainer:
         advantages = group_advantages(rewards, rollouts.group_sizes).repeat_interleave(torch.tensor(lens))
         weights = token_weights(lens, self.objective.mean)
         if not self._warm:
-            self._warm_up(rollouts)
+            with self._determinism():  # torch.compile compiles anew for it
+                self._warm_up(rollouts)
         with self._measured():
             with self._watch.phase("packing"):
                 micro_batches = WAYS[self.way](rollouts, self.budget, device)
@@ -369,10 +370,14 @@ class PolicyTrainer:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
+        with self._determinism(), self.memory.measured():
+            yield
+
+    @contextmanager
+    def _determinism(self) -> Iterator[None]:
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(before or self.deterministic)
         try:
-            with self.memory.measured():
-                yield
+            yield
         finally:
             torch.use_deterministic_algorithms(before)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from importlib.util import find_spec
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from dualkv.integrations import layers
 
 ROTARY = "apply_rotary_pos_emb"
-_CHANGES = "_dualkv_fused"  # attribute of a fused decoder: of each changed module the names added and the values before
+_CHANGES = "_dualkv_fused"  # attribute of a fused decoder: of each changed module what was added, and what was before
 
 
 def is_fused(model: nn.Module) -> bool:
@@ -47,7 +47,7 @@ def fuse(model: nn.Module) -> None:
             now, was = vars(module), before[name]
             changed = {key: value for key, value in was.items() if now[key] is not value}
             if changed or now.keys() != was.keys():
-                changes[name] = now.keys() - was.keys(), changed
+                changes[name] = {key: now[key] for key in now.keys() - was.keys()}, changed
         vars(decoder)[_CHANGES] = changes
 
 
@@ -56,8 +56,9 @@ def unfuse(model: nn.Module) -> None:
     for decoder in layers.decoders(model):
         for name, (added, changed) in vars(decoder).pop(_CHANGES, {}).items():
             attributes = vars(decoder.get_submodule(name))
-            for key in added & attributes.keys():  # a copy of a compiled module is not compiled
-                del attributes[key]
+            for key, value in added.items():
+                if attributes.get(key) is value:  # else of another's, such as Accelerate's hooks
+                    del attributes[key]
             attributes.update(changed)
 
 
@@ -86,39 +87,41 @@ def _compile(modules: Iterable[nn.Module]) -> None:
         forward = type(module).forward
         if "forward" not in vars(module) and isinstance(forward, FunctionType):
             key = forward, tuple(p.shape for p in module.parameters())
-            compiled[key] = compiled.get(key) or _by_form(forward)
+            compiled[key] = compiled.get(key) or _by_form(*key)
             vars(module)["forward"] = MethodType(compiled[key], module)
 
 
-def _by_form(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for each form of its tensors.
+def _by_form(function: Callable[..., Any], sizes: tuple[torch.Size, ...] = ()) -> Callable[..., Any]:
+    """The function, compiled for each form of its tensors. `sizes`: of its module's parameters.
 
-    `torch.compile` counts what it compiles of one code, and from the eighth time on runs the code as it is. It compiles
-    anew with and without gradients, and for sizes of 1. So each such form has code of its own.
+    `torch.compile` compiles one code eight times at most; further calls run as they are. It compiles anew with and
+    without gradients, and for sizes of 0 and 1. So each such form has code of its own.
     """
     forms: dict[Any, Callable[..., Any]] = {}
 
-    @wraps(function)
+    @wraps(function, updated=())  # a bound method is pickled by its name
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a model that is compiled as a whole
             return function(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        form = torch.is_grad_enabled(), *((x.requires_grad, *(n == 1 for n in x.shape)) for x in tensors)
+        form = torch.is_grad_enabled(), *((x.requires_grad, *(min(n, 2) for n in x.shape)) for x in tensors)
         if form not in forms:
-            own = function
-            if isinstance(function, FunctionType):
-                own = _copy(function, function.__code__.replace(), function.__globals__)
-            forms[form] = torch.compile(own, dynamic=True)
+            forms[form] = torch.compile(_own(function, sizes, form), dynamic=True)
         return forms[form](*args, **kwargs)
 
     return call
 
 
-def _copy(function: FunctionType, code: CodeType, names: dict[str, Any]) -> FunctionType:
-    """The function with other code and global names."""
-    own = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+@cache
+def _own(function: Callable[..., Any], sizes: tuple[torch.Size, ...], form: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function behind code of its own for a form. PyTorch keeps what it has compiled of a code for good, so all
+    models share it, and so does one that is fused again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
@@ -136,7 +139,9 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
             names = dict(forward.__globals__)
             names[ROTARY] = rotary or compiled(names[ROTARY])
             del names["__name__"]  # a model that is compiled as a whole would look in the file instead
-            vars(module)["forward"] = MethodType(_copy(forward, forward.__code__, names), module)
+            own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+            own.__kwdefaults__ = forward.__kwdefaults__
+            vars(module)["forward"] = MethodType(own, module)
 
 
 def _pieces(decoder: nn.Module) -> Iterator[nn.Module]:

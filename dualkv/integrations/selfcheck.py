@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ LENGTHS = [7, 9, 0, 1, 1, 12, 3, 5, 3, 2, 8, 4]
 PARENTS = [-1, 0, 0, 0, -1, 4, 4, -1, 7, 8, 8, 7]
 
 _VERDICTS: dict[tuple[type, str], str | None] = {}
+_ALONE = threading.RLock()  # a check changes settings of the process
 
 
 class CannotRunError(ValueError):
@@ -58,7 +60,7 @@ def verdict_of(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
     """Why decoders of this class and configuration are refused, in one sentence; None if they run packed."""
     key = cls, json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _VERDICTS:
-        _VERDICTS[key] = _verdict(cls, config, enable)
+        _VERDICTS[key] = torch.compiler.disable(_verdict)(cls, config, enable)  # the caller may be compiled
     return _VERDICTS[key]
 
 
@@ -104,7 +106,7 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
     """
     layout = tree()
     paths = sequence_rows(layout)
-    with _untouched(), torch.no_grad():
+    with _ALONE, _untouched(), torch.no_grad():
         device = _device(cls)
         model: Any = _copy(cls, config)
         model.to(device)

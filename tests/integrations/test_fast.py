@@ -222,11 +222,18 @@ def test_fast_is_undone() -> None:
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
 
 
-def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("norms", ["transformers", "PyTorch"])
+def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch, norms: str) -> None:
     """Beyond a limit, PyTorch would run what is compiled once more as it is, and say so in a log at most."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    model = enable(make_deep(2), fast=True)
+    model = make_deep(2)
+    for layer in model.get_decoder().layers if norms == "PyTorch" else ():
+        for name, module in list(layer.named_modules()):
+            if name.endswith("norm"):
+                layer.set_submodule(name, torch.nn.LayerNorm(module.weight.numel()))
+    enable(model, check=False, fast=True)
     torch.compiler.reset()
+    fused._own.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for grad in (True, False):
             for batch, rows in ((1, 1), (1, 5), (1, 9), (2, 1), (3, 7), (5, 2)):
@@ -234,6 +241,36 @@ def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -
                     model(input_ids=torch.ones(batch, rows, dtype=torch.int64))
             with torch.set_grad_enabled(grad):
                 model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+
+
+def test_fusing_again_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TRL trainer does so at every generation. PyTorch keeps what it has compiled for good."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    fused._own.cache_clear()
+    counts = []
+    for _ in range(3):
+        model = enable(make_deep(2), fast=True)
+        model(input_ids=torch.ones(2, 5, dtype=torch.int64)).logits.sum().backward()
+        disable(model)
+        counts.append(len(compiled))
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
+
+
+def test_hooks_that_came_later_stay() -> None:
+    """Accelerate's replace the forward of a module."""
+    model = enable(make_deep(1), fast=True)
+    mlp, forward = model.get_decoder().layers[0].mlp, lambda x: x
+    mlp.forward = forward
+    disable(model)
+    assert mlp.forward is forward
 
 
 def test_ligers_rotary_embedding_is_that_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,14 @@ def test_what_the_caller_has_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPat
         compiled(x, x, x[0], x[0])
 
 
+def test_the_check_runs_within_what_is_compiled() -> None:
+    @torch.compile(backend="eager")
+    def made() -> str | None:
+        return verdict("Llama", num_key_value_heads=8)
+
+    assert made() is None
+
+
 def test_a_model_without_weights_and_one_of_another_class_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 makes a class of its own of each module."""
     from torch.distributed.fsdp import FSDPModule
