@@ -374,15 +374,8 @@ def hybrid() -> str:
         rows.append([part, f"{seconds} s", f"{made['times_as_fast']:.2f}", f"{memory} GiB", commit])
     mixer, commit = found("mixer")
     both = (statistics.median(mixer[name]) * 1e3 for name in ("packed", "one_call"))
-    rows.append(
-        [
-            "one recurrent layer / one call",
-            "{:.1f} / {:.1f} ms".format(*both),
-            f"{1 / mixer['packed_over_one_call']:.2f}",
-            "",
-            commit,
-        ]
-    )
+    over = f"{1 / mixer['packed_over_one_call']:.2f}"
+    rows.append(["one recurrent layer / one call", "{:.1f} / {:.1f} ms".format(*both), over, "", commit])
     near, commit = found("distance")
     for name, what in (("logp_rms", "log-probs"), ("gradients", "gradients")):
         apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))

@@ -82,13 +82,12 @@ def _compile(modules: Iterable[nn.Module]) -> None:
 
     Sizes of parameters are compiled in, so norms of hidden states and of heads do not share code.
     """
-    compiled: dict[Any, Callable[..., Any]] = {}
+    compiled = cache(_by_form)  # one for modules of one class and these sizes
     for module in modules:
         forward = type(module).forward
         if "forward" not in vars(module) and isinstance(forward, FunctionType):
-            key = forward, tuple(p.shape for p in module.parameters())
-            compiled[key] = compiled.get(key) or _by_form(*key)
-            vars(module)["forward"] = MethodType(compiled[key], module)
+            sizes = tuple(p.shape for p in module.parameters())
+            vars(module)["forward"] = MethodType(compiled(forward, sizes), module)
 
 
 def _by_form(function: Callable[..., Any], sizes: tuple[torch.Size, ...] = ()) -> Callable[..., Any]:

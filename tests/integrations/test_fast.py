@@ -222,6 +222,13 @@ def test_fast_is_undone() -> None:
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
 
 
+@pytest.fixture
+def nothing_compiled() -> None:
+    torch.compiler.reset()
+    fused._own.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("norms", ["transformers", "PyTorch"])
 def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch, norms: str) -> None:
     """Beyond a limit, PyTorch would run what is compiled once more as it is, and say so in a log at most."""
@@ -232,8 +239,6 @@ def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch, n
             if name.endswith("norm"):
                 layer.set_submodule(name, torch.nn.LayerNorm(module.weight.numel()))
     enable(model, check=False, fast=True)
-    torch.compiler.reset()
-    fused._own.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for grad in (True, False):
             for batch, rows in ((1, 1), (1, 5), (1, 9), (2, 1), (3, 7), (5, 2)):
@@ -243,6 +248,7 @@ def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch, n
                 model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_fusing_again_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The TRL trainer does so at every generation. PyTorch keeps what it has compiled for good."""
     compiled = []
@@ -252,8 +258,6 @@ def test_fusing_again_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch.compiler.reset()
-    fused._own.cache_clear()
     counts = []
     for _ in range(3):
         model = enable(make_deep(2), fast=True)
