@@ -63,7 +63,7 @@ def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(RUNS)}.")],
     json_to: JsonPath,
     composition: Annotated[
-        bool, typer.Option("--composition", help="PyTorch's attention composed, as on a GPU without kernels.")
+        bool, typer.Option("--composition", help="What runs without Hopper's kernels and cuDNN's.")
     ] = False,
     random_responses: Annotated[
         bool, typer.Option("--random-responses", help="Random bytes as responses, which spares the time of sampling.")
@@ -87,7 +87,7 @@ def main(
     ways = {way: {name: figures[name] for name in OF_A_WAY} for way, figures in whole["ways"].items()}
     figures: dict[str, Any] = {
         "name": name,
-        "attention": "PyTorch composition" if composition else "default of the device",
+        "attention": "default without kernels" if composition else "default of the device",
         "responses": "random bytes" if random_responses else "sampled by the model",
         **{name: whole[name] for name in ("settings", "device", "to_truth", "exact", "verdict")},
         "ways": ways,
