@@ -63,7 +63,10 @@ WINDOW_TILES: Tiles = FORWARD_TILES | {  # with windows and chunks: 128 keys and
 }
 SHORT_WINDOW = 1024
 SHORT_WINDOW_TILES = WINDOW_TILES | {  # up to SHORT_WINDOW: a cluster's CTAs see other keys; from 4096 on 5 % slower
-    256: ForwardTile(tile_n=48, cluster=1),  # with 64 keys ptxas spills
+    256: ForwardTile(tile_n=64, cluster=1),  # with 80 keys ptxas spills
+}
+SHORT_WINDOW_SINKS_TILES = SHORT_WINDOW_TILES | {  # sinks take registers: with 64 keys ptxas spills
+    256: ForwardTile(tile_n=48, cluster=1),
 }
 SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
     64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
@@ -123,7 +126,8 @@ def forward_tile(
     """
     tiles = SOFTCAP_TILES if "softcap" in features else FORWARD_TILES
     if "window" in features:
-        tiles = SHORT_WINDOW_TILES if short else WINDOW_TILES
+        of_short = SHORT_WINDOW_SINKS_TILES if "sinks" in features else SHORT_WINDOW_TILES
+        tiles = of_short if short else WINDOW_TILES
     return tiles[native_key(head_dim, head_dim_v)]
 
 

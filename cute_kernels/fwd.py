@@ -394,8 +394,10 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         """Whether the warp's rows need no recompute pass: no score has outgrown its row's reference maximum, and no
         reference is too large for `fixed_softmax`. state.rows.sum: of the whole rows."""
         fits, rows, acc_O = Boolean(True), state.rows, state.acc_O
+        chains = 1 if self.v_columns > 128 and self.cluster == 1 else 4  # four spill there with blocks of 64 keys
         for r in range(2):
-            nan = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)]) * 0.0  # or 0, if all are finite
+            total = reduce_tree(operator.add, [acc_O[e] for e in row_elements(acc_O, r)], chains)
+            nan = total * 0.0  # or 0, if all are finite
             reference = rows.max[r] * state.scale_log2
             near = cute.arch.fmax(reference, -reference) <= REFERENCE_LIMIT
             fits &= (near & (rows.sum[r] + nan <= SUM_LIMIT)) | ~self.in_use(part, r)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, MAX_PACKED_HEADS, SHORT_WINDOW_TILES, WINDOW_TILES, forward_tile
+from codegen.tiles import (
+    FORWARD_TILES,
+    MAX_PACKED_HEADS,
+    SHORT_WINDOW_SINKS_TILES,
+    SHORT_WINDOW_TILES,
+    WINDOW_TILES,
+    forward_tile,
+)
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.bench.executed import forward_pairs
@@ -16,7 +23,8 @@ from dualkv.ops.window import Window
 from tests.ops.plan.walked import below_a_path, lengths, of, rule
 from tests.strategies import binary_tree, examples, groups, random_tree, trees
 
-TILES, TILES_OF_WINDOWS = list(FORWARD_TILES.values()), [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256]]
+TILES = list(FORWARD_TILES.values())
+TILES_OF_WINDOWS = [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256], SHORT_WINDOW_SINKS_TILES[256]]
 
 
 def key_blocks(item, regions, tile_n):
