@@ -536,8 +536,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows-backward": lambda: windows("bwd"),
     "values": lambda: beside("values", VALUES_PEERS),
     "d512": lambda: beside("d512", {"flex": "FlexAttention"}),
-    "feature-costs": lambda: features.costs(_load("features-h100")),
-    "feature-errors": lambda: features.exactness(_load("features-h100")),
+    "feature-costs": lambda: features.costs(_load("features")),
+    "feature-errors": lambda: features.exactness(_load("features")),
     "trees": trees,
     "trace-shapes": trace_rows.shapes,
     "trace-sources": trace_rows.sources,
@@ -561,8 +561,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuned-bwd": lambda: tuned("bwd"),
     "sanitizers": sanitizers,
     "host": lambda: host_time.markdown(_load("host-h200")),
-    "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-3", "moe")),
-    "verl-scaling": lambda: verl_rows.scaling(_verl("1gpu", "2gpu", "4gpu")),
+    "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-moe", "moe")),
+    "verl-updates-before": lambda: verl_rows.updates(_verl("4gpu-before")),
+    "verl-scaling": lambda: verl_rows.scaling(_verl("1gpu", "4gpu-2")),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
 

@@ -71,7 +71,7 @@ SAMPLE = {
 KINDS = SAMPLE | {
     forward_spec("bf16", 128, 7),
     forward_spec("bf16", 512, 4),
-    *(s for s in MOST if s.operation == "fwd_paths" and s.head_dim == 256 and s.tile.tile_n == 48),
+    *(s for s in MOST if s.operation == "fwd_paths" and s.head_dim == 256 and s.tile.cluster == 1),
     *(s for s in MOST if s.operation == "bwd" and s.head_dim == 256),
     *(s for s in MOST if s.operation == "bwd_preprocess" and s.features == "sinks"),
     backward_specs("bf16", 128, deterministic=True).main,
