@@ -79,7 +79,7 @@ def entry(spec: KernelSpec) -> Path:
         counts[where] += 1
         return found
     looked = f"kernel {spec} is not compiled (looked in {' and '.join(why_not)})"
-    if not _may_compile():
+    if not may_compile():
         words = select.words(spec)
         make = f"`dualkv precompile --out DIR {' '.join(words)}` makes it" if words else "no command makes it"
         raise KernelError(
@@ -321,7 +321,12 @@ def _temporary_folder(process: int) -> Path:
     return folder
 
 
-def _may_compile() -> bool:
+def may_compile() -> bool:
+    """Whether DUALKV_JIT lets kernels be compiled that are not found.
+
+    Raises:
+        KernelError: another value than 0 and 1.
+    """
     value = os.environ.get("DUALKV_JIT", "1")
     if value not in ("", "0", "1"):
         raise KernelError(f"DUALKV_JIT is {value!r}, expected 0 (never compile) or 1")

@@ -1,1 +1,1 @@
-"""For people who tune kernels and build images: benchmarks, precompiling, profiling."""
+"""What maintainers run: recorded runs and their tables, profiles, sanitizers, drawings, the zoo."""

@@ -54,7 +54,7 @@ UPDATES = {
     "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
     "update-h200-composition": "Qwen3-0.6B, bf16, H200, FlexAttention in place of kernels",
 }
-HYBRIDS = "hybrid-step-h200", "hybrid-h200", "hybrid-decoder-h200", "hybrid-distance-h200"  # the newest first
+HYBRIDS = "hybrid-step-h200", "hybrid-h200", "hybrid-decoder-h200", "hybrid-distance-h200"
 OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
 STOCK = {
     "fa4": "FlashAttention-4",
@@ -193,12 +193,17 @@ def _speed(side: dict[str, Any]) -> str:
     return f"{side['sustained_ms']:.2f} ({side['sustained_tflops']:.0f})"
 
 
+def _commit(run: dict[str, Any]) -> str:
+    changed = len(run.get("changed_files") or ())
+    return f"commit {run['commit'][:7]}" + (f" and {changed} changed files" if changed else "")
+
+
 def _recorded(run: dict[str, Any], part: str = "") -> str:
     """A line on when and how a table, or a `part` of it, was made, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
     if _card(run) != CARD:
         turns = f"{_card(run)}, {turns}"
-    said = f"\n\n{part}Recorded {run['date'][:10]} at commit {run['commit'][:7]}: {turns}."
+    said = f"\n\n{part}Recorded {run['date'][:10]} at {_commit(run)}: {turns}."
     done, asked = len(run["results"]), run.get("asked", len(run["results"]))
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
 
@@ -355,7 +360,7 @@ def beside(name: str, peers: dict[str, str]) -> str:
 
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
-    runs, rows = [_load(name) for name in HYBRIDS], []
+    runs, rows = sorted(map(_load, HYBRIDS), key=lambda run: str(run["date"]), reverse=True), []
 
     def found(part: str) -> tuple[Any, str]:
         """Of the newest record that has it, and its commit."""
@@ -379,7 +384,8 @@ def hybrid() -> str:
         over = f"{1 / near['packed_over_replicated'][name]:.2f}"
         rows.append([f"{what}, distance from fp32", apart, over, "", commit])
     head = ["", "packed / replicated", "replicated over packed", "peak memory", "commit"]
-    return f"{markdown_table(head, rows)}\n\nOn an {runs[0]['gpu']['name']}."
+    (card,) = {run["gpu"]["name"] for run in runs}
+    return f"{markdown_table(head, rows)}\n\nOn an {card}."
 
 
 def trees(folder: Path | None = None) -> str:
@@ -510,7 +516,7 @@ def _noted(notes: Sequence[str]) -> list[str]:
 def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
     gpu = run["gpu"]["name"]
     on = "CPU" if gpu == "none" else gpu
-    return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, commit {run['commit'][:7]}"]
+    return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, {_commit(run)}"]
 
 
 def _verl(*names: str) -> list[verl_rows.Row]:

@@ -285,4 +285,4 @@ def _git(*arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None

@@ -526,7 +526,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":
-        return f"out of GPU memory: lower --budget, or add --gradient-checkpointing ({text})"
+        return f"out of GPU memory; `dualkv demo` needs less with a lower --budget or --gradient-checkpointing ({text})"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = error.name.partition(".")[0]
         what = f"'dualkv[{EXTRAS[package]}]'" if package in EXTRAS else package

@@ -155,15 +155,18 @@ def _version(name: str) -> str | None:
 
 def _compiler() -> str | None:
     """What compiles kernels at their first use."""
-    may = os.environ.get("DUALKV_JIT") != "0" and compile.cannot_compile() is None
+    try:
+        may = store.may_compile() and compile.cannot_compile() is None
+    except KernelError:  # said beside the kernels
+        may = False
     return str(toolchain.found()) if may else None
 
 
 def _kernels() -> tuple[list[Ready], str, list[str]]:
     """Kernels that are ready; where they are looked for, and what happens to others; what is wrong with that."""
-    folder, jit = os.environ.get("DUALKV_KERNEL_DIR"), os.environ.get("DUALKV_JIT") != "0"
-    cannot = compile.cannot_compile() if jit else "DUALKV_JIT=0"
+    folder = os.environ.get("DUALKV_KERNEL_DIR")
     try:
+        cannot = compile.cannot_compile() if store.may_compile() else "DUALKV_JIT=0"
         places = [
             *([f"DUALKV_KERNEL_DIR={folder} ({_counted(Path(folder))})"] if folder else []),
             *([f"the wheel dualkv-kernels {_version('dualkv-kernels')} ({_counted(wheel)})"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from codegen.spec import DTYPES, FORWARDS, GRADIENTS, KernelSpec
 from codegen.tiles import HEAD_DIMS
 from dualkv import __version__
 from dualkv.models import CONFIGS
+from dualkv.progress import Track, untracked
 
 
 class Heads(NamedTuple):
@@ -307,7 +308,7 @@ def precompile(
     jobs: int,
     code: Iterable[str] = (),
     wheel: Path | None = None,
-    track: Callable[..., Iterator[Any]] = lambda items, what, total: iter(items),
+    track: Track = untracked,
 ) -> Result:
     """Compile what `folder` lacks of `specs` and write its manifest.json; a second call compiles nothing.
 

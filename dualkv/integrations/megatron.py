@@ -401,7 +401,9 @@ class _CoreAttention(nn.Module):
             )
         for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if given is not None:
-                raise ValueError(f"{name} came together with PackedGroups: the layout says who sees whom, leave it out")
+                raise ValueError(
+                    f"{name} came together with PackedGroups: the layout says which rows see each other, leave it out"
+                )
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         out = packed_seq_params.shard.attention(

@@ -170,7 +170,9 @@ def _enter_decoder(
     if mask is None:
         mask = masks.request(tokens.device)
     elif not masks.is_of_packed_call(mask):
-        raise ValueError("attention_mask came together with dualkv: the layout says who sees whom, leave the mask out")
+        raise ValueError(
+            "attention_mask came together with dualkv: the layout says which rows see each other, leave the mask out"
+        )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
     # With images, given positions are compared with the model's where the images are placed.

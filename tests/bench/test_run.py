@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 import types
 
@@ -308,3 +309,22 @@ def test_outputs_that_cannot_be_written_fail_before_the_work(fake_gpu, dualkv_be
         code, out, err = dualkv_bench("-w", "9:", option, tmp_path / name)
         assert (code, out) == (1, "")
         assert name in err
+
+
+def test_changed_files_are_said_as_git_says_them(monkeypatch, tmp_path):
+    """The first line too, which begins with a blank where nothing is staged."""
+
+    def git(*arguments):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *arguments], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    for folder in ("codegen", "dualkv"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("")
+    git("add", ".")
+    git("commit", "-q", "-m", "m")
+    for folder in ("codegen", "dualkv"):
+        (tmp_path / folder / "a.py").write_text("changed")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    said = run._git("status", "--porcelain")
+    assert said.splitlines() == [" M codegen/a.py", " M dualkv/a.py"]

@@ -137,7 +137,7 @@ def test_failures_are_one_sentence(run: Run, tmp_path: Path, words: list[str], s
             "pip install 'dualkv[transformers]'",
         ),
         (ModuleNotFoundError("No module named 'spam.ham'", name="spam.ham"), "spam is missing: pip install spam"),
-        (torch.OutOfMemoryError("CUDA out of\nmemory"), "lower --budget, or add --gradient-checkpointing"),
+        (torch.OutOfMemoryError("CUDA out of\nmemory"), "with a lower --budget or --gradient-checkpointing"),
         (RuntimeError("something\nelse"), "RuntimeError: something else (run again with --debug"),
         (KeyboardInterrupt(), "interrupted"),
     ],

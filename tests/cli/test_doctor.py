@@ -16,6 +16,7 @@ from codegen import store, toolchain
 from codegen.spec import backward_specs, forward_spec
 from dualkv.cli import commands, doctor
 from dualkv.integrations import flash_linear_attention as fla
+from dualkv.ops import cudnn
 from tests.codegen import stand_in
 
 
@@ -43,6 +44,9 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
     assert wrong == []
     monkeypatch.setenv("DUALKV_JIT", "0")
     assert "refused: DUALKV_JIT=0" in doctor._kernels()[1]
+    monkeypatch.setenv("DUALKV_JIT", "no")
+    assert any("DUALKV_JIT is 'no', expected 0 (never compile) or 1" in said for said in doctor._kernels()[2])
+    assert doctor._compiler() is None
 
 
 def test_kernels_of_another_version_are_said(compiles, monkeypatch, tmp_path):
@@ -77,6 +81,12 @@ def test_what_it_tells_to_install_is_what_the_package_asks_for():
     assert set(told) == set(project["optional-dependencies"]) - {"dev"}
     for extra, name in told.items():
         assert any(requirement.startswith(name) for requirement in project["optional-dependencies"][extra])
+
+
+def test_the_extra_cudnn_asks_for_the_versions_that_the_backend_takes():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    first, beyond = (".".join(map(str, version)) for version in cudnn.VERSIONS)
+    assert f"{cudnn.PACKAGE}>={first},<{beyond}" in " ".join(project["optional-dependencies"]["cudnn"])
 
 
 def test_the_extra_hybrid_asks_for_what_recurrent_layers_run():

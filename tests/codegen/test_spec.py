@@ -44,12 +44,14 @@ def test_heads_that_leave_rows_idle_are_taken_apart_in_long_windows():
 
 def test_every_head_dim_and_ratio_is_served_by_the_table():
     known = set(table())
-    for head_dim, heads_per_kv in itertools.product(range(8, 257, 8), [*range(1, 17), 20, 24, 28, 32, 37, 48, 64, 128]):
+    for head_dim, heads_per_kv in itertools.product(
+        range(8, HEAD_DIMS[-1] + 1, 8), [*range(1, 17), 20, 24, 28, 32, 37, 48, 64, 128]
+    ):
         spec = forward_spec("fp16", head_dim, heads_per_kv)
         assert spec in known
         assert spec.head_dim >= head_dim
         assert heads_per_kv % spec.packed_heads == 0
-    for head_dim, deterministic in itertools.product(range(8, 257, 8), (False, True)):
+    for head_dim, deterministic in itertools.product(range(8, HEAD_DIMS[-1] + 1, 8), (False, True)):
         specs = backward_specs("fp16", head_dim, deterministic)
         assert known.issuperset(specs.present)
         assert {spec.head_dim for spec in specs} == {forward_spec("fp16", head_dim, 1).head_dim}

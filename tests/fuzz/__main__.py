@@ -21,6 +21,17 @@ CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
 
 
+def saved(device):
+    """Files in CASES of cases on a device, which the suites replay.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (found := sorted(path.name for path in CASES.glob(f"{device}-*.json"))):
+        raise ValueError(f"no case of {device} is in {CASES}, expected one at least")
+    return found
+
+
 def attempt(case):
     """(the largest error as a part of its bound, None), or (0, what is wrong).
 

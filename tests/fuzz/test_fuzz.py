@@ -17,9 +17,9 @@ from tools import filed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_saved_cases():
-    for path in sorted(fuzz.CASES.glob("cpu-*.json")):
-        run(Case.from_json(path.read_text()))
+@pytest.mark.parametrize("name", fuzz.saved("cpu"))
+def test_saved_cases(name):
+    run(Case.from_json((fuzz.CASES / name).read_text()))
 
 
 def test_fresh_cases():

@@ -45,7 +45,7 @@ def compile_all() -> Callable[[Iterable[KernelSpec]], None]:
 
     def fill(specs: Iterable[KernelSpec]) -> None:
         missing = [spec for spec in dict.fromkeys(specs) if store.where(spec) is None]
-        if missing and os.environ.get("DUALKV_JIT") != "0":
+        if missing and store.may_compile():
             store.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
             for _ in store.fill(missing, store.cache_dir(), os.cpu_count() or 1):
                 pass

@@ -141,8 +141,8 @@ def test_hostile_values(name, dtype):
 @pytest.mark.parametrize("num_sms", [2, 6, 132])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_outgrown_references(head_dim, num_sms, growth):
-    """A key of an unmasked block far above all before, in one KV head of one group: the tiles that see it are
-    done again in the same launch, by clusters that take nothing else, some other tiles, or all; no other tile is."""
+    """A key of an unmasked block far above all before, in one KV head of one group: the tiles that see it, and no
+    other, get a recompute pass in the same launch, by clusters that take nothing else, some other tiles, or all."""
     layout = Layout.from_lengths([300, 1500, 300], [[200], [260, 40, 500], [100, 100]])
     for ratio, dtype in ((3, BF16), (4, BF16), (4, FP16)) if head_dim == 128 else ((4, BF16), (4, FP16)):
         q, k, v = inputs(layout, 2 * ratio, 2, head_dim, dtype)

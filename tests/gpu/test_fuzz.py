@@ -44,9 +44,9 @@ def feature_specs():
     return found.values()
 
 
-def test_saved_cases():
-    for path in sorted(fuzz.CASES.glob("cuda-*.json")):
-        run(Case.from_json(path.read_text()))
+@pytest.mark.parametrize("name", fuzz.saved("cuda"))
+def test_saved_cases(name):
+    run(Case.from_json((fuzz.CASES / name).read_text()))
 
 
 def test_fresh_cases():

@@ -41,10 +41,7 @@ def test_figures_say_where_they_come_from(path):
 @pytest.mark.parametrize("name", attention.RECORDS)
 def test_benchmarks_are_those_of_the_commands(name):
     """All of what the command asks for, or the part that was recorded."""
-    path = attention.RESULTS / f"{name}.json"
-    if not path.exists():
-        pytest.skip("not recorded yet")
-    made, options = filed.read(path), attention.options_of(name)
+    made, options = filed.read(attention.RESULTS / f"{name}.json"), attention.options_of(name)
     assert made["schema"] == SCHEMA
     assert set(made["settings"]["sides"]) <= set(command.sides(options["-s"]))
     asked = [(workload, direction) for workload in options["-w"] for direction in command.directions(*options["-d"])]

@@ -29,7 +29,7 @@ WAYS = {
     "walked": "walked",
 }
 ATTENTION = "traces-backward", "traces", "traces-flex"  # records: the first with a figure counts
-UPDATES = "trees-updates-h200", "trees-updates-h200-low", "trees-updates-h200-more"  # records: parts of one run
+UPDATES = "trees-updates-h200", "trees-updates-h200-low"  # records: parts of one run
 Load = Callable[[str], dict[str, Any]]
 
 

@@ -230,8 +230,8 @@ def test_rows_up_to_int32():
 
 
 def test_every_head_dim_and_ratio_has_a_tile():
-    for head_dim in range(8, 257, 8):
-        assert head_dim <= kernel_head_dim(head_dim) < head_dim + 64
+    for head_dim in range(8, HEAD_DIMS[-1] + 1, 8):
+        assert kernel_head_dim(head_dim) == min(native for native in HEAD_DIMS if native >= head_dim)
     for ratio in range(1, 200):
         heads = packed_heads(ratio)
         assert ratio % heads == 0
