@@ -15,6 +15,8 @@ Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IntArray = npt.NDArray[np.int64]
 
+MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums of lengths keep within 64 bits
+
 
 def positive(name: str, value: int) -> int:
     """`value` as an integer of 1 or more; TypeError or ValueError for others."""
@@ -47,6 +49,8 @@ def int_array(name: str, values: Lengths) -> IntArray:
         raise TypeError(f"{name} must hold integers, got {found} values such as {reprlib.repr(*first)}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(array.shape)}")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} holds {array.max()}, expected integers of 64 bits with a sign")
     return array.astype(np.int64)
 
 
@@ -56,6 +60,9 @@ def length_array(name: str, values: Lengths) -> IntArray:
     if (array < 0).any():
         at = int(np.argmax(array < 0))
         raise ValueError(f"{name}[{at}] is {array[at]}, a length must be 0 or more")
+    if (array > MAX_LENGTH).any():
+        at = int(np.argmax(array > MAX_LENGTH))
+        raise ValueError(f"{name}[{at}] is {array[at]}, a length must be {MAX_LENGTH} or less")
     return array
 
 

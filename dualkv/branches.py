@@ -1,7 +1,7 @@
 """Trees past memory: walked depth-first, a part at a time, with gradients of the paths' keys and values added up.
 
     def forward(input_ids, branch):
-        return model.get_decoder()(input_ids=input_ids, dualkv=branch).last_hidden_state
+        return model.model(input_ids=input_ids, dualkv=branch).last_hidden_state
 
     def loss(hidden, part):
         logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, part)

@@ -42,6 +42,7 @@ class ContextShard(Shard):
         self.shares = shares(self.layout._segments, self.world_size)
 
     @cached_property
+    @torch.inference_mode(False)
     def order(self) -> torch.Tensor:
         """As :attr:`Shard.order`."""
         rows = np.concatenate([rows_of(part) for of_rank in self.shares for part in of_rank])

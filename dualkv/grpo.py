@@ -80,8 +80,9 @@ def group_advantages(rewards: torch.Tensor, group_sizes: Sequence[int], eps: flo
         raise ValueError(f"rewards[{at}] is {rewards[at].item()}, expected a finite number")
     groups = []
     for group in rewards.split(sizes):
-        centred = group - group.mean()
-        groups.append(centred / (group.std() + eps) if len(group) > 1 else centred)
+        apart = group - group[0]  # the mean of equal rewards is not always equal to them, by rounding; that of zeros is
+        centred = apart - apart.mean()
+        groups.append(centred / (apart.std() + eps) if len(group) > 1 else centred)
     return torch.cat(groups) if groups else rewards.clone()
 
 

@@ -168,7 +168,10 @@ class Segments:
         """The result of `make()` at the first call with this `key` (a plan, an index tensor)."""
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = make()
+            if torch.compiler.is_compiling():  # numpy on the host is nothing for a graph
+                make = torch.compiler.disable(make)
+            with torch.inference_mode(False):  # later calls may record it for their backward
+                found = self._cache[key] = make()
         return found
 
 
@@ -235,6 +238,7 @@ class Layout:
         self.device = torch.device(device)
 
     @classmethod
+    @torch.inference_mode(False)
     def _from_arrays(
         cls, offsets: IntArray, parent: IntArray, device: torch.device | str, silent: IntArray | None = None
     ) -> Layout:
@@ -393,6 +397,7 @@ class Layout:
             raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
         return self._asking_less(silent)
 
+    @torch.inference_mode(False)
     def _asking_less(self, silent: IntArray) -> Layout:
         segments = Segments(self._segments.offsets, self._segments.parent, silent)
         tensors = self.offsets.clone(), self.parent.clone()
@@ -496,7 +501,7 @@ class Layout:
         if not isinstance(other, Layout):
             return NotImplemented
         a, b = self._segments, other._segments
-        return np.array_equal(a.offsets, b.offsets) and np.array_equal(a.parent, b.parent)
+        return all(np.array_equal(getattr(a, x), getattr(b, x)) for x in ("offsets", "parent", "silent"))
 
     __hash__ = object.__hash__
 

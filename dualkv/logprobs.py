@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import IntArray, positions
+from dualkv.arrays import IntArray, positions, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
@@ -116,6 +116,8 @@ def _checked(
     memory: float | None,
 ) -> torch.Tensor:
     """hidden as [T, C], once everything is as it should be."""
+    if not isinstance(batch, PackedBatch | PackedSequences | TreePart):
+        raise TypeError(f"batch is a {type(batch).__name__}, expected a packed batch, such as dualkv.pack returns")
     for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
@@ -131,11 +133,14 @@ def _checked(
             f"hidden has shape {tuple(hidden.shape)}, expected [1, {total}, {width}] or [{total}, {width}] "
             "(packed tokens, columns of lm_head_weight)"
         )
-    for name, number in (("temperature", temperature), ("softcap", softcap)):
-        if number is not None and not (math.isfinite(number) and number > 0):
+    for name, number in (("temperature", temperature), *([] if softcap is None else [("softcap", softcap)])):
+        if isinstance(number, bool) or not isinstance(number, int | float | np.number | torch.Tensor):
+            raise TypeError(f"{name} is {number!r}, expected a number")
+        if isinstance(number, torch.Tensor) and number.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(number.shape)}, expected one number")
+        if not (math.isfinite(number) and number > 0):
             raise ValueError(f"{name} is {number}, expected a finite number above 0")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected 1 row or more")
+    positive("chunk_size", chunk_size)
     if memory is not None:
         _refuse_memory(memory, hidden.device)
     targets = batch.targets

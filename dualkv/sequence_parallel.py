@@ -60,11 +60,13 @@ class Shard:
         self.num_tokens = self.layout.num_tokens // self.world_size
 
     @cached_property
+    @torch.inference_mode(False)
     def order(self) -> torch.Tensor:
         """[rows of the layout] int64: packed rows, those of one rank after those of another."""
         return torch.arange(self.layout.num_tokens, device=self.layout.device)
 
     @cached_property
+    @torch.inference_mode(False)
     def places(self) -> torch.Tensor:
         """[rows of the layout] int64: where `order` has each packed row."""
         return self.order.argsort()

@@ -258,6 +258,12 @@ BAD += [
         for t in (0.0, NAN, INF)
     ),
     _logprobs(ValueError, "chunk_size|0|1", chunk_size=0),
+    _logprobs(TypeError, "chunk_size|2.0|integer", chunk_size=2.0),
+    _logprobs(TypeError, "chunk_size|'2'|integer", chunk_size="2"),
+    _logprobs(TypeError, "temperature|None|number", temperature=None),
+    _logprobs(TypeError, "softcap|'30'|number", softcap="30"),
+    _logprobs(ValueError, "temperature|(3,)|one number", temperature=torch.ones(3)),
+    _logprobs(TypeError, "batch|Layout|pack", batch=Layout.from_lengths([3], [[2, 2]])),
     _logprobs(ValueError, "hidden|(3, 6)|[1, 7, 6]", hidden=torch.zeros(3, 6)),
     _logprobs(ValueError, "hidden|[1, 7, 5]", lm_head_weight=torch.zeros(9, 5)),
     _logprobs(ValueError, "lm_head_weight|[V, C]", lm_head_weight=torch.zeros(6)),

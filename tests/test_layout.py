@@ -138,6 +138,20 @@ def test_copies_and_pickles_keep_rows_that_ask_nothing():
         assert twin._segments.silent.tolist() == [3]
 
 
+def test_layouts_that_ask_less_are_others():
+    layout = Layout.from_lengths([3], [[2, 2]])
+    assert layout != layout.without_prompt_queries()
+    assert layout.without_prompt_queries() == layout.without_prompt_queries()
+
+
+def test_what_is_made_in_inference_mode_can_be_trained_through():
+    with torch.inference_mode():
+        made = Layout.from_lengths([3], [[2, 2]])
+        for layout in (made, made.without_prompt_queries()):
+            for name in ("offsets", "parent", "position_ids", "visible_end", "region_bounds"):
+                assert not getattr(layout, name).is_inference(), name
+
+
 def test_host_state_lives_as_long_as_the_host_tensors():
     before = len(layout_module._KNOWN)
     layout = Layout.from_lengths([31], [[17] * 3])
@@ -168,6 +182,21 @@ def test_host_tensors_written_to_are_seen():
         (lambda: Layout.from_lengths([[1, 2]], [[1]]), ValueError, "one dimension"),
         (lambda: Layout.from_lengths([1, 2], [[1]]), ValueError, "1 lists for 2 prompts"),
         (lambda: Layout.from_lengths([2**31 - 2**10 + 1], [[]]), ValueError, "at most 2147482624"),
+        (
+            lambda: Layout.from_lengths([2**62] * 4, [[]] * 4),
+            ValueError,
+            r"prompt_lens\[0\] is 4611686018427387904, a length",
+        ),
+        (
+            lambda: Layout.from_lengths([1], [[7, 2**63 - 1]]),
+            ValueError,
+            r"response_lens\[0\]\[1\] is 9223372036854775807",
+        ),
+        (
+            lambda: Layout.from_lengths([2**63 + 5], [[1]]),
+            ValueError,
+            "prompt_lens holds 9223372036854775813, expected",
+        ),
         (lambda: Layout.from_segments([1, 2], [-1]), ValueError, "offsets must start with 0"),
         (lambda: Layout.from_segments([], []), ValueError, "offsets must start with 0"),
         (lambda: Layout.from_segments([0, 4, 2], [-1, 0]), ValueError, "must not decrease, got 4 then 2"),

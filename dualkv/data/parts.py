@@ -89,6 +89,7 @@ class TreePart:
         return np.append(found[:1], np.full(len(self.cuts) - 1, -1)) if self.is_trunk else found
 
     @cached_property
+    @torch.inference_mode(False)
     def input_ids(self) -> torch.Tensor:
         """[1, t] int64."""
         return self.batch.input_ids[:, torch.from_numpy(self.rows).to(self.device)]
@@ -122,11 +123,13 @@ class TreePart:
         return len(self._tokens)
 
     @cached_property
+    @torch.inference_mode(False)
     def predict_rows(self) -> torch.Tensor:
         """[m] int64: the own row that predicts each trained token."""
         return torch.from_numpy(self._predicting).to(self.device)
 
     @cached_property
+    @torch.inference_mode(False)
     def targets(self) -> torch.Tensor:
         """[m] int64: the trained tokens."""
         return self.batch.targets[torch.from_numpy(self._tokens).to(self.device)]
@@ -141,6 +144,7 @@ class TreePart:
         return places, mine[of_values[places]]
 
     @cached_property
+    @torch.inference_mode(False)
     def places(self) -> torch.Tensor:
         """[n] int64: where the values of :meth:`expand` stand in `torch.cat(batch.unpack(...))`; every place there
         belongs to one part."""

@@ -177,7 +177,10 @@ def _shrink_layers(config: PreTrainedConfig, most: int) -> None:
         own.clear()
         own.update(of_kept)
     for name, value in _fields(config, re.compile(r"num_kv_shared_layers$")).items():
-        setattr(config, name, min(value, len(keep) // 2))
+        types, shared = vars(config).get("layer_types") or [None] * len(keep), min(value, len(keep) // 2)
+        while shared and not set(types[-shared:]) <= set(types[:-shared]):  # whose keys and values could they take?
+            shared -= 1
+        setattr(config, name, shared)
 
 
 def _are_layer_numbers(value: Any, depth: int) -> bool:

@@ -187,6 +187,14 @@ def _enter_decoder(
 def _check_layout(layout: Any) -> None:
     if not isinstance(layout, Layout | Shard | Placed | Branch):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
+    whole = layout
+    while isinstance(whole, Shard | Placed):
+        whole = whole.layout
+    if isinstance(whole, Layout) and whole._segments.silent is not None:
+        raise ValueError(
+            "dualkv is a layout without some queries (without_prompt_queries or such), expected one of all rows:"
+            " the next layer reads them"
+        )
 
 
 def _enter_head(

@@ -122,6 +122,7 @@ class Placement:
 
 
 @lru_cache(LAYOUTS_KEPT)
+@torch.inference_mode(False)  # calls that train may come to a placement of calls that do not
 def _placement(context: int, q_lens_bytes: bytes, k_lens_bytes: bytes, device: torch.device) -> Placement:
     q_lens, k_lens = np.frombuffer(q_lens_bytes, np.int64), np.frombuffer(k_lens_bytes, np.int64)
     reach = np.maximum(q_lens - k_lens, 0)  # queries of each sequence that are positions of the context

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dualkv
 from dualkv.data.packing import PackedBatch, pack, pack_padded
 
 TOKENS = st.lists(st.integers(0, 9), max_size=6)
@@ -271,3 +272,22 @@ def test_bad_input_gets_one_sentence(name):
     with pytest.raises(error, match=match) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_what_is_packed_in_inference_mode_can_be_trained_on(labels):
+    """Tensors of inference mode cannot be saved for a backward: old log-probs and training share a batch."""
+    with torch.inference_mode():
+        prompts, responses = [torch.arange(3)], [[torch.arange(2), torch.arange(4)]]
+        batches = [dualkv.pack(prompts, responses, labels=labels)]
+        sequences = [torch.cat([prompts[0], response]) for response in responses[0]]
+        batches.append(dualkv.pack_sequences(sequences, [torch.arange(len(s)) > 2 for s in sequences], labels=labels))
+        for batch in batches:
+            for name in (
+                "input_ids",
+                "position_ids",
+                "predict_rows",
+                "targets",
+                *(["labels"] if labels == "roll" else []),
+            ):
+                assert not getattr(batch, name).is_inference(), name

@@ -530,6 +530,16 @@ def test_copies_and_pickles_run_packed(family: str) -> None:
         assert torch.equal(other(input_ids=ids, dualkv=TREE).logits, expected)
 
 
+@pytest.mark.parametrize("family", there("qwen3_5_text", "bamba", "lfm2"))
+def test_a_layout_of_calls_in_inference_mode_can_be_trained_on(family: str) -> None:
+    """Waves, windows and what follows from them are made once for a layout, in whichever call comes first."""
+    model, layout = enable(make(family), check=False), copy.deepcopy(TREE)
+    ids = token_ids(layout)
+    with torch.inference_mode():
+        model(input_ids=ids, dualkv=layout)
+    model(input_ids=ids, dualkv=layout).logits.sum().backward()
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "nemotron_h", "minimax"])
 def test_autocast(family: str) -> None:
     """Packed bf16 lies as near to fp32 as replicated bf16."""

@@ -21,7 +21,7 @@ from dualkv.integrations import layers, selfcheck  # noqa: E402
 from dualkv.integrations.models import config_of  # noqa: E402
 from dualkv.integrations.shrink import SELF_CHECK, shrink, thresholds  # noqa: E402
 from dualkv.integrations.transformers import enable  # noqa: E402
-from tests.integrations.tiny import hooks, make_model  # noqa: E402
+from tests.integrations.tiny import hooks, make_featured, make_model  # noqa: E402
 
 MODELS = json.loads((Path(__file__).parents[1] / "files" / "models.json").read_text())
 
@@ -294,6 +294,12 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
 
 def test_an_indexer_selects_as_many_keys_as_the_tree_has_on_its_longest_path() -> None:
     assert shrink(tf.DeepseekV32Config()).index_topk == max(map(len, selfcheck.sequence_rows(selfcheck.tree())))
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_keep_one_that_makes_them(family: str) -> None:
+    """Four layers, of which the last two take keys and values of the first two."""
+    enable(make_featured(family, 4))
 
 
 def test_layers_of_one_kind_behind_many_of_another_are_kept() -> None:

@@ -495,3 +495,15 @@ def test_data_parallel_wrappers_pass_the_layout_on(wrap: str) -> None:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         assert_close(parameter, whole, expected[parameter], 1e-5)
     enable(model)  # again, after the wrapping
+
+
+def test_a_compiled_step_may_be_the_first_to_ask_for_positions() -> None:
+    model = enable(make_model("qwen3"))
+    ids = token_ids(LAYOUT)
+
+    def step(layout: dualkv.Layout) -> torch.Tensor:
+        return model.model(input_ids=ids, position_ids=layout.position_ids[None], dualkv=layout).last_hidden_state
+
+    fresh = copy.deepcopy(LAYOUT)
+    assert torch.equal(torch.compile(step, backend="eager")(fresh), step(LAYOUT))
+    assert type(fresh.position_ids) is torch.Tensor

@@ -256,3 +256,12 @@ def test_a_head_of_each_token_stays() -> None:
     logits = model(input_ids=ids, dualkv=LAYOUT).logits[0]
     for path, _ in paths(LAYOUT):
         assert_close("logits", logits[path], model(input_ids=ids[:, path], use_cache=False).logits[0], 1e-5)
+
+
+@pytest.mark.parametrize("less", [LAYOUT.without_prompt_queries(), LAYOUT.without_queries(1)], ids=["prompts", "rows"])
+def test_a_layout_without_some_queries_is_refused(less: Any) -> None:
+    """Its rows are zeros where kernels run, and the next layer would read keys and values of them."""
+    model = enable(make_model("qwen3"))
+    for run in (model, model.model):
+        with pytest.raises(ValueError, match=r"without some queries .* expected one of all rows"):
+            run(input_ids=token_ids(LAYOUT), dualkv=less)

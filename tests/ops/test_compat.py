@@ -200,3 +200,15 @@ def test_lengths_on_a_device_are_read_again_after_a_write(monkeypatch):
         for _ in range(2):
             assert compat._lengths("cu", frozen).tolist() == [3, 2]
     assert len(reads) == 4
+
+
+@pytest.mark.parametrize(("q_lens", "k_lens"), [([2, 3], [2, 3]), ([1, 1], [2, 3]), ([3, 5], [2, 3])])
+def test_a_call_in_inference_mode_leaves_what_training_can_use(q_lens, k_lens):
+    """Where queries and keys go is kept for the next call with the same lengths."""
+    compat._placement.cache_clear()
+    for inference in (True, False):
+        tensors = inputs(q_lens, 4, k_lens)
+        with torch.inference_mode(inference):
+            out = call(tensors, q_lens, 4, k_lens)
+    out.sum().backward()
+    assert all(x.grad is not None for x in tensors)
