@@ -42,7 +42,7 @@ def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
         ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, r"input_ids has shape \(1, 5\), expected \[1, T\] ="),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Qwen3VLModel runs packed with"),
         ({"deepstack_visual_embeds": [torch.zeros(1)]}, "deepstack_visual_embeds came together with dualkv"),
-        ({"dualkv": object.__new__(Shard)}, "pixel_values came together with a Shard: images do not run packed with"),
+        ({"dualkv": Shard(dualkv.Layout.from_lengths([2], [[1, 1]]), None)}, "pixel_values came together with a Shard: images do not run packed with"),
         ({"dualkv": 5}, "dualkv is a int, expected a dualkv.Layout"),
     ],
 )  # fmt: skip
@@ -119,7 +119,7 @@ def test_models_and_parts_that_run_text_alone() -> None:
         ({"image_position_ids": torch.full((3, 32, 2), -1)}, "image_position_ids describes 3 images or videos of 0"),
         ({"mm_token_type_ids": torch.zeros(1, 3)}, r"mm_token_type_ids has shape \(1, 3\), expected \(1, \d+\)"),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Gemma4Model runs packed"),
-        ({"dualkv": object.__new__(Shard)}, "came together with a Shard: images do not run packed with sequence paral"),
+        ({"dualkv": Shard(dualkv.Layout.from_lengths([2], [[1, 1]]), None)}, "came together with a Shard: images do not run packed with sequence paral"),
     ],
 )  # fmt: skip
 def test_calls_of_gemma_4_that_are_refused(change: dict[str, Any], message: str) -> None:
