@@ -16,6 +16,7 @@ from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.test_media import CLIP, IMAGE, ONE, PLAIN, SIZES, TWO, make, rollouts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SHARD = Shard(dualkv.Layout.from_lengths([2], [[1, 1]]), None)
 
 
 def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
@@ -42,7 +43,7 @@ def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
         ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, r"input_ids has shape \(1, 5\), expected \[1, T\] ="),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Qwen3VLModel runs packed with"),
         ({"deepstack_visual_embeds": [torch.zeros(1)]}, "deepstack_visual_embeds came together with dualkv"),
-        ({"dualkv": Shard(dualkv.Layout.from_lengths([2], [[1, 1]]), None)}, "pixel_values came together with a Shard: images do not run packed with"),
+        ({"dualkv": SHARD}, "pixel_values came together with a Shard: images do not run packed with"),
         ({"dualkv": 5}, "dualkv is a int, expected a dualkv.Layout"),
     ],
 )  # fmt: skip
@@ -119,7 +120,7 @@ def test_models_and_parts_that_run_text_alone() -> None:
         ({"image_position_ids": torch.full((3, 32, 2), -1)}, "image_position_ids describes 3 images or videos of 0"),
         ({"mm_token_type_ids": torch.zeros(1, 3)}, r"mm_token_type_ids has shape \(1, 3\), expected \(1, \d+\)"),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Gemma4Model runs packed"),
-        ({"dualkv": Shard(dualkv.Layout.from_lengths([2], [[1, 1]]), None)}, "came together with a Shard: images do not run packed with sequence paral"),
+        ({"dualkv": SHARD}, "came together with a Shard: images do not run packed with sequence paral"),
     ],
 )  # fmt: skip
 def test_calls_of_gemma_4_that_are_refused(change: dict[str, Any], message: str) -> None:
