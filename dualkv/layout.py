@@ -404,6 +404,14 @@ class Layout:
         _remember(*tensors, segments)
         return Layout(segments, *tensors, self.device)
 
+    def _check_of_all_rows(self, name: str) -> None:
+        """ValueError for a layout without some queries, as the argument `name` of what runs one layer after another."""
+        if self._segments.silent is not None:
+            raise ValueError(
+                f"{name} is a layout without some queries (without_prompt_queries or such), expected one of all rows: "
+                "the next layer reads them"
+            )
+
     # ------------------------------------------------------------------ counts
     @property
     def num_tokens(self) -> int:

@@ -118,6 +118,7 @@ class PackedGroups(PackedSeqParams):
     ) -> None:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+        layout._check_of_all_rows("layout")
         if cp_comm_type not in SHARDS:
             raise ValueError(f"cp_comm_type is {cp_comm_type!r}, expected {' or '.join(map(repr, SHARDS))}")
         group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)

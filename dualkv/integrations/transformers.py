@@ -187,14 +187,10 @@ def _enter_decoder(
 def _check_layout(layout: Any) -> None:
     if not isinstance(layout, Layout | Shard | Placed | Branch):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
-    whole = layout
-    while isinstance(whole, Shard | Placed):
-        whole = whole.layout
-    if isinstance(whole, Layout) and whole._segments.silent is not None:
-        raise ValueError(
-            "dualkv is a layout without some queries (without_prompt_queries or such), expected one of all rows:"
-            " the next layer reads them"
-        )
+    while isinstance(layout, Shard | Placed):
+        layout = layout.layout
+    if isinstance(layout, Layout):  # a branch asks nothing of its path's rows, which are no rows of its call
+        layout._check_of_all_rows("dualkv")
 
 
 def _enter_head(
