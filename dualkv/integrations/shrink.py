@@ -178,7 +178,7 @@ def _shrink_layers(config: PreTrainedConfig, most: int) -> None:
         own.update(of_kept)
     for name, value in _fields(config, re.compile(r"num_kv_shared_layers$")).items():
         types, shared = vars(config).get("layer_types") or [None] * len(keep), min(value, len(keep) // 2)
-        while shared and not set(types[-shared:]) <= set(types[:-shared]):  # whose keys and values could they take?
+        while shared and not set(types[-shared:]) <= set(types[:-shared]):  # some would have no layer to take them from
             shared -= 1
         setattr(config, name, shared)
 
