@@ -15,6 +15,8 @@ Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IntArray = npt.NDArray[np.int64]
 
+# Decorates what makes tensors that are kept for later calls: a backward cannot save those made in inference mode.
+outside_inference_mode = torch.inference_mode(False)
 MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums of lengths keep within 64 bits
 
 

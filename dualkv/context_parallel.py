@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from dualkv.arrays import outside_inference_mode
 from dualkv.context_plan import Stage, rows_of, shares, stages
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention
@@ -42,7 +43,7 @@ class ContextShard(Shard):
         self.shares = shares(self.layout._segments, self.world_size)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def order(self) -> torch.Tensor:
         """As :attr:`Shard.order`."""
         rows = np.concatenate([rows_of(part) for of_rank in self.shares for part in of_rank])

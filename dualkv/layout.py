@@ -21,7 +21,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels.abi import MAX_ROWS
-from dualkv.arrays import IntArray, Lengths, cumulative_array, int_array, length_array, length_arrays, positive
+from dualkv.arrays import (
+    IntArray,
+    Lengths,
+    cumulative_array,
+    int_array,
+    length_array,
+    length_arrays,
+    outside_inference_mode,
+    positive,
+)
 from dualkv.prefixes import read_sequences
 
 Value = TypeVar("Value")
@@ -238,7 +247,7 @@ class Layout:
         self.device = torch.device(device)
 
     @classmethod
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def _from_arrays(
         cls, offsets: IntArray, parent: IntArray, device: torch.device | str, silent: IntArray | None = None
     ) -> Layout:
@@ -397,7 +406,7 @@ class Layout:
             raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
         return self._asking_less(silent)
 
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def _asking_less(self, silent: IntArray) -> Layout:
         segments = Segments(self._segments.offsets, self._segments.parent, silent)
         tensors = self.offsets.clone(), self.parent.clone()

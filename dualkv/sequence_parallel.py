@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from dualkv.arrays import outside_inference_mode
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
 from dualkv.ops.attention import Call, attention, checked
@@ -60,13 +61,13 @@ class Shard:
         self.num_tokens = self.layout.num_tokens // self.world_size
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def order(self) -> torch.Tensor:
         """[rows of the layout] int64: packed rows, those of one rank after those of another."""
         return torch.arange(self.layout.num_tokens, device=self.layout.device)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def places(self) -> torch.Tensor:
         """[rows of the layout] int64: where `order` has each packed row."""
         return self.order.argsort()

@@ -468,7 +468,7 @@ def sanitizers() -> str:
     """What was checked, on what, and what was found."""
     filed = _load("sanitizer-h200")
     where = f"compute-sanitizer {filed['compute_sanitizer']}, {filed['gpu']['name']}, {filed['date'][:10]}"
-    where += f", commit {filed['commit'][:7]}"
+    where += f", {_commit(filed)}"
     found = [f"- {line}" for line in sanitize.findings(filed["tools"])] or ["No reports."]
     return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *found])
 

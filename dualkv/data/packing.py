@@ -26,6 +26,7 @@ from dualkv.arrays import (
     TokenIds,
     check_integers,
     check_one_device,
+    outside_inference_mode,
     ranges,
     sequence_list,
     to_host,
@@ -92,7 +93,7 @@ class PackedBatch:
         return self.layout.position_ids[None]
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def predict_rows(self) -> torch.Tensor:
         """[M] int64: the packed row that predicts each response token."""
         rows = self._target_rows - 1
@@ -104,13 +105,13 @@ class PackedBatch:
         return rows
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def targets(self) -> torch.Tensor:
         """[M] int64: the response tokens."""
         return self.input_ids[0].index_select(0, self._target_rows)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def labels(self) -> torch.Tensor:
         """[1, T] int64: `labels[0, t]` is the response token that row t predicts, -100 where it predicts none.
 
@@ -164,7 +165,7 @@ class PackedBatch:
         rows = values.index_select(0, ranges(begin, end - begin, values.device))
         return list(rows.split((end - begin).reshape(-1, 2).sum(1).tolist()))
 
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
         input_ids = self.input_ids.to(device)
@@ -227,14 +228,14 @@ class PackedBatch:
         return np.argsort(self.order)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def _target_rows(self) -> torch.Tensor:
         """[M] the packed row that holds each response token."""
         begin, _ = self._segments(self._leaf)
         return ranges(begin + label_copies(self.label_style), self._packed_lens, self.device)
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def pack(
     prompts: Sequence[TokenIds] | torch.Tensor,
     responses: Sequence[TokenIds] | Sequence[Sequence[TokenIds]] | torch.Tensor,
@@ -302,7 +303,7 @@ def pack(
     )
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def pack_padded(
     prompt_ids: torch.Tensor,
     prompt_mask: torch.Tensor,

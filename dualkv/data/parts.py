@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dualkv.arrays import IntArray, positive
+from dualkv.arrays import IntArray, outside_inference_mode, positive
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout, Segments
 
@@ -89,7 +89,7 @@ class TreePart:
         return np.append(found[:1], np.full(len(self.cuts) - 1, -1)) if self.is_trunk else found
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def input_ids(self) -> torch.Tensor:
         """[1, t] int64."""
         return self.batch.input_ids[:, torch.from_numpy(self.rows).to(self.device)]
@@ -123,13 +123,13 @@ class TreePart:
         return len(self._tokens)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def predict_rows(self) -> torch.Tensor:
         """[m] int64: the own row that predicts each trained token."""
         return torch.from_numpy(self._predicting).to(self.device)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def targets(self) -> torch.Tensor:
         """[m] int64: the trained tokens."""
         return self.batch.targets[torch.from_numpy(self._tokens).to(self.device)]
@@ -144,7 +144,7 @@ class TreePart:
         return places, mine[of_values[places]]
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def places(self) -> torch.Tensor:
         """[n] int64: where the values of :meth:`expand` stand in `torch.cat(batch.unpack(...))`; every place there
         belongs to one part."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualkv.arrays import IntArray, TokenIds, positive, ranges, sequence_list
+from dualkv.arrays import IntArray, TokenIds, outside_inference_mode, positive, ranges, sequence_list
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
 from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
@@ -98,19 +98,19 @@ class PackedSequences:
         return self.layout.position_ids[None]
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def predict_rows(self) -> torch.Tensor:
         """[M] int64: the packed row that predicts each trained token."""
         return torch.from_numpy(self._before[self._trained]).to(self.device)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def targets(self) -> torch.Tensor:
         """[M] int64: the trained tokens, in the order of their rows."""
         return self.input_ids[0].index_select(0, torch.from_numpy(self._trained).to(self.device))
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def labels(self) -> torch.Tensor:
         """[1, T] int64: `labels[0, t]` is the trained token that row t predicts, -100 where it predicts none.
 
@@ -169,7 +169,7 @@ class PackedSequences:
         values = of_packed_rows(values, self.layout.num_tokens)
         return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
 
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def to(self, device: torch.device | str) -> PackedSequences:
         """The same batch with its tensors on `device`."""
         input_ids = self.input_ids.to(device)
@@ -219,7 +219,7 @@ class PackedSequences:
         return predicted[predicted > 0]
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def pack_sequences(
     sequences: Sequence[TokenIds] | torch.Tensor,
     loss_masks: Sequence[Mask] | torch.Tensor | None = None,
@@ -255,7 +255,7 @@ def pack_sequences(
     return pack_tree(tree, host, loss_masks, labels, origin if device is None else device)
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def pack_tree(
     tree: PrefixTree,
     sequences: list[npt.NDArray[Any]],

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dualkv.arrays import IntArray, Lengths, cumulative_array, positions
+from dualkv.arrays import IntArray, Lengths, cumulative_array, outside_inference_mode, positions
 from dualkv.layout import Layout
 from dualkv.ops import hopper
 from dualkv.ops.attention import attention, casts, check_local
@@ -122,7 +122,7 @@ class Placement:
 
 
 @lru_cache(LAYOUTS_KEPT)
-@torch.inference_mode(False)  # calls that train may come to a placement of calls that do not
+@outside_inference_mode  # calls that train may come to a placement of calls that do not
 def _placement(context: int, q_lens_bytes: bytes, k_lens_bytes: bytes, device: torch.device) -> Placement:
     q_lens, k_lens = np.frombuffer(q_lens_bytes, np.int64), np.frombuffer(k_lens_bytes, np.int64)
     reach = np.maximum(q_lens - k_lens, 0)  # queries of each sequence that are positions of the context

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dualkv.arrays import IntArray
+from dualkv.arrays import IntArray, outside_inference_mode
 from dualkv.layout import Layout, Segments, segments_of
 
 # Shorter segments are padded together: transformers' functions pad a sequence to a chunk of 64 rows or more anyway, and
@@ -58,19 +58,19 @@ class Wave:
     device: torch.device
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def cu_seqlens_cpu(self) -> torch.Tensor:
         """[N + 1] int64: the first row of each segment within the wave, then the number of rows."""
         return torch.from_numpy(np.append(0, np.cumsum(self.lengths)))
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def cu_seqlens(self) -> torch.Tensor:
         """The same on the device."""
         return self.cu_seqlens_cpu.to(self.device)
 
     @cached_property
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def buckets(self) -> Buckets:
         """Its segments by length, for functions that take padded batches only."""
         longest = SHORTEST << np.ceil(np.log2(np.maximum(self.lengths / SHORTEST, 1))).astype(np.int64)
