@@ -73,14 +73,21 @@ SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas s
 }
 
 
+HEAD_DIM_RULE = f"a multiple of 8 up to {HEAD_DIMS[-1]}"  # of what kernels take, natively or padded
+
+
+def takes_head_dim(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and 0 < head_dim <= HEAD_DIMS[-1]
+
+
 def kernel_head_dim(head_dim: int) -> int:
     """The native head dim whose kernel runs `head_dim`.
 
     Raises:
         ValueError: no kernel takes `head_dim`.
     """
-    if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
-        raise ValueError(f"head_dim is {head_dim}, expected a multiple of 8 from 8 to {HEAD_DIMS[-1]}")
+    if not takes_head_dim(head_dim):
+        raise ValueError(f"head_dim is {head_dim}, expected {HEAD_DIM_RULE}")
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from codegen.tiles import HEAD_DIMS
+from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
 
 # Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
 NEEDED: dict[str, tuple[Any, str]] = {
@@ -49,8 +49,8 @@ def objections(config: Any) -> Iterator[str]:
         if config.apply_rope_fusion:
             yield "apply_rope_fusion is True, expected False: fused latent attention counts positions by rows"
     for name, dim in dims.items():
-        if dim % 8 or not 8 <= dim <= HEAD_DIMS[-1]:
-            yield f"{name} is {dim}, expected a multiple of 8 up to {HEAD_DIMS[-1]}"
+        if not takes_head_dim(dim):
+            yield f"{name} is {dim}, expected {HEAD_DIM_RULE}"
     stages, interleaved = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     if interleaved:
         if config.variable_seq_lengths:

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from codegen.tiles import HEAD_DIMS
+from codegen.tiles import takes_head_dim
 from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
@@ -204,7 +204,7 @@ def _notes(model: PreTrainedModel) -> list[str]:
             f"paths of more than {limit} tokens are refused: beyond that the indexer selects keys (index_topk)"
         )
     for dim, of_values in dict.fromkeys(map(_head_dims, layers.attention_modules(model))):
-        if not dim or not of_values or dim % 8 or of_values % 8 or max(dim, of_values) > HEAD_DIMS[-1]:
+        if not dim or not of_values or not takes_head_dim(dim) or not takes_head_dim(of_values):
             continue  # unknown, or refused
         if (given := padding.for_kernel(dim, of_values)) != (dim, of_values):
             notes.append(f"kernels take head dims {dim} and {of_values} of values padded to {given[0]}")

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from codegen.tiles import HEAD_DIMS
+from codegen.spec import GRADIENTS
+from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
 from dualkv.layout import Segments, segments_of
 from dualkv.ops import backends
 from dualkv.ops.backends import Gradients
 from dualkv.ops.window import Window
 
-HEAD_DIM_STEP, HEAD_DIM_MAX = 8, HEAD_DIMS[-1]
-GRADIENTS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
 # fp32 holds softmax_scale / softcap; and the kernels' tanh is off by up to 2^-21, times the cap 2^-11 of a score.
@@ -87,8 +86,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def check_head_dim(name: str, head_dim: int) -> None:
     """Raises ValueError for a head dim that `dualkv.attention` does not take; `name` is the tensor's."""
-    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MAX:
-        raise ValueError(f"{name} has head_dim {head_dim}, expected a multiple of {HEAD_DIM_STEP} up to {HEAD_DIM_MAX}")
+    if not takes_head_dim(head_dim):
+        raise ValueError(f"{name} has head_dim {head_dim}, expected {HEAD_DIM_RULE}")
 
 
 def check_scale(softmax_scale: float) -> None:

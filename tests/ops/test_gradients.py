@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualkv
+from codegen.spec import GRADIENTS
 from dualkv import Layout
-from dualkv.ops.dispatch import GRADIENTS
 
 LAYOUT = Layout.from_lengths([7], [[3, 0, 5]])
 
@@ -85,5 +85,5 @@ def test_a_frozen_projection_under_compile():
 def test_other_names_are_refused(gradients):
     q, k, v = inputs()
     out, lse = torch.ops.dualkv.fwd(q, k, v, LAYOUT.offsets, LAYOUT.parent, 0.25)
-    with pytest.raises(ValueError, match=f"gradients is '{gradients}', expected one of q, k, v, qk, qv, kv, qkv"):
+    with pytest.raises(ValueError, match=f"gradients is '{gradients}', expected one of qkv, qk, qv, kv, q, k, v"):
         torch.ops.dualkv.bwd(out, q, k, v, out, lse, LAYOUT.offsets, LAYOUT.parent, 0.25, False, gradients)
