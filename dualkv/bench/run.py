@@ -41,7 +41,10 @@ from dualkv.progress import Track, untracked
 SCHEMA = 2
 REFERENCE = "fa4-3-calls"  # the peer that speeds are given against
 MAX_DIFFERENCE = 0.03  # of results, by norms; two bf16 computations of the same differ by less than 0.01
-PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
+PACKAGES = (
+    "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "apache-tvm-ffi", "numpy",
+    "liger-kernel",
+)  # fmt: skip
 # Variables that make FlashAttention-4 and cuDNN keep compiled kernels in files: else they compile in every process.
 PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 ROOT = Path(__file__).parents[2]

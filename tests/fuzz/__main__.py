@@ -19,6 +19,7 @@ from tools.bench.record import NO_MEMORY, Record
 
 CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
+WITH_FEATURES = "with features"  # a count of tried cases
 
 
 def saved(device):
@@ -86,6 +87,10 @@ def main():
         "--native", type=native_pair, nargs="+", default=HEAD_DIM_PAIRS, metavar="D or D/DV",
         help="cases that kernels of these head dims run, such as 512 192/128 (others are drawn and skipped)",
     )  # fmt: skip
+    parser.add_argument(
+        "--featured", action="store_true",
+        help="cases with a window, chunks, sinks or softcapping (others are drawn and skipped)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="add what was tried, and how much failed, to the runs in this file")
     options = parser.parse_args()
     seed = options.seed or secrets.token_hex(4)
@@ -101,7 +106,11 @@ def main():
             said = now
             print(f"  {tried['cases']} cases, {failed} failed, worst {worst:.2f} of its bound", flush=True)
         case = seeded(seed, index, options.device)
+        features = [name for name in FEATURES if getattr(case, name) is not getattr(Case, name)]  # None or False
+        changed = not {"window", "chunk", "sinks", "softcap"}.isdisjoint(features)  # in what attention computes
         if options.values not in (None, case.values) or kernel_head_dims(*case.head_dims) not in options.native:
+            continue
+        if options.featured and not changed:
             continue
         try:
             ratio, why = attempt(case)
@@ -113,7 +122,7 @@ def main():
             print(f"case {index} of seed {seed} broke the device:\n{case.to_json()}", flush=True)
             raise
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
-        tried.update(name for name in FEATURES if getattr(case, name) is not getattr(Case, name))  # None or False
+        tried.update(features + [WITH_FEATURES] * changed)
         worst = max(worst, ratio)
         if why:
             failed += 1

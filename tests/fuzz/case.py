@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import dualkv
-from codegen.tiles import HEAD_DIMS, MIXED
+from codegen.tiles import HEAD_DIMS, MIXED, kernel_head_dims
 from dualkv import Layout
 from tests.fuzz import dense
 
@@ -34,7 +34,7 @@ def gpu_ratios(dtype, head_dim):
 
 
 FEATURES = ("window", "chunk", "sinks", "softcap", "lse_grad", "head_dim_v")  # of cases, if not None or False
-TREE_RATIOS = (1, 4)  # likewise, of trees of more than two levels
+TREE_RATIOS = (1, 4, 8)  # likewise, of trees of more than two levels
 
 
 class WrongResult(AssertionError):
@@ -163,20 +163,23 @@ def _compat(rng, longest, tokens):
     return tuple(lengths), tuple(q_lens), rng.random() < 0.7
 
 
-# On a GPU each set of features is a kernel of its own: those of models, of bf16, at some head dims, at TREE_RATIOS.
-_SINGLE = ((), ("window",), ("chunk",), ("sinks",), ("softcap",))
+# Of kernels with features on a GPU, each set of which is a kernel of its own: dtype, native head dims, GQA ratios.
 GPU_FEATURES = {
-    **dict.fromkeys((64, 128, 256), (*_SINGLE, ("window", "sinks"), ("window", "softcap"))),
-    512: _SINGLE,
+    ("bf16", (64, 64)): (1, 8),
+    ("bf16", (96, 96)): (4,),
+    ("bf16", (128, 128)): (1, 4, 8),
+    ("bf16", (192, 192)): (8,),
+    ("bf16", (192, 128)): (8,),
+    ("bf16", (256, 256)): (1, 4),
+    ("bf16", (512, 512)): (4,),
+    ("fp16", (64, 64)): (4,),
+    ("fp16", (128, 128)): (4,),
 }
 
 
-def _features(rng, head_dim, gpu, lengths):
+def _features(rng, lengths):
     """Any of the features, windows and chunks from 1 to beyond the longest path."""
-    if gpu:
-        names = set(rng.choice(GPU_FEATURES[head_dim]))
-    else:
-        names = {name for name in ("sinks", "softcap") if rng.random() < 0.3} | {rng.choice(("window", "chunk", ""))}
+    names = {name for name in ("sinks", "softcap") if rng.random() < 0.3} | {rng.choice(("window", "chunk", ""))}
     kind, most = rng.random(), max(1, sum(lengths))
     size = rng.randint(1, 4) if kind < 0.2 else min(rng.choice(EDGES), most) if kind < 0.6 else rng.randint(1, most)
     drawn = {
@@ -221,19 +224,20 @@ def draw(rng, device):
         # A first response so long that warp groups walk its blocks without a mask, apart from the context's last one.
         lengths, parent = (rng.randint(1, 200), rng.randint(700, 1600), rng.randint(1, 300)), (-1, 0, 0)
     if gpu and _deep(parent) and ratio not in TREE_RATIOS:
-        common["heads"] = TREE_RATIOS[-1] * common["kv_heads"]
+        ratio = TREE_RATIOS[1]
+        common["heads"] = ratio * common["kv_heads"]
     # Each choice of gradients is a kernel of its own: few of them on a GPU.
     some = not gpu or (common["dtype"] == "bf16" and common["head_dim"] == 128)
     needs = rng.choice(("qkv", "qkv", "q", "kv", "k", "v") if some else ("qkv",))
-    featured = not gpu or (
-        common["dtype"] == "bf16" and common["head_dim"] in GPU_FEATURES and ratio in TREE_RATIOS and needs == "qkv"
-    )
-    features = _features(rng, common["head_dim"], gpu, lengths) if featured and rng.random() < 0.7 else {}
     case = Case(
-        "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4,
-        lse_grad=featured and rng.random() < 0.3, **features, **common
+        "attention", lengths=lengths, parent=parent, needs=needs, deterministic=rng.random() < 0.4, **common
     )  # fmt: skip
-    return _with_pair(rng, case)
+    case = _with_pair(rng, case)
+    kernels = case.dtype, kernel_head_dims(*case.head_dims)
+    if gpu and (ratio not in GPU_FEATURES.get(kernels, ()) or needs != "qkv"):
+        return case
+    features = _features(rng, lengths) if rng.random() < 0.7 else {}
+    return replace(case, lse_grad=rng.random() < 0.3, **features)
 
 
 def _with_pair(rng, case):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from codegen.spec import backward_specs, forward_spec, joined
@@ -29,18 +31,16 @@ def kernels(compile_all):
 def feature_specs():
     """The kernels of calls with features, each once."""
     found = {}
-    for head_dim, sets in GPU_FEATURES.items():
-        for names in sets:
-            features = tuple("window" if name == "chunk" else name for name in names)
-            for trees in (False, True) if "window" not in features else (True,):
-                for ratio in TREE_RATIOS:
-                    for short in (False, True):
-                        spec = forward_spec("bf16", head_dim, ratio, trees, joined(*features), short)
-                        found[spec.symbol] = spec
-            for fixed in (False, True):
-                for more in ((), ("dlse",)):
-                    for spec in backward_specs("bf16", head_dim, fixed, features=features + more).present:
-                        found[spec.symbol] = spec
+    every = ("window", "sinks", "softcap")  # chunks run the kernels of windows
+    sets = [names for n in range(len(every) + 1) for names in itertools.combinations(every, n)]
+    for ((dtype, (head_dim, of_v)), ratios), features in itertools.product(GPU_FEATURES.items(), sets):
+        for trees in (False, True) if "window" not in features else (True,):
+            for ratio, short in itertools.product(ratios, (False, True)):
+                spec = forward_spec(dtype, head_dim, ratio, trees, joined(*features), short, of_v)
+                found[spec.symbol] = spec
+        for fixed, more in itertools.product((False, True), ((), ("dlse",))):
+            for spec in backward_specs(dtype, head_dim, fixed, features=features + more, head_dim_v=of_v).present:
+                found[spec.symbol] = spec
     return found.values()
 
 

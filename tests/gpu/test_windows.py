@@ -146,6 +146,6 @@ def test_gradient_of_lse_alone(head_dim):
 def test_long_paths():
     """Many tiles and key blocks, split items, windows that end within responses."""
     layout = Layout.from_lengths([3000], [[700] * 3])
-    for head_dim, window in ((64, 128), (128, 1024), (256, 512), (256, 1500), (512, 512)):
+    for head_dim, window in ((64, 128), (128, 1024), (256, 512), (256, 1024), (256, 1025), (512, 512)):
         check(layout, {"window": window}, head_dim, 4, 1)
     check(layout, {"window": 1500, "softcap": 20.0}, 256, 4, 1)  # windows above 1,024 have another tile at head dim 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any
 
@@ -88,6 +89,30 @@ def test_types_that_do_not_end_are_not_built() -> None:
     assert found["exact"]["outcome"] == zoo.EXACT
 
 
+def test_an_error_of_enable_is_wrong(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    enable = zoo.enable
+
+    def fails(model: Any, check: bool = True) -> Any:
+        if check:
+            raise TypeError("no such argument")
+        return enable(model, check=False)
+
+    monkeypatch.setattr(zoo, "enable", fails)
+    found = zoo.examine("llama")
+    assert (found["outcome"], found["reason"]) == (zoo.WRONG, "enable raises TypeError: no such argument")
+
+
+def test_a_type_that_was_exact_must_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+    app.command()(zoo.main)
+    for outcome, code in ((zoo.EXACT, 0), (zoo.REFUSED, 1), (zoo.NOT_BUILT, 1)):
+        found = {"outcome": outcome, "reason": "none"}
+        monkeypatch.setattr(zoo, "run", lambda kinds, _, found=found: ((kind, found) for kind in kinds))
+        said = CliRunner().invoke(app, ["llama", "bert"])
+        assert said.exit_code == code
+        assert ("not here: llama\n" in said.output) == bool(code)
+
+
 @pytest.mark.parametrize(("outcome", "code"), [(zoo.REFUSED, 0), (zoo.WRONG, 1)])
 def test_the_command(outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(zoo, "run", lambda kinds, _: ((kind, outcome_of(kind)) for kind in kinds))
@@ -107,3 +132,9 @@ def test_the_record_is_of_every_type_and_none_is_wrong(name: str) -> None:
     assert made["counts"][zoo.EXACT] >= 175
     if made["transformers"] == transformers.__version__:
         assert list(made["types"]) == zoo.types()
+
+
+def test_the_record_is_of_the_pinned_transformers() -> None:
+    pinned = re.search(r"^transformers==(\S+)", (tables.RESULTS.parents[1] / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    assert filed.read(zoo.RECORD)["transformers"] == pinned[1]

@@ -51,6 +51,7 @@ class Case:
         head_dim_v: of v, if it is another one.
         window: keys of the window, if that is one of the features.
         few_keys: the backward takes CTAs without clusters (up to head dim 128).
+        lse_grad: the log-sum-exp has a gradient too.
     """
 
     layout: str
@@ -62,12 +63,14 @@ class Case:
     head_dim_v: int | None = None
     window: int = WINDOW
     few_keys: bool = False
+    lse_grad: bool = False
 
     @property
     def name(self) -> str:
         extra = [self.dtype] * (self.dtype != "bf16") + ["deterministic"] * self.deterministic
         extra += [f"gradients of {self.gradients}"] * (self.gradients != "qkv") + ["+".join(self.features)]
         extra += [str(self.window)] * (self.window != WINDOW) + ["few keys"] * self.few_keys
+        extra += ["gradient of lse"] * self.lse_grad
         of_v = f"/{self.head_dim_v}" if self.head_dim_v else ""
         return " ".join(filter(None, [self.layout, f"D={self.head_dim}{of_v}", *extra]))
 
@@ -79,8 +82,9 @@ class Case:
     def specs(self) -> list[KernelSpec]:
         """The kernels that it runs."""
         heads, kv_heads = self.heads
-        of_v, asked = self.head_dim_v, (self.deterministic, self.gradients, self.features)
-        backward = backward_specs(self.dtype, self.head_dim, *asked, of_v, few_keys=self.few_keys)
+        of_v, asked = self.head_dim_v, (self.deterministic, self.gradients)
+        of_backward = (*self.features, *["dlse"] * self.lse_grad)
+        backward = backward_specs(self.dtype, self.head_dim, *asked, of_backward, of_v, few_keys=self.few_keys)
         window, named = "window" in self.features, joined(*self.features)
         trees = window or LAYOUTS[self.layout].depth > 2
         short = window and self.window <= tiles.SHORT_WINDOW
@@ -106,6 +110,8 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
         for deterministic in (False, True):
             yield Case(layout, head_dim, "bf16", deterministic, features=features)
     yield Case(edges, head_dim, "bf16", False, features=("sinks", "softcap"))
+    yield Case(edges, head_dim, lse_grad=True)
+    yield Case(edges, head_dim, features=("sinks",), lse_grad=True)
     if not short:  # shorter lengths are all within that window, and run the kernels without one
         yield Case(prompt, head_dim, features=("window",), window=LONG_WINDOW)
     if kernel_head_dim(head_dim) in tiles.FEW_KEYS_TILES:

@@ -47,6 +47,7 @@ def run_case(case: Case, fill: bool) -> None:
     features: dict[str, Any] = {name: case.window if name == "window" else OPTIONS[name] for name in case.features}
     if "sinks" in features:
         features["sinks"] = torch.full((heads,), features["sinks"], device="cuda").requires_grad_()
+    dlse = torch.randn(heads, layout.num_tokens, device="cuda", generator=generator) if case.lse_grad else None
     host = layout.offsets, layout.parent, case.head_dim**-0.5, case.deterministic
     if fill:
         with torch.no_grad():
@@ -54,10 +55,13 @@ def run_case(case: Case, fill: bool) -> None:
             out, lse = torch.ops.dualkv.fwd(q, k, v, *host, **features)
             stored = case.deterministic and clears_ahead(kernel_head_dim(case.head_dim))  # the first of dQ's sums
             torch.use_deterministic_algorithms(stored, warn_only=True)
-            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients, **features)
+            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients, dlse, **features)
             torch.use_deterministic_algorithms(False)
     else:
-        dualkv.attention(q, k, v, layout, deterministic=case.deterministic, **features).backward(dout)
+        call = (q, k, v, layout)
+        results = dualkv.attention(*call, deterministic=case.deterministic, return_lse=True, **features)
+        some = slice(1 + case.lse_grad)
+        torch.autograd.backward(results[some], (dout, dlse)[some])
 
 
 def main(tool: str, what: str) -> None:
