@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.documents import parse
+
 Results = Callable[[str], list[dict[str, Any]]]
 
 
@@ -35,3 +37,9 @@ def test_data_parallel(results: Results) -> None:
 def test_ranks_of_one_model(name: str, results: Results) -> None:
     for found in results(name):
         check(found["rows"], 1)
+
+
+def test_options_are_taken() -> None:
+    """As the program shows them."""
+    options = ["--model", "qwen3-8b", "--layers", "8", "--rows", "rows.json", "--json", "o.json"]
+    parse(["python", "-m", "tools.bench.verl_megatron", *options])
