@@ -21,13 +21,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from unittest import mock
 
 import torch
@@ -39,24 +39,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
-from verl.utils.ulysses import (
-    gather_heads_scatter_seq,
-    gather_seq_scatter_heads,
-    get_ulysses_sequence_parallel_world_size,
-)
-from verl.workers.config import (
-    FSDPActorConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    TrainingWorkerConfig,
-)
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
@@ -66,7 +54,7 @@ from dualkv.bench.run import in_words
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
-from tools.bench import ragged, stock_attention
+from tools.bench import ragged, stock_attention, ulysses
 from tools.bench.record import JsonPath, Record
 
 
@@ -92,9 +80,9 @@ LOSSES: dict[Algorithm, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is measured: the options of the command line, which explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What is measured, on any strategy: options of the command line, which explains them."""
 
     engine: Engine
     model: str
@@ -106,26 +94,35 @@ class Settings:
     micro_batch: int | None
     max_tokens: int | None
     algorithm: Algorithm
-    strategy: str
-    sequence_parallel: int
     attention: str
     head: str
-    liger: bool
-    checkpointing: bool
-    keep: str
-    hold_gradients: bool
-    offload: bool
     dtype: str
     updates: int
     learning_rate: float
     trace: str | None = None
 
-    def same_worker(self, other: Settings) -> bool:
+    def same_worker(self, other: Common) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
         free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates", "trace")
         if (self.trace is None) != (other.trace is None):
             return False
         return replace(other, **{name: getattr(self, name) for name in free}) == self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Common):
+    """The same with FSDP."""
+
+    strategy: str
+    sequence_parallel: int
+    liger: bool
+    checkpointing: bool
+    keep: str
+    hold_gradients: bool
+    offload: bool
+
+
+Kind = TypeVar("Kind", bound=Common)
 
 
 def save_config(model: str, layers: int | None, folder: Path) -> Any:
@@ -213,40 +210,10 @@ def gather_head(module: Any) -> None:
 UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
 
 
-def set_loss(worker: Any, s: Settings, **changed: Any) -> None:
+def set_loss(worker: Any, s: Common, **changed: Any) -> None:
     """veRL's loss for the rollouts of `s`, with some settings of its own."""
-    actor = FSDPActorConfig(
-        strategy=s.strategy,
-        rollout_n=s.responses,
-        ppo_micro_batch_size_per_gpu=1,
-        fsdp_config=worker.engine_config,
-        optim=worker.optimizer_config,
-        **LOSSES[s.algorithm] | changed,
-    )
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
-
-
-def exchange_heads(name: str) -> str:
-    """Ulysses around an attention function, with veRL's exchange; the name that transformers knows it by.
-
-    veRL itself has the exchange in transformers' call of the flash-attn package alone.
-    """
-    call = AttentionInterface()[name]
-
-    def forward(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-    ) -> tuple[torch.Tensor, None]:
-        """query [1, H, rows of this rank, D] -> [1, rows of this rank, H, D]."""
-        repeats = max(get_ulysses_sequence_parallel_world_size() // key.shape[1], 1)
-        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-        # Rows before heads in memory, as where nothing is exchanged.
-        rows = (gather_seq_scatter_heads(x.transpose(1, 2), seq_dim=1, head_dim=2) for x in (query, key, value))
-        out, _ = call(module, *(x.transpose(1, 2) for x in rows), mask, **options)
-        return gather_heads_scatter_seq(out, seq_dim=1, head_dim=2), None
-
-    known = f"ulysses-{name}"
-    AttentionInterface.register(known, forward)
-    return known
+    of = {"strategy": worker.engine_config.strategy, "rollout_n": s.responses, "ppo_micro_batch_size_per_gpu": 1}
+    worker.set_loss_fn(partial(ppo_loss, config=ActorConfig(**of, **LOSSES[s.algorithm] | changed)))
 
 
 def make_worker(s: Settings, folder: Path) -> Any:
@@ -257,7 +224,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
     elif attention in stock_attention.CALLS:
         attention = stock_attention.register(attention, s.prompt_len + s.response_len)
         if s.sequence_parallel > 1:
-            attention = exchange_heads(attention)
+            attention = ulysses.exchange_heads(attention)
     batching = {"max_token_len_per_gpu": s.max_tokens, "micro_batch_size_per_gpu": s.micro_batch}
     fsdp = FSDPEngineConfig(
         strategy=s.strategy,
@@ -301,7 +268,7 @@ FEW = 2  # rollouts of the update that is not measured
 RESERVE = 16 << 30  # bytes, for streams beside the default one and for libraries that do not ask PyTorch
 
 
-def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
+def make_rollouts(s: Common, vocab: int, rank: int) -> TensorDict:
     """Random rollouts of one data-parallel rank, without padding; of a trace the same on every rank."""
     generator = torch.Generator().manual_seed(rank)
     if s.trace is not None:
@@ -332,7 +299,7 @@ def make_rollouts(s: Settings, vocab: int, rank: int) -> TensorDict:
     return data
 
 
-def whole_batch(s: Settings, worker: Any) -> TensorDict:
+def whole_batch(s: Common, worker: Any) -> TensorDict:
     """The rollouts of `s`, as one batch that the worker takes."""
     data = make_rollouts(s, worker.model_config.hf_config.vocab_size, worker.engine.get_data_parallel_rank())
     tu.assign_non_tensor(data, mini_batch_size=len(data), global_batch_size=len(data), use_dynamic_bsz=True)
@@ -340,17 +307,18 @@ def whole_batch(s: Settings, worker: Any) -> TensorDict:
     return data
 
 
-def log_probs_on(s: Settings, worker: Any) -> list[torch.Tensor]:
-    """Of the responses of `s`, fp32, by the worker's forward."""
+def log_probs_on(s: Common, worker: Any) -> list[torch.Tensor]:
+    """Of the responses of `s`, fp32, by the worker's forward; none on a rank that veRL takes no output of."""
     data = whole_batch(s, worker)
     tu.assign_non_tensor(data, compute_loss=False)
     lens = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
-    rows = zip(worker.infer_batch(data)["log_probs"].unbind(), *lens, strict=True)
+    found = worker.infer_batch(data)
+    rows = zip(found["log_probs"].unbind(), *lens, strict=True) if found is not None else ()
     return [row[p - 1 : p - 1 + r].float() for row, p, r in rows]
 
 
 def gradients_on(
-    s: Settings, worker: Any, old_log_probs: list[torch.Tensor], on_host: bool = False
+    s: Common, worker: Any, old_log_probs: list[torch.Tensor], on_host: bool = False
 ) -> dict[str, torch.Tensor]:
     """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made.
 
@@ -393,7 +361,7 @@ def claim_memory() -> None:
         torch.empty(max(torch.cuda.mem_get_info()[0] - RESERVE, 0), dtype=torch.uint8, device="cuda")
 
 
-def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
+def measure(s: Common, worker: Any, fresh: bool) -> dict[str, Any]:
     """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank.
 
     Before a fresh worker is measured it makes one update of a few rollouts, and its allocator takes the memory that is
@@ -431,8 +399,13 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
         claim_memory()
     device.reset_peak_memory_stats()
     seconds = [update(len(data)) for _ in range(s.updates)]
-    peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, device.max_memory_allocated() / 2**30)
+    means = {
+        name: float(torch.tensor(values).float().mean())
+        for name, values in metrics.items()
+        if name in ("mfu", "grad_norm") or name.startswith("dualkv/")
+    }
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (device.max_memory_allocated() / 2**30, means))
 
     prompt_lens, response_lens = (data[name].offsets().diff().tolist() * ranks for name in ("prompts", "responses"))
     rollouts = rollouts_by_tag(list(range(len(prompt_lens))), prompt_lens, response_lens)  # shared tokens do not count
@@ -443,23 +416,27 @@ def measure(s: Settings, worker: Any, fresh: bool) -> dict[str, Any]:
         "replicated_tokens": nominal.tokens,
         "replicated_tokens_per_second": nominal.tokens / median,
         "mfu_effective": nominal.flops(counter) / median / peak,
-        "peak_gib": peaks,
-        "metrics": {
-            name: float(torch.tensor(values).float().mean())
-            for name, values in metrics.items()
-            if name == "mfu" or name.startswith("dualkv/")
-        },
+        "peak_gib": [peak for peak, _ in of_ranks],
+        "metrics": next((means for _, means in of_ranks if means), {}),  # only some ranks of a model have them
     }
 
 
-def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def measure_all(
+    rows: Sequence[Kind],
+    build: Callable[[Kind], Any],
+    distance_on: list[str] | None = None,
+    check: Callable[[Kind, Any], dict[str, Any]] = lambda *_: {},
+) -> Iterator[dict[str, Any]]:
     """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
+
+    `build` makes the worker of a row, and `check` gives figures of it before it makes any step.
 
     `distance_on` names traces: their rows get the distance of gradients from those of veRL's own engine in fp32, by
     norms, before the worker makes any step, with that engine's old log-probs. The host keeps the gradients in fp32.
     """
     worker: Any = None
-    of: Settings | None = None
+    of: Kind | None = None
+    checked: dict[str, Any] = {}
     old: dict[str, list[torch.Tensor]] = {}
     exact: dict[str, dict[str, torch.Tensor]] = {}
     distances: dict[str, float] = {}
@@ -482,11 +459,12 @@ def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> I
                 of = s
             built = time.perf_counter()
             if fresh:
+                checked = check(s, worker)
                 distances = {
                     name: apart(gradients_on(replace(s, trace=name), worker, old[name]), wanted)
                     for name, wanted in exact.items()
                 }
-            found = measure(s, worker, fresh)
+            found = measure(s, worker, fresh) | checked
             if s.trace in distances:
                 found["gradients_from_fp32"] = distances[s.trace]
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
@@ -496,8 +474,8 @@ def measure_all(rows: list[Settings], distance_on: list[str] | None = None) -> I
         yield {"settings": asdict(s), "ranks": dist.get_world_size(), **found}
 
 
-def settings_of(options: dict[str, Any]) -> Settings:
-    """Settings from the options of the command line.
+def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Settings of a kind from the options of the command line.
 
     Raises:
         typer.BadParameter: an unknown option or model, or not one of the two sizes of micro-batches.
@@ -513,18 +491,22 @@ def settings_of(options: dict[str, Any]) -> Settings:
             raise typer.BadParameter("sequences of a trace differ in length: veRL's own engine needs attention ragged")
         if options["max_tokens"] is None:
             raise typer.BadParameter("a trace needs --max-tokens")
-    if options["sequence_parallel"] > 1 and options["attention"] not in (*stock_attention.CALLS, "flash_attention_2"):
+    if options.get("sequence_parallel", 1) > 1 and options["attention"] not in (
+        *stock_attention.CALLS,
+        "flash_attention_2",
+    ):
         raise typer.BadParameter(f"veRL has no sequence parallelism with attention {options['attention']!r}")
-    if unknown := options.keys() - Settings.__dataclass_fields__.keys():
+    if unknown := options.keys() - kind.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
-    return Settings(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
+    return kind(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
 
 
 def summary(figures: dict[str, Any]) -> str:
     s = figures["settings"]
     size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
-    if s["sequence_parallel"] > 1:
-        size += f", sequence parallelism {s['sequence_parallel']}"
+    for name in ("sequence_parallel", "tensor_parallel", "context_parallel", "pipeline_parallel"):
+        if s.get(name, 1) > 1:
+            size += f", {name.replace('_', ' ')} {s[name]}"
     what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
     if s["trace"]:
         what = f"{s['trace']}, {what}"
@@ -536,6 +518,21 @@ def summary(figures: dict[str, Any]) -> str:
         f" effective MFU {figures['mfu_effective']:.3f}, peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
         + (f", gradients {figures['gradients_from_fp32']:.2e} from fp32" if "gradients_from_fp32" in figures else "")
     )
+
+
+def run(listed: list[Kind], json_to: Path, *how: Any) -> None:
+    """Measures rows on the ranks that torchrun started (:func:`measure_all`); the first rank prints and writes."""
+    if get_device_name() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
+    record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
+    for figures in measure_all(listed, *how):
+        done.append(figures)
+        if dist.get_rank() == 0:
+            record.write({"rows": done})
+            print(summary(figures), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main(
@@ -580,20 +577,10 @@ def main(
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
     given = {name: value for name, value in locals().items() if name not in ("json_to", "rows", "distance")}
-    listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
+    listed = [settings_of(given | row, Settings) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if unknown := sorted({*(distance or [])} - {s.trace for s in listed if s.trace}):
         raise typer.BadParameter(f"--distance is {', '.join(unknown)}, expected traces of rows")
-    if get_device_name() == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
-    record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
-    for figures in measure_all(listed, distance):
-        done.append(figures)
-        if dist.get_rank() == 0:
-            record.write({"rows": done})
-            print(summary(figures), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    run(listed, json_to, build, distance)
 
 
 if __name__ == "__main__":

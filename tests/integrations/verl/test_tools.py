@@ -17,7 +17,7 @@ def test_bench_measures_both_engines(results: Results) -> None:
     assert ours["metrics"]["dualkv/tokens_packed"] == 59 + 4 * 11
     assert fewer["metrics"]["dualkv/tokens_packed"] == 59 + 2 * 11
     for found in (stock, unfused):
-        assert set(found["metrics"]) == {"mfu"}
+        assert set(found["metrics"]) == {"mfu", "grad_norm"}
     for found in (ours, fewer, stock, unfused):
         assert len(found["seconds"]["each"]) == 1
         tokens = found["settings"]["responses"] * 70

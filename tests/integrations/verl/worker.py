@@ -54,7 +54,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.ops import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools.bench import stock_attention, train_verl
+from tools.bench import stock_attention, train_verl, ulysses
 from tools.bench import verl as bench_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -331,13 +331,15 @@ def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
-    rows = [bench_verl.settings_of(row) for row in s["rows"]]
-    return {"rows": list(bench_verl.measure_all(rows, s.get("distance")))}
+    if s.get("strategy") == "megatron":
+        return {"rows": list(megatron().bench(s["rows"]))}
+    rows = [bench_verl.settings_of(row, bench_verl.Settings) for row in s["rows"]]
+    return {"rows": list(bench_verl.measure_all(rows, bench_verl.build, s.get("distance")))}
 
 
 def old_log_probs(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Of the benchmark's worker: log-probs of responses, and those of its model run on one sequence after another."""
-    settings = bench_verl.settings_of(s["row"])
+    settings = bench_verl.settings_of(s["row"], bench_verl.Settings)
     worker = bench_verl.build(settings)
     data, found = bench_verl.whole_batch(settings, worker), bench_verl.log_probs_on(settings, worker)
     config = worker.model_config.hf_config
@@ -367,7 +369,7 @@ def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
     whole = stock_attention.register("math", 8)
     wanted = run(whole, dout, q, k, v)
     set_ulysses_sequence_parallel_group(dist.group.WORLD)
-    found = run(bench_verl.exchange_heads(whole), *(x.chunk(ranks, 2)[rank] for x in (dout, q, k, v)))
+    found = run(ulysses.exchange_heads(whole), *(x.chunk(ranks, 2)[rank] for x in (dout, q, k, v)))
     set_ulysses_sequence_parallel_group(None)
     return {"errors": [float((a - b.chunk(ranks, 2)[rank]).abs().max()) for a, b in zip(found, wanted, strict=True)]}
 

@@ -17,18 +17,13 @@ from unittest.mock import patch
 
 import torch
 from mbridge.core.bridge import Bridge
-from mbridge.core.llm_bridge import LLMBridge
-from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.nn.functional import scaled_dot_product_attention
 from verl.models.mcore import model_forward_fused
-from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy
 from verl.workers.config import EngineRouterReplayConfig, McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 
-from dualkv.integrations.megatron import enable
 from tests.integrations.megatron import cpu
+from tools.bench import verl, verl_megatron
 
 TYPE_OF_TENSOR = torch.Tensor.type
 NAMES_OF_WEIGHTS = Bridge._weight_name_mapping_mcore_local_to_global
@@ -56,19 +51,6 @@ def _attention(self: Any, query: Any, key: Any, value: Any, *_: Any, packed_seq_
     return torch.cat(found).reshape(len(query), 1, -1)
 
 
-def _norm(_cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:
-    made = torch.nn.RMSNorm(hidden_size, eps=eps)
-    made.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return made
-
-
-def _layers(self: Any, vp_stage: int | None = None) -> Any:
-    self.has_vp_stage = True
-    spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, vp_stage=vp_stage)
-    # Of local attention only ours takes context parallelism.
-    return enable(spec) if self.config.context_parallel_size > 1 else spec
-
-
 def _names(self: Any, model: Any, consider_ep: bool = True) -> dict[str, str]:
     """The names that Transformer Engine's layers have for the weights of local ones."""
     found = NAMES_OF_WEIGHTS(self, model, consider_ep=False)
@@ -88,26 +70,17 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
 
-def _fused_head(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = hidden.flatten(0, -2) @ weight.T / temperature
-    logp = -tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), labels.flatten())
-    return logp, vocab_parallel_entropy(logits)
-
-
 @contextmanager
 def on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(cpu.on_cpu())
+        stack.enter_context(verl_megatron.local_layers())
         for owner, name, value in (
             (torch.nn.Module, "cuda", lambda self, *_: self),
             (torch.Tensor, "type", _type),
             (DotProductAttention, "forward", _attention),
-            (WrappedTorchNorm, "__new__", _norm),
-            (LLMBridge, "_get_transformer_layer_spec", _layers),
             (Bridge, "_weight_name_mapping_mcore_local_to_global", _names),
-            (model_forward_fused, "linear_cross_entropy", _fused_head),
+            (model_forward_fused, "linear_cross_entropy", verl_megatron.chunked_head),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
@@ -147,3 +120,9 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
     """By the names of transformers, whole, on every rank."""
     exported = worker.engine.bridge.export_weights(worker.engine.module)
     return {name: value.detach().float().clone() for name, value in exported}
+
+
+def bench(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows of the benchmark, as the command line reads them."""
+    listed = [verl_megatron.settings_of(row) for row in rows]
+    return verl.measure_all(listed, verl_megatron.build, None, verl_megatron.Compared())
