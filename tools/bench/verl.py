@@ -491,10 +491,8 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
             raise typer.BadParameter("sequences of a trace differ in length: veRL's own engine needs attention ragged")
         if options["max_tokens"] is None:
             raise typer.BadParameter("a trace needs --max-tokens")
-    if options.get("sequence_parallel", 1) > 1 and options["attention"] not in (
-        *stock_attention.CALLS,
-        "flash_attention_2",
-    ):
+    known = (*stock_attention.CALLS, "flash_attention_2")
+    if options.get("sequence_parallel", 1) > 1 and options["attention"] not in known:
         raise typer.BadParameter(f"veRL has no sequence parallelism with attention {options['attention']!r}")
     if unknown := options.keys() - kind.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
