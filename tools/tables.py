@@ -22,7 +22,7 @@ from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
 from tools import filed, zoo_rows
 from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
-from tools.bench.record import NO_MEMORY, runs_of
+from tools.bench.record import NO_MEMORY, commit_of, runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
 
@@ -193,17 +193,12 @@ def _speed(side: dict[str, Any]) -> str:
     return f"{side['sustained_ms']:.2f} ({side['sustained_tflops']:.0f})"
 
 
-def _commit(run: dict[str, Any]) -> str:
-    changed = len(run.get("changed_files") or ())
-    return f"commit {run['commit'][:7]}" + (f" and {changed} changed files" if changed else "")
-
-
 def _recorded(run: dict[str, Any], part: str = "") -> str:
     """A line on when and how a table, or a `part` of it, was made, and on what there was no time for."""
     turns = f"turns of {run['settings']['seconds']:g} s, {run['settings']['rounds']} rounds"
     if _card(run) != CARD:
         turns = f"{_card(run)}, {turns}"
-    said = f"\n\n{part}Recorded {run['date'][:10]} at {_commit(run)}: {turns}."
+    said = f"\n\n{part}Recorded {run['date'][:10]} at {commit_of(run)}: {turns}."
     done, asked = len(run["results"]), run.get("asked", len(run["results"]))
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
 
@@ -468,7 +463,7 @@ def sanitizers() -> str:
     """What was checked, on what, and what was found."""
     filed = _load("sanitizer-h200")
     where = f"compute-sanitizer {filed['compute_sanitizer']}, {filed['gpu']['name']}, {filed['date'][:10]}"
-    where += f", {_commit(filed)}"
+    where += f", {commit_of(filed)}"
     found = [f"- {line}" for line in sanitize.findings(filed["tools"])] or ["No reports."]
     return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *found])
 
@@ -516,7 +511,7 @@ def _noted(notes: Sequence[str]) -> list[str]:
 def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
     gpu = run["gpu"]["name"]
     on = "CPU" if gpu == "none" else gpu
-    return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, {_commit(run)}"]
+    return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, {commit_of(run)}"]
 
 
 def _verl(*names: str) -> list[verl_rows.Row]:

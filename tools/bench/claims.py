@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from dualkv.bench.show import markdown_table
 from dualkv.bench.traces import NAME
-from tools.bench.trace_rows import UPDATES, Load
+from tools.bench.record import recorded
+from tools.bench.trace_rows import UPDATES, Load, there
 
 
 class Claim(NamedTuple):
@@ -196,7 +197,8 @@ def verl(load: Load) -> str:
             for row in (stock, ours)
         ]
         rows.append([trace, ratio, *seconds, speed])
-    return markdown_table(["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up"], rows)
+    head = ["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up"]
+    return markdown_table(head, rows) + recorded(*there(load, VERL, VERL + MORE))
 
 
 def trl(load: Load) -> str:
@@ -205,7 +207,8 @@ def trl(load: Load) -> str:
         [trace, f"{made['share_ratio']:.2f}", *(_way(made["ways"].get(way)) for way in TRL_WAYS)]
         for trace, made in load(TRL)["traces"].items()
     ]
-    return markdown_table(["trace", "share ratio", *(f"{name}: s, GiB" for name in TRL_WAYS.values())], rows)
+    head = ["trace", "share ratio", *(f"{name}: s, GiB" for name in TRL_WAYS.values())]
+    return markdown_table(head, rows) + recorded(load(TRL))
 
 
 def distances(load: Load) -> str:
@@ -228,7 +231,8 @@ def distances(load: Load) -> str:
         ]
         for trace in traces
     ]
-    return markdown_table(["trace", "share ratio", "veRL", "DualKV in veRL", *TRL_WAYS.values()], rows)
+    head = ["trace", "share ratio", "veRL", "DualKV in veRL", *TRL_WAYS.values()]
+    return markdown_table(head, rows) + recorded(*there(load, VERL + NEAR, TRL + NEAR))
 
 
 def _distance(made: dict[str, Any] | None) -> str:

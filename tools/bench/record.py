@@ -74,6 +74,17 @@ def together(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def commit_of(record: Mapping[str, Any]) -> str:
+    changed = len(record.get("changed_files") or ())
+    return f"commit {record['commit'][:7]}" + (f" and {changed} changed files" if changed else "")
+
+
+def recorded(*records: Mapping[str, Any]) -> str:
+    """A line behind a table: when and of what its records are."""
+    dates = dict.fromkeys(f"{record['date'][:10]} at {commit_of(record)}" for record in records)
+    return f"\n\nRecorded {'; '.join(dates)}."
+
+
 def runs_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a list of runs, or the record of one run."""
     return list(record[RUNS]) if record.keys() == {RUNS} else [record]

@@ -12,6 +12,7 @@ from dualkv.bench.traces import FIGURES, KINDS, draw
 from dualkv.bench.trees import Found, Summary
 from dualkv.bench.workloads import MAIN
 from dualkv.models import CONFIGS
+from tools.bench.record import recorded
 
 MODEL = "qwen3-8b"
 PEERS = {
@@ -31,6 +32,15 @@ WAYS = {
 ATTENTION = "traces-backward", "traces", "traces-flex"  # records: the first with a figure counts
 UPDATES = "trees-updates-h200", "trees-updates-h200-low"  # records: parts of one run
 Load = Callable[[str], dict[str, Any]]
+
+
+def there(load: Load, *names: str) -> list[dict[str, Any]]:
+    """The records of these names that there are."""
+    found = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(load(name))
+    return found
 
 
 def shapes() -> str:
@@ -104,10 +114,8 @@ def _times(side: dict[str, Any], ours: float) -> str:
 
 def updates(load: Load) -> str:
     """Seconds and memory of each way, speed-up of packing and its part of the FLOP ratio, planning's part of a step."""
-    found: dict[str, Any] = {}
-    for name in UPDATES:
-        with contextlib.suppress(FileNotFoundError):
-            found |= load(name)["traces"]
+    records = there(load, *UPDATES)
+    found = {name: made for record in records for name, made in record["traces"].items()}
     if not found:
         raise FileNotFoundError(UPDATES[0])
     rows = []
@@ -119,7 +127,7 @@ def updates(load: Load) -> str:
         rows[-1] += [*ways, speed, part, _planning(made["ways"].get("packed"))]
     ways = [f"{what}: s, GiB" for what in WAYS.values()]
     head = ["trace", "rows a micro-batch", "share ratio", "FLOP ratio", *ways, "speed-up of packed"]
-    return markdown_table([*head, "of the FLOP ratio", "planning, of packed's time"], rows)
+    return markdown_table([*head, "of the FLOP ratio", "planning, of packed's time"], rows) + recorded(*records)
 
 
 def _planning(made: dict[str, Any] | None) -> str:
