@@ -8,7 +8,8 @@ flash-linear-attention's scans and its convolution, and checkpoint every layer. 
 - mixer: one recurrent layer on the packed row, against one call on sequences of the segments' lengths with states of
   zero: what is added by waves, gathers of states and convolutions across segments.
 - short groups: many of short prompts and responses, with the head.
-- distance: how far log-probs and gradients in bf16 lie from the replicated model in fp32 on PyTorch's functions.
+- distance: how far log-probs and gradients in bf16 lie from the replicated model in fp32 on PyTorch's functions. Takes
+  models without recurrent layers too; the replicated sequences run transformers' own choice of attention.
 
 On a machine without a GPU the same runs on PyTorch's functions, for example with `--model tiny-hybrid --layers 4 -n 3
 -p 40 -r 20 --micro-batch 2 --repeats 1 --short 3,2,16,8 --near 1,2,16,8`.
@@ -73,7 +74,9 @@ def convolutions_of_the_library(model: Any) -> Iterator[None]:
     """Calls without a layout run the convolution that packed calls run, where transformers would run PyTorch's."""
     install(model)
     modeling: Any = sys.modules[type(model).__module__]
-    before = modeling.causal_conv1d_fn
+    if (before := getattr(modeling, "causal_conv1d_fn", None)) is None:  # no recurrent layers
+        yield
+        return
 
     def conv(
         hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
@@ -217,7 +220,7 @@ def measure(
     heads = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
     stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if device.type == "cuda" else ("math", {})
     figures |= {"stock_attention": stock, "stock_attention_seconds": tried}
-    registered = stock_attention.register(stock, length)
+    registered, own = stock_attention.register(stock, length), model.config._attn_implementation
 
     def of(rollouts: Rollouts, packed: int, replicated: int) -> tuple[dict[str, list[ModelBatch]], int]:
         ways = {
@@ -231,7 +234,7 @@ def measure(
         if part == "mixer":
             yield mixer(model, sizes)
         elif part == "distance":
-            yield distance(model, near.rollouts(model.config.vocab_size), "sdpa", sizes)
+            yield distance(model, near.rollouts(model.config.vocab_size), own, sizes)
         elif part == "short groups":
             ways, tokens = of(short.rollouts(model.config.vocab_size), budget, budget)
             yield from both_ways(model, ways, "sdpa", sizes, tokens, True)
@@ -254,7 +257,7 @@ def measure(
 
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help="A hybrid of dualkv.models.CONFIGS; random weights.")] = "qwen3.5-9b",
+    model: Annotated[str, typer.Option(help="Of dualkv.models.CONFIGS; random weights.")] = "qwen3.5-9b",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
     responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
     prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
