@@ -257,7 +257,7 @@ REASONS = {  # of a refusal, by what its sentence says
     "head dim {}": r"has head dim (\d+)",
     "decoder layers are not handed keyword arguments": r"is not handed the layout",
     "the self-check finds a difference": r"does not compute packed groups as",
-    "the model takes no call without images or other inputs": r"missing \d+ required positional argument",
+    "calls need inputs that cannot run packed ({})": r"takes no call without ([\w, ]+), which",
     "needs {}": r"(?:requires the|No module named) '?(\w+)",
     "the small copy of the self-check does not run": r"could not be checked",
 }

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
-from dualkv.integrations import indexers, masks, recurrent
+from dualkv.integrations import indexers, masks, media, recurrent
 
 # Entries of `config.layer_types` that packed groups run.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -234,6 +234,14 @@ def _shown(name: str, value: Any) -> str:
     return f"{name} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}={value!r}"
 
 
+def _needed(model: PreTrainedModel) -> list[str]:
+    """Inputs that every call of a model must have, but for token ids and what runs packed."""
+    runs = {"self", "input_ids"} | {name for how in media.families(model) for name in how.inputs}
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    free = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in free and p.name not in runs]
+
+
 def objections(model: nn.Module) -> Iterator[str]:
     """Reasons, by a model's fields, why it cannot run packed groups: wrong visibility or unsupported attention."""
     layers = decoder_layers(model)
@@ -241,6 +249,8 @@ def objections(model: nn.Module) -> Iterator[str]:
         if getattr(model, "_is_stateful", False):
             yield from recurrent.objections(model, [])
         yield f"{type(model).__name__} has no causal attention layer that goes through transformers' attention registry"
+    if isinstance(model, PreTrainedModel) and (needed := _needed(model)):
+        yield f"{type(model).__name__} takes no call without {', '.join(needed)}, which cannot run packed"
     for module in model.modules():
         head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
         if head is not None:

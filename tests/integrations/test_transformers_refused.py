@@ -30,6 +30,11 @@ def tiny(family: str, head: str = "ForCausalLM", **settings: Any) -> Any:
     return getattr(tf, f"{family}{head}")(config)
 
 
+def without_weights(config: Any, cls: str) -> Any:
+    with torch.device("meta"):
+        return getattr(tf, cls)._from_config(config)
+
+
 REFUSED_MODELS = {
     "a recurrent layer of another kind": (
         lambda: tiny("Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=1),
@@ -52,6 +57,10 @@ REFUSED_MODELS = {
     "cross-attention": (
         lambda: tiny("GPT2", "LMHeadModel", n_embd=48, n_head=6, add_cross_attention=True),
         r"transformer\.h\.0\.crossattention \(GPT2Attention\) is not causal self-attention",
+    ),
+    "no call without images": (
+        lambda: without_weights(tf.Blip2Config(), "Blip2ForConditionalGeneration"),
+        r"^Blip2ForConditionalGeneration takes no call without pixel_values, which cannot run packed",
     ),
     "no model": (lambda: nn.Linear(2, 2), r"Linear has no causal attention layer"),
     "layers of a head dim of 520": (
