@@ -10,8 +10,9 @@ are. With u the unit roundoff of the inputs' dtype, and r the relative error of 
     dQ, dK  scale dS K and scale dS^T Q, the result rounded:     scale E|K| + u|dQ|, scale E^T|Q| + u|dK|
 
 With a cap the error of a score shrinks with the slope 1 - tanh^2 (its largest within that error), and the error of tanh
-itself, TANH, comes times the cap. dS has the slope as a factor, off by 2 |tanh| (error of tanh). The share of a sink in
-its row, exp(sink - lse), is a probability P too; dsink = -sum(P delta).
+itself, TANH, comes times the cap. dS has the slope as a factor, off by 2 |tanh| (error of tanh). In fp16, P times the
+slope may be rounded to a subnormal number. The share of a sink in its row, exp(sink - lse), is a probability P too;
+dsink = -sum(P delta).
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def attention(q, k, v, mask, scale, dout, roundings=1.0, dlse=None, sinks=None, 
     delta_error = (dout.abs() * out_bound).sum(-1, keepdim=True) + sums * delta_size
     ds_error = 2 * u * ds.abs() + p * ((r + sums) * (dp_size + delta_size) + delta_error)
     smallest = max(1.0, 1 / scale) if scaled_dS else 1.0  # in units of tiny: what dS is rounded to at least
-    ds_error += tiny * (smallest + dp_size + delta_size) * seen
     ds, ds_error = ds * slope, ds_error * slope + slope_error * (ds.abs() + ds_error)
+    ds_error += tiny * (smallest + dp_size + delta_size) * seen  # P, with a cap P (1 - tanh^2), and dS may be subnormal
     dq, dk, dv = scale * ds @ k, scale * ds.mT @ q, p.mT @ dout
     dq_bound = scale * (ds_error + sums * ds.abs()) @ k.abs()
     dk_bound = scale * (ds_error + sums * ds.abs()).mT @ q.abs()
