@@ -266,7 +266,7 @@ def _strided(x, strides):
     return x
 
 
-def _inputs(case, *shapes):
+def inputs(case, *shapes):
     """q, then keys and values in turns, of [rows, heads], and the gradient of the output, all from the case's seed."""
     generator = torch.Generator(case.device).manual_seed(case.seed)
     of_qk, of_v = case.head_dims
@@ -386,7 +386,7 @@ def _attention(case):
     """-> call() -> {name: tensor}; dense results by name; which results must repeat bit for bit."""
     layout = Layout.from_segments([0, *np.cumsum(case.lengths).tolist()], case.parent, case.device)
     total = layout.num_tokens
-    (q, k, v), dout = _inputs(case, (total, case.heads), *[(total, case.kv_heads)] * 2)
+    (q, k, v), dout = inputs(case, (total, case.heads), *[(total, case.kv_heads)] * 2)
     leaves = {n: x.detach().requires_grad_(n in case.needs) for n, x in zip("qkv", (q, k, v), strict=True)}
     generator = torch.Generator(case.device).manual_seed(case.seed + 1)
     random = partial(torch.randn, device=case.device, generator=generator)
@@ -419,7 +419,7 @@ def compat_inputs(case):
     """q, keys and values of the context and of sequences; dout"""
     context, *own = case.lengths
     rows = context, context, sum(own), sum(own)
-    return _inputs(case, (sum(case.q_lens), case.heads), *[(n, case.kv_heads) for n in rows])
+    return inputs(case, (sum(case.q_lens), case.heads), *[(n, case.kv_heads) for n in rows])
 
 
 def _compat_call(case):
