@@ -94,7 +94,9 @@ def test_record_cut_short(sizes, tmp_path, monkeypatch):
         before = record.path.read_text()
         record.path.write_text(filed.laid_out(record.path))
         assert record.path.read_text() == before
-        rows.append(tables.filled("<!-- table trace-updates -->\n<!-- end -->").splitlines()[3:-1])
+        *table, blank, recorded = tables.filled("<!-- table trace-updates -->\n<!-- end -->").splitlines()[3:-1]
+        assert (blank, recorded[:9]) == ("", "Recorded ")
+        rows.append(table)
     columns = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (rows[0][0], *rows[1], *rows[2])]
     assert [len(table) for table in rows] == [1, 1, 2]
     assert [of[0] for of in columns] == [NAME] * 4
@@ -145,8 +147,9 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
         found = {way: {"median": second} for way, second in seconds.items()}
         return {"trace": "trace-tau2-0", "share_ratio": 7.1, "ways": found | {"walked": {"error": "out of memory"}}}
 
+    about = {"date": "2026-11-28T09:00:00+00:00", "commit": "0123456789", "changed_files": ["a.py"]}
     made = {"a": ways(replicated=9.0, packed=2.0), "b": ways(packed=2.0, gathered=3.0), "c": ways()}
-    (tmp_path / "trees-updates-h200.json").write_text(filed.text({"traces": made}))
+    (tmp_path / "trees-updates-h200.json").write_text(filed.text(about | {"traces": made}))
     rows = [
         {"settings": {"engine": engine, "trace": trace}, "peak_gib": [50.0], "seconds": {"median": seconds}}
         | {"metrics": {"dualkv/dedup_ratio": 6.0}}
@@ -154,10 +157,11 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
     ]
     rows.append(rows[0] | {"settings": {"engine": "verl", "trace": "trace-tau2-1"}, "seconds": {"median": 7.0}})
     rows.append({"settings": {"engine": "verl", "trace": "trace-search-0"}, "error": "out of memory"})
-    (tmp_path / "verl-h200-traces.json").write_text(filed.text({"rows": rows}))
+    (tmp_path / "verl-h200-traces.json").write_text(filed.text(about | {"rows": rows}))
     of = {line.split(" | ")[0].strip("| "): line for line in lines("trace-claims")}
     assert "| 4.50x (`trace-tau2-0`, share ratio 7.10); 3.50x in veRL (`trace-tau2-1`) |" in of["AReaL-DTA"]
     assert "| 1.50x (`trace-tau2-0`, share ratio 7.10) |" in of["TRL, tree packing"]
+    assert lines("trace-verl")[-1] == "Recorded 2026-11-28 at commit 0123456 and 1 changed files."
     assert "| not measured |" in of["veRL, draft of prefix trees (pull request 6689)"]
     assert lines("trace-verl")[2:] == [
         "| trace-tau2-1 | 6.00 | 7.00, 50 | 2.00, 50 | 3.50x |",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from dualkv.bench.show import markdown_table
 from dualkv.bench.traces import NAME
 from tools.bench.record import recorded
-from tools.bench.trace_rows import UPDATES, Load, there
+from tools.bench.trace_rows import UPDATES, Load
 
 
 class Claim(NamedTuple):
@@ -130,13 +130,12 @@ def _ours(claim: Claim, load: Load) -> Iterator[str]:
                 run["sizes"],
                 "Qwen3.5-9B, 8 layers, over cuDNN's attention",
             )
-    for name in UPDATES:
-        with contextlib.suppress(FileNotFoundError):
-            for made in load(name)["traces"].values():
-                if "gathered" in claim.kinds:
-                    yield from _over(made, "gathered")
-                elif _kind(made["trace"]) in claim.kinds:
-                    yield from _over(made, "replicated")
+    with contextlib.suppress(FileNotFoundError):
+        for made in load(UPDATES)["traces"].values():
+            if "gathered" in claim.kinds:
+                yield from _over(made, "gathered")
+            elif _kind(made["trace"]) in claim.kinds:
+                yield from _over(made, "replicated")
     with contextlib.suppress(FileNotFoundError):
         for trace, (stock, ours) in verl_times(load).items():
             if _kind(trace) in claim.kinds and stock is not None and ours is not None:
@@ -161,6 +160,15 @@ def _over(made: dict[str, Any], way: str) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- veRL and TRL
+def _there(load: Load, *names: str) -> list[dict[str, Any]]:
+    """The records of these names that there are."""
+    found = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(load(name))
+    return found
+
+
 Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
 VERL, TRL = "verl-h200-traces", "trl-h200-traces"  # records of times
 MORE = "-20"  # behind the first name: a record of all traces again, for those that one engine has not finished there
@@ -198,7 +206,7 @@ def verl(load: Load) -> str:
         ]
         rows.append([trace, ratio, *seconds, speed])
     head = ["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up"]
-    return markdown_table(head, rows) + recorded(*there(load, VERL, VERL + MORE))
+    return markdown_table(head, rows) + recorded(*_there(load, VERL, VERL + MORE))
 
 
 def trl(load: Load) -> str:
@@ -232,7 +240,7 @@ def distances(load: Load) -> str:
         for trace in traces
     ]
     head = ["trace", "share ratio", "veRL", "DualKV in veRL", *TRL_WAYS.values()]
-    return markdown_table(head, rows) + recorded(*there(load, VERL + NEAR, TRL + NEAR))
+    return markdown_table(head, rows) + recorded(*_there(load, VERL + NEAR, TRL + NEAR))
 
 
 def _distance(made: dict[str, Any] | None) -> str:

@@ -30,17 +30,8 @@ WAYS = {
     "walked": "walked",
 }
 ATTENTION = "traces-backward", "traces", "traces-flex"  # records: the first with a figure counts
-UPDATES = "trees-updates-h200", "trees-updates-h200-low"  # records: parts of one run
+UPDATES = "trees-updates-h200"  # a record
 Load = Callable[[str], dict[str, Any]]
-
-
-def there(load: Load, *names: str) -> list[dict[str, Any]]:
-    """The records of these names that there are."""
-    found = []
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            found.append(load(name))
-    return found
 
 
 def shapes() -> str:
@@ -114,12 +105,8 @@ def _times(side: dict[str, Any], ours: float) -> str:
 
 def updates(load: Load) -> str:
     """Seconds and memory of each way, speed-up of packing and its part of the FLOP ratio, planning's part of a step."""
-    records = there(load, *UPDATES)
-    found = {name: made for record in records for name, made in record["traces"].items()}
-    if not found:
-        raise FileNotFoundError(UPDATES[0])
-    rows = []
-    for made in sorted(found.values(), key=lambda made: (made["share_ratio"], made["budget"])):
+    run, rows = load(UPDATES), []
+    for made in sorted(run["traces"].values(), key=lambda made: (made["share_ratio"], made["budget"])):
         ways = [_way(made["ways"].get(way)) for way in WAYS]
         speed = f"{made['speed_up']:.2f}x" if "speed_up" in made else "not measured"
         part = f"{made['of_flop_ratio']:.2f}" if "of_flop_ratio" in made else "not measured"
@@ -127,7 +114,7 @@ def updates(load: Load) -> str:
         rows[-1] += [*ways, speed, part, _planning(made["ways"].get("packed"))]
     ways = [f"{what}: s, GiB" for what in WAYS.values()]
     head = ["trace", "rows a micro-batch", "share ratio", "FLOP ratio", *ways, "speed-up of packed"]
-    return markdown_table([*head, "of the FLOP ratio", "planning, of packed's time"], rows) + recorded(*records)
+    return markdown_table([*head, "of the FLOP ratio", "planning, of packed's time"], rows) + recorded(run)
 
 
 def _planning(made: dict[str, Any] | None) -> str:

@@ -100,10 +100,11 @@ class Common:
     updates: int
     learning_rate: float
     trace: str | None = None
+    untimed: int = 0
 
     def same_worker(self, other: Common) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
-        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates", "trace")
+        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates", "untimed", "trace")
         if (self.trace is None) != (other.trace is None):
             return False
         return replace(other, **{name: getattr(self, name) for name in free}) == self
@@ -397,6 +398,8 @@ def measure(s: Common, worker: Any, fresh: bool) -> dict[str, Any]:
     if fresh:
         warm_up = update(min(FEW, len(data)))
         claim_memory()
+    for _ in range(s.untimed):
+        update(len(data))
     device.reset_peak_memory_stats()
     seconds = [update(len(data)) for _ in range(s.updates)]
     means = {
@@ -564,6 +567,7 @@ def main(
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
+    untimed: Annotated[int, typer.Option(help="Whole updates before them, where the first one of a row compiles.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
     trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None,
     distance: Annotated[

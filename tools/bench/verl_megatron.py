@@ -231,6 +231,7 @@ def main(
     head: Annotated[str, typer.Option(help="veRL's triton or unfused, or PyTorch's, chunked.")] = "triton",
     dtype: Annotated[str, typer.Option(help="Of weights and computation: bf16 or fp32.")] = "bf16",
     updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
+    untimed: Annotated[int, typer.Option(help="Whole updates before them: megatron-core's fusions compile.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
     rows: Annotated[
         Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
