@@ -169,22 +169,22 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
     ]
     of_search = {"settings": {"engine": "verl", "trace": "trace-search-0"}, "seconds": {"median": 5.0}}
     again = [rows[0], rows[1] | {"seconds": {"median": 2.0}}, rows[0] | of_search]
-    (tmp_path / "verl-h200-traces-20.json").write_text(filed.text({"rows": again}))
-    assert [line.split(" | ")[2:] for line in lines("trace-verl")[2:]] == [
+    (tmp_path / "verl-h200-traces-20.json").write_text(filed.text(about | {"rows": again}))
+    assert [line.split(" | ")[2:] for line in lines("trace-verl")[2:-2]] == [
         ["7.00, 50", "2.00, 50", "3.50x |"],
         ["5.00, 50", "2.00, 50", "2.50x |"],
     ]
     way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
     ways = {"padded": way, "tree": {"error": "out of memory"}}
-    record = {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}
+    record = about | {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}
     (tmp_path / "trl-h200-traces.json").write_text(filed.text(record))
-    assert lines("trace-trl")[2:] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed | not measured |"]
+    assert lines("trace-trl")[2:-2] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed | not measured |"]
     (tmp_path / "trl-h200-traces-near.json").write_text(filed.text(record))
     (tmp_path / "verl-h200-traces-near.json").write_text(
-        filed.text({"rows": [rows[0] | {"gradients_from_fp32": 0.01}]})
+        filed.text(about | {"rows": [rows[0] | {"gradients_from_fp32": 0.01}]})
     )
     none = "not measured"
-    assert lines("trace-distances")[2:] == [
+    assert lines("trace-distances")[2:-2] == [
         f"| trace-tau2-1 |  | {none} | 0.0100 | {none} | {none} | {none} |",
         f"| trace-grpo-0 | 1.10 | {none} | {none} | 0.0200 | {none} | {none} |",
     ]
