@@ -113,6 +113,15 @@ def test_a_type_that_was_exact_must_stay_so(monkeypatch: pytest.MonkeyPatch) -> 
         assert ("not here: llama\n" in said.output) == bool(code)
 
 
+def test_the_record_of_this_transformers_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = filed.read(zoo.RECORDS[1])
+    monkeypatch.setattr(transformers, "__version__", newest["transformers"])
+    assert zoo.exact_before() == {kind for kind, made in newest["types"].items() if made["outcome"] == zoo.EXACT}
+    pinned = filed.read(zoo.RECORDS[0])
+    monkeypatch.setattr(transformers, "__version__", "0")
+    assert zoo.exact_before() == {kind for kind, made in pinned["types"].items() if made["outcome"] == zoo.EXACT}
+
+
 @pytest.mark.parametrize(("outcome", "code"), [(zoo.REFUSED, 0), (zoo.WRONG, 1)])
 def test_the_command(outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(zoo, "run", lambda kinds, _: ((kind, outcome_of(kind)) for kind in kinds))
@@ -137,4 +146,4 @@ def test_the_record_is_of_every_type_and_none_is_wrong(name: str) -> None:
 def test_the_record_is_of_the_pinned_transformers() -> None:
     pinned = re.search(r"^transformers==(\S+)", (tables.RESULTS.parents[1] / "constraints.txt").read_text(), re.M)
     assert pinned is not None
-    assert filed.read(zoo.RECORD)["transformers"] == pinned[1]
+    assert filed.read(zoo.RECORDS[0])["transformers"] == pinned[1]
