@@ -4,8 +4,8 @@ Each type is built from its default configuration (see SETTINGS), shrunk to othe
 random weights. Logits and gradients of packed groups and of a packed tree are compared with those of the replicated
 sequences, without the self-check. Then `enable` runs on the whole type with its self-check. The exit code is 1 if a
 type is wrong (`enable` accepts it and packed calls differ or raise, or `enable` raises anything but ValueError), or if
-it is exact in the record of this transformers (else of the pinned one) and not here. The records, `--json docs/results/zoo.json` and `zoo-newest.json`, make tables of
-docs/transformers.md (`python -m tools.tables`).
+it is exact in the record of this transformers (else of the pinned one) and not here. The records, `--json
+docs/results/zoo.json` and `zoo-newest.json`, make tables of docs/transformers.md (`python -m tools.tables`).
 """
 
 from __future__ import annotations
