@@ -55,7 +55,7 @@ def run_case(case: Case, fill: bool) -> None:
             out, lse = torch.ops.dualkv.fwd(q, k, v, *host, **features)
             stored = case.deterministic and clears_ahead(kernel_head_dim(case.head_dim))  # the first of dQ's sums
             torch.use_deterministic_algorithms(stored, warn_only=True)
-            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients, dlse, **features)
+            torch.ops.dualkv.bwd(dout, q, k, v, out, lse, *host, case.gradients, dlse=dlse, **features)
             torch.use_deterministic_algorithms(False)
     else:
         call = (q, k, v, layout)
