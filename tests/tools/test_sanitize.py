@@ -52,6 +52,15 @@ def test_every_kernel_of_a_gradient_of_lse_runs():
         assert {spec.features for spec in first} == {"", "sinks", "dlse", "sinks+dlse"}
 
 
+@pytest.mark.parametrize("fill", [False, True])
+def test_cases_are_calls_that_the_library_takes(fill, monkeypatch, one_thread):
+    monkeypatch.setattr(target, "DEVICE", "cpu")
+    tried = [case for case in cases.cases(64, "memcheck") if case.layout == "tree" or case.lse_grad]
+    assert {name for case in tried for name in case.features} == {"window", "sinks"}
+    for case in tried:
+        target.run_case(case, fill)
+
+
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_windows_are_shorter_than_what_they_are_tried_on(tool):
     """A window that hides nothing runs the kernels without one."""

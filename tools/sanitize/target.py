@@ -17,6 +17,7 @@ from tools.sanitize import controls
 from tools.sanitize.cases import LAYOUTS, OPTIONS, Case, cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICE = "cuda"
 MARK, END, FAILED = "@@ case: ", "@@ end", "@@ failed: "
 
 
@@ -35,19 +36,19 @@ def announced(name: str, run: Callable[[], None]) -> None:
 def run_case(case: Case, fill: bool) -> None:
     layout = LAYOUTS[case.layout]
     heads, kv_heads = case.heads
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     of_v = case.head_dim_v or case.head_dim
     shapes = (heads, case.head_dim), (kv_heads, case.head_dim), (kv_heads, of_v), (heads, of_v)
     q, k, v, dout = (
         torch.randn(
-            layout.num_tokens, *shape, device="cuda", dtype=DTYPES[case.dtype], generator=generator
+            layout.num_tokens, *shape, device=DEVICE, dtype=DTYPES[case.dtype], generator=generator
         ).requires_grad_(i < 3 and "qkv"[min(i, 2)] in case.gradients)
         for i, shape in enumerate(shapes)
     )
     features: dict[str, Any] = {name: case.window if name == "window" else OPTIONS[name] for name in case.features}
     if "sinks" in features:
-        features["sinks"] = torch.full((heads,), features["sinks"], device="cuda").requires_grad_()
-    dlse = torch.randn(heads, layout.num_tokens, device="cuda", generator=generator) if case.lse_grad else None
+        features["sinks"] = torch.full((heads,), features["sinks"], device=DEVICE).requires_grad_()
+    dlse = torch.randn(heads, layout.num_tokens, device=DEVICE, generator=generator) if case.lse_grad else None
     host = layout.offsets, layout.parent, case.head_dim**-0.5, case.deterministic
     if fill:
         with torch.no_grad():
