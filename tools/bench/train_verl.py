@@ -28,7 +28,8 @@ from dualkv.demo.sampling import sample_responses
 from dualkv.grpo import group_advantages
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import SYMBOLS, Task
-from tools.bench.verl import Algorithm, Engine, Settings, make_worker
+from tools.bench.verl import Settings, make_worker
+from tools.bench.verl_options import Algorithm, Engine
 
 MODEL = {
     "vocab_size": SYMBOLS,

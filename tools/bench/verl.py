@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -54,19 +53,9 @@ from dualkv.bench.run import in_words
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
-from tools.bench import ragged, stock_attention, ulysses
+from tools.bench import ragged, stock_attention, ulysses, verl_options
 from tools.bench.record import JsonPath, Record
-
-
-class Engine(StrEnum):
-    VERL = "verl"
-    DUALKV = "dualkv"
-
-
-class Algorithm(StrEnum):
-    GRPO = "grpo"
-    DAPO = "dapo"
-
+from tools.bench.verl_options import Algorithm, Engine
 
 # Beside veRL's defaults, among them the mean over tokens.
 LOSSES: dict[Algorithm, dict[str, Any]] = {
@@ -538,16 +527,16 @@ def run(listed: list[Kind], json_to: Path, *how: Any) -> None:
 
 def main(
     json_to: JsonPath,
-    engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
-    groups: Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")] = 1,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 32,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 8192,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
-    micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")] = None,
-    algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO,
+    engine: verl_options.Engines = Engine.DUALKV,
+    model: verl_options.Model = "tiny",
+    layers: verl_options.Layers = None,
+    groups: verl_options.Groups = 1,
+    responses: verl_options.Responses = 32,
+    prompt_len: verl_options.PromptLen = 8192,
+    response_len: verl_options.ResponseLen = 2048,
+    micro_batch: verl_options.MicroBatch = None,
+    max_tokens: verl_options.MaxTokens = None,
+    algorithm: verl_options.Algorithms = Algorithm.GRPO,
     strategy: Annotated[str, typer.Option(help="fsdp or fsdp2.")] = "fsdp2",
     sequence_parallel: Annotated[int, typer.Option(help="Ulysses degree.")] = 1,
     attention: Annotated[
@@ -566,16 +555,14 @@ def main(
     ] = True,
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
-    updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
-    untimed: Annotated[int, typer.Option(help="Whole updates before them, where the first one of a row compiles.")] = 0,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
+    updates: verl_options.Updates = 3,
+    untimed: verl_options.Untimed = 0,
+    learning_rate: verl_options.LearningRate = 1e-6,
     trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None,
     distance: Annotated[
         list[str] | None, typer.Option(help="Compare gradients with fp32 on these traces, of which there are rows.")
     ] = None,
-    rows: Annotated[
-        Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
-    ] = None,
+    rows: verl_options.Rows = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
     given = {name: value for name, value in locals().items() if name not in ("json_to", "rows", "distance")}

@@ -44,10 +44,9 @@ from verl.workers.engine_workers import TrainingWorker
 
 from dualkv.integrations.megatron import enable
 from dualkv.integrations.verl import MODEL_TYPE
-from dualkv.models import CONFIGS
-from tools.bench import stock_attention, verl
+from tools.bench import stock_attention, verl, verl_options
 from tools.bench.record import JsonPath
-from tools.bench.verl import Algorithm, Engine
+from tools.bench.verl_options import Algorithm, Engine
 
 CHUNK = 4096  # rows of the chunked head at a time
 # A fresh worker's log-probs are compared on these rollouts.
@@ -214,28 +213,26 @@ def settings_of(options: dict[str, Any]) -> Settings:
 
 def main(
     json_to: JsonPath,
-    engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
-    groups: Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")] = 1,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 32,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 8192,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
-    micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")] = None,
-    algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO,
+    engine: verl_options.Engines = Engine.DUALKV,
+    model: verl_options.Model = "tiny",
+    layers: verl_options.Layers = None,
+    groups: verl_options.Groups = 1,
+    responses: verl_options.Responses = 32,
+    prompt_len: verl_options.PromptLen = 8192,
+    response_len: verl_options.ResponseLen = 2048,
+    micro_batch: verl_options.MicroBatch = None,
+    max_tokens: verl_options.MaxTokens = None,
+    algorithm: verl_options.Algorithms = Algorithm.GRPO,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks, with sequence parallelism.")] = 1,
     context_parallel: Annotated[int, typer.Option(help="Ranks; packed groups only.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="Stages.")] = 1,
     attention: Annotated[str, typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}.")] = "fa2",
     head: Annotated[str, typer.Option(help="veRL's triton or unfused, or PyTorch's, chunked.")] = "triton",
     dtype: Annotated[str, typer.Option(help="Of weights and computation: bf16 or fp32.")] = "bf16",
-    updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3,
-    untimed: Annotated[int, typer.Option(help="Whole updates before them: megatron-core's fusions compile.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6,
-    rows: Annotated[
-        Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
-    ] = None,
+    updates: verl_options.Updates = 3,
+    untimed: verl_options.Untimed = 1,
+    learning_rate: verl_options.LearningRate = 1e-6,
+    rows: verl_options.Rows = None,
 ) -> None:
     """Measure policy updates of veRL's Megatron engine; the first rank prints and writes the figures."""
     given = {name: value for name, value in locals().items() if name not in ("json_to", "rows")}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dualkv.bench.show import markdown_table
+from tools.bench.record import recorded
 
 Row = dict[str, Any]
+PARALLEL = {"tensor_parallel": "TP", "context_parallel": "CP", "pipeline_parallel": "PP"}
 # Of both engines' rows that compute the same.
 WORK = ("model", "layers", "responses", "prompt_len", "response_len", "algorithm")
 
@@ -87,3 +89,20 @@ def scaling(recorded: list[Row]) -> str:
             speed = f"{row['replicated_tokens_per_second']:,.0f}"
             lines.append([str(row["ranks"]), f"{seconds:.3f}", speed, f"{one['seconds']['median'] / seconds:.0%}"])
     return markdown_table(["GPUs", "seconds", "tokens/s", "efficiency"], lines)
+
+
+def megatron(run: dict[str, Any]) -> str:
+    """Updates of both engines with veRL's Megatron strategy, each by itself."""
+    rows = []
+    for row in run["rows"]:
+        s = row["settings"]
+        size = f"{s['micro_batch']} responses" if s["micro_batch"] else "whole groups"
+        shape = ", ".join(f"{short} {s[name]}" for name, short in PARALLEL.items() if s[name] > 1)
+        what = [f"{'packed' if _packed(row) else 'veRL'}, {size}", f"{row['ranks']}{shape and f' ({shape})'}"]
+        if "error" in row:
+            rows.append([*what, row["error"].partition(":")[0], "", ""])
+            continue
+        each = ", ".join(f"{seconds:.2f}" for seconds in row["seconds"]["each"])
+        rows.append([*what, each, f"{max(row['peak_gib']):.0f}", f"{row['metrics']['grad_norm']:.3f}"])
+    head = ["micro-batches", "GPUs", "seconds of each update", "peak, GiB", "norm of the gradient, mean"]
+    return markdown_table(head, rows) + recorded(run)

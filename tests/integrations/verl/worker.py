@@ -54,7 +54,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.ops import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools.bench import stock_attention, train_verl, ulysses
+from tools.bench import stock_attention, train_verl, ulysses, verl_options
 from tools.bench import verl as bench_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -382,7 +382,7 @@ def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
     train_verl.save_model(models / "training", seed=0)
     rewarded = {
         engine.value: list(train_verl.train(replace(settings, engine=engine), task, models / "training", seed=0))
-        for engine in bench_verl.Engine
+        for engine in verl_options.Engine
     }
     return {"rewarded": rewarded}
 
