@@ -564,7 +564,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": lambda: host_time.markdown(_load("host-h200")),
     "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-moe", "moe")),
     "verl-updates-before": lambda: verl_rows.updates(_verl("4gpu-before")),
-    "verl-megatron": lambda: verl_rows.megatron(_load("verl-megatron-h200")),
+    "verl-megatron": lambda: verl_rows.megatron(*map(_load, ("verl-megatron-h200", "verl-megatron-h200-2gpu"))),
     "verl-scaling": lambda: verl_rows.scaling(_verl("1gpu", "4gpu-2")),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }

@@ -167,13 +167,6 @@ def test_claims_have_what_was_recorded(tmp_path, monkeypatch):
         "| trace-tau2-1 | 6.00 | 7.00, 50 | 2.00, 50 | 3.50x |",
         "| trace-search-0 | 6.00 | not measured | 1.00, 50 | not measured |",
     ]
-    of_search = {"settings": {"engine": "verl", "trace": "trace-search-0"}, "seconds": {"median": 5.0}}
-    again = [rows[0], rows[1] | {"seconds": {"median": 2.0}}, rows[0] | of_search]
-    (tmp_path / "verl-h200-traces-20.json").write_text(filed.text(about | {"rows": again}))
-    assert [line.split(" | ")[2:] for line in lines("trace-verl")[2:-2]] == [
-        ["7.00, 50", "2.00, 50", "3.50x |"],
-        ["5.00, 50", "2.00, 50", "2.50x |"],
-    ]
     way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
     ways = {"padded": way, "tree": {"error": "out of memory"}}
     record = about | {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}

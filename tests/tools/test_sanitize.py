@@ -90,6 +90,15 @@ def test_races_of_an_h200():
     assert [offset for _, offset in report.places] == [0xD10, 0x17E0, 0x22D0, 0x2320]
 
 
+@pytest.mark.parametrize(("kept", "whole"), [(1536, False), (1537, True)])
+def test_a_racecheck_whose_reports_are_full_has_not_finished(monkeypatch, kept, whole):
+    """The tool goes on, and says so in one process of two."""
+    monkeypatch.setattr(sanitize, "RACES", kept)
+    said = sanitize.read("racecheck", "64", (DATA / "racecheck.log").read_text(), 1.0)["unfinished"]
+    assert (not said) is whole
+    assert whole or said.startswith("1,536 reports")
+
+
 # ---------------------------------------------------------------- verdicts
 PROGRAM = """#!{python}
 import sys

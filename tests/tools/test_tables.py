@@ -129,15 +129,15 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
 
 
 def test_rows_of_verl_on_megatron() -> None:
-    sizes = {"tensor_parallel": 2, "context_parallel": 1, "pipeline_parallel": 2, "micro_batch": None}
+    sizes = {"tensor_parallel": 2, "context_parallel": 1, "pipeline_parallel": 2, "micro_batch": None, "groups": 2}
     packed = {"settings": {"engine": "dualkv", **sizes}, "ranks": 4, "seconds": {"each": [1.5, 1.25]}}
     packed |= {"peak_gib": [3.0, 4.0], "metrics": {"grad_norm": 2.0}}
     failed = {"settings": {"engine": "verl", **sizes, "micro_batch": 8}, "ranks": 4, "error": "OutOfMemoryError: no"}
     about = {"date": "2026-11-28T09:00:00+00:00", "commit": "0123456789"}
-    table = verl_rows.megatron(about | {"rows": [packed, failed]}).splitlines()
+    table = verl_rows.megatron(about | {"rows": [packed]}, about | {"rows": [failed]}).splitlines()
     assert table[2:] == [
-        "| packed, whole groups | 4 (TP 2, PP 2) | 1.50, 1.25 | 4 | 2.000 |",
-        "| veRL, 8 responses | 4 (TP 2, PP 2) | OutOfMemoryError |  |  |",
+        "| packed, whole groups | 4 (TP 2, PP 2) | 2 | 1.50, 1.25 | 4 | 2.000 |",
+        "| veRL, 8 responses | 4 (TP 2, PP 2) | 2 | OutOfMemoryError |  |  |",
         "",
         "Recorded 2026-11-28 at commit 0123456.",
     ]

@@ -137,7 +137,7 @@ def _ours(claim: Claim, load: Load) -> Iterator[str]:
             elif _kind(made["trace"]) in claim.kinds:
                 yield from _over(made, "replicated")
     with contextlib.suppress(FileNotFoundError):
-        for trace, (stock, ours) in verl_times(load).items():
+        for trace, (stock, ours) in verl_pairs(load(VERL)["rows"]).items():
             if _kind(trace) in claim.kinds and stock is not None and ours is not None:
                 speed = stock["seconds"]["median"] / ours["seconds"]["median"]
                 yield f"{speed:.2f}x in veRL (`{trace}`)"
@@ -171,7 +171,6 @@ def _there(load: Load, *names: str) -> list[dict[str, Any]]:
 
 Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
 VERL, TRL = "verl-h200-traces", "trl-h200-traces"  # records of times
-MORE = "-20"  # behind the first name: a record of all traces again, for those that one engine has not finished there
 NEAR = "-near"  # behind those names: records of gradients on smaller traces, whose times are not used
 TRL_WAYS = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV"}
 
@@ -185,19 +184,10 @@ def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
     return {trace: (of.get("verl"), of.get("dualkv")) for trace, of in found.items()}
 
 
-def verl_times(load: Load) -> dict[str, Pair]:
-    """`verl_pairs` of the record of times, and of the other one for traces that it has not of both engines."""
-    found = verl_pairs(load(VERL)["rows"])
-    with contextlib.suppress(FileNotFoundError):
-        again = verl_pairs(load(VERL + MORE)["rows"])
-        found |= {trace: again[trace] for trace, pair in found.items() if None in pair and trace in again}
-    return found
-
-
 def verl(load: Load) -> str:
     """Updates of both engines: seconds and memory."""
     rows = []
-    for trace, (stock, ours) in verl_times(load).items():
+    for trace, (stock, ours) in verl_pairs(load(VERL)["rows"]).items():
         ratio = f"{ours['metrics']['dualkv/dedup_ratio']:.2f}" if ours else "not measured"
         speed = f"{stock['seconds']['median'] / ours['seconds']['median']:.2f}x" if stock and ours else "not measured"
         seconds = [
@@ -206,7 +196,7 @@ def verl(load: Load) -> str:
         ]
         rows.append([trace, ratio, *seconds, speed])
     head = ["trace", "tokens over packed", "veRL: s, GiB", "DualKV: s, GiB", "speed-up"]
-    return markdown_table(head, rows) + recorded(*_there(load, VERL, VERL + MORE))
+    return markdown_table(head, rows) + recorded(load(VERL))
 
 
 def trl(load: Load) -> str:

@@ -91,18 +91,19 @@ def scaling(recorded: list[Row]) -> str:
     return markdown_table(["GPUs", "seconds", "tokens/s", "efficiency"], lines)
 
 
-def megatron(run: dict[str, Any]) -> str:
+def megatron(*runs: dict[str, Any]) -> str:
     """Updates of both engines with veRL's Megatron strategy, each by itself."""
     rows = []
-    for row in run["rows"]:
+    for row in (row for run in runs for row in run["rows"]):
         s = row["settings"]
         size = f"{s['micro_batch']} responses" if s["micro_batch"] else "whole groups"
         shape = ", ".join(f"{short} {s[name]}" for name, short in PARALLEL.items() if s[name] > 1)
         what = [f"{'packed' if _packed(row) else 'veRL'}, {size}", f"{row['ranks']}{shape and f' ({shape})'}"]
+        what.append(str(s["groups"]))
         if "error" in row:
             rows.append([*what, row["error"].partition(":")[0], "", ""])
             continue
         each = ", ".join(f"{seconds:.2f}" for seconds in row["seconds"]["each"])
         rows.append([*what, each, f"{max(row['peak_gib']):.0f}", f"{row['metrics']['grad_norm']:.3f}"])
-    head = ["micro-batches", "GPUs", "seconds of each update", "peak, GiB", "norm of the gradient, mean"]
-    return markdown_table(head, rows) + recorded(run)
+    head = ["micro-batches", "GPUs", "groups", "seconds of each update", "peak, GiB", "norm of the gradient, mean"]
+    return markdown_table(head, rows) + recorded(*runs)

@@ -30,6 +30,7 @@ from tools.sanitize.show import CONTROLS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = ["--print-limit", "20000", "--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
+RACES = 10**8  # that racecheck keeps in a process: those of its own making are tens of millions
 ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
 
 
@@ -64,7 +65,7 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
     environ = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONUNBUFFERED": "1",
-        "NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": str(10**8),  # those of the tool's own making are tens of millions
+        "NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": str(RACES),
     }
     code, text = run_limited(command, limit, environ)
     return read(tool, what, text, monotonic() - begin, code, f"stopped after {limit:g} s" if code is None else "")
@@ -76,6 +77,8 @@ def read(tool: str, what: str, text: str, seconds: float, code: int | None = 0, 
     wrong = found.failures + [ended_by] * bool(ended_by)
     if found.not_printed:
         wrong.append(f"{found.not_printed} more reports were not printed")
+    if tool == "racecheck" and found.reports.total() >= RACES:
+        wrong.append(f"{RACES:,} reports, which are all that racecheck keeps: it saw nothing of what came after")
     if not wrong and (not found.begun or found.begun != found.ended):
         wrong.append(f"exit code {code}: " + " ".join(text.split())[-300:])
     return {
