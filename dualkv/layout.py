@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels.abi import MAX_ROWS
@@ -180,7 +181,9 @@ class Segments:
             if torch.compiler.is_compiling():  # numpy on the host is nothing for a graph
                 make = torch.compiler.disable(make)
             with torch.inference_mode(False):  # later calls may record it for their backward
-                found = self._cache[key] = make()
+                found = make()
+            if not isinstance(found, FakeTensor):  # its mode ends before the layout
+                self._cache[key] = found
         return found
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dualkv import Layout
 from dualkv import layout as layout_module
@@ -34,6 +35,17 @@ def test_visibility_is_that_of_the_replicated_sequences(tree):
         expected |= {(rows[i], k) for i in range(first, len(rows)) for k in rows[: i + 1]}
         assert layout.position_ids[offsets[s] : offsets[s + 1]].tolist() == list(range(first, len(rows)))
     assert visible_pairs(layout) == expected
+
+
+@pytest.mark.parametrize("name", ["position_ids", "visible_end", "region_bounds"])
+def test_fake_tensors_do_not_outlive_their_mode(name):
+    layout = Layout.from_lengths([4], [[2, 3]])
+    with FakeTensorMode():
+        fake = getattr(layout, name)
+        assert isinstance(fake, FakeTensor)
+    made = getattr(layout, name)
+    assert type(made) is torch.Tensor
+    assert (made.shape, made.dtype) == (fake.shape, fake.dtype)
 
 
 def test_rows_of_each_group_that_ask_nothing():

@@ -53,6 +53,7 @@ POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
 
 # Models that make the masks of their decoder with a rule for blocks of images, also of text alone.
 OWN_MASKS = ("Gemma4UnifiedModel",)
+OF_ANOTHER_MODEL = "shared_kv_states"  # an input of drafters, with a default that their calls refuse
 
 
 # ---------------------------------------------------------------- the attention modules of a model
@@ -239,7 +240,8 @@ def _needed(model: PreTrainedModel) -> list[str]:
     runs = {"self", "input_ids"} | {name for how in media.families(model) for name in how.inputs}
     parameters = inspect.signature(type(model).forward).parameters.values()
     free = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in free and p.name not in runs]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in free and p.name not in runs]
+    return [*needed, *(p.name for p in parameters if p.name == OF_ANOTHER_MODEL)]
 
 
 def objections(model: nn.Module) -> Iterator[str]:

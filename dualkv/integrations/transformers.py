@@ -414,7 +414,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     Args:
         model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of
             its config, and forward pre-hooks.
-        deterministic: bitwise equal gradients from run to run.
+        deterministic: bitwise equal gradients from run to run. Models with one config object have one setting.
         check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
             random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
             takes about a second, once for each configuration in a process. The model itself is not run.

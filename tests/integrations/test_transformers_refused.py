@@ -35,6 +35,11 @@ def without_weights(config: Any, cls: str) -> Any:
         return getattr(tf, cls)._from_config(config)
 
 
+class Drafter(tf.Qwen3ForCausalLM):
+    def forward(self, inputs_embeds=None, shared_kv_states=None, **kwargs):
+        raise NotImplementedError
+
+
 REFUSED_MODELS = {
     "a recurrent layer of another kind": (
         lambda: tiny("Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=1),
@@ -61,6 +66,10 @@ REFUSED_MODELS = {
     "no call without images": (
         lambda: without_weights(tf.Blip2Config(), "Blip2ForConditionalGeneration"),
         r"^Blip2ForConditionalGeneration takes no call without pixel_values, which cannot run packed",
+    ),
+    "no call without another model's keys": (
+        lambda: Drafter(tf.Qwen3Config(**SIZES)),
+        r"^Drafter takes no call without shared_kv_states, which cannot run packed",
     ),
     "no model": (lambda: nn.Linear(2, 2), r"Linear has no causal attention layer"),
     "layers of a head dim of 520": (
