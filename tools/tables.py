@@ -486,9 +486,11 @@ def trust() -> str:
     for path in sorted(RESULTS.glob("sanitizer-*.json")):
         run = _load(path.stem)
         for name, tool in run["tools"].items():
-            errors = sum(report["count"] for report in tool["reports"] if report["false_positive"] is None)
-            found = [f"not finished: {why}" for why in tool["unfinished"]]
-            rows.append(_tried(run, f"compute-sanitizer, {name}", f"{tool['cases']:,} cases", errors, "; ".join(found)))
+            errors = [report for report in tool["reports"] if report["false_positive"] is None]
+            found = dict.fromkeys(report["what"].partition(". ")[0] for report in errors)
+            said = "; ".join([*found, *(f"not finished: {why}" for why in tool["unfinished"])])
+            failed = sum(report["count"] for report in errors)
+            rows.append(_tried(run, f"compute-sanitizer, {name}", f"{tool['cases']:,} cases", failed, said))
     for path in sorted(RESULTS.glob("soak-*.json")):
         run = _load(path.stem)
         last, steps = run["curve"][-1], sum(run["steps"].values())

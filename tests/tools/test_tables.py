@@ -101,7 +101,10 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
     fuzz = about | {"seed": "5", "failed": 2, "worst_part_of_bound": 1.5, "tried": {"cases": 5000}, "device": "cuda"}
     later = {"commit": "b" * 40, "worst_part_of_bound": 0.5, "date": "2026-01-03"}
     runs = [fuzz | later, fuzz | {"seed": "5, 7"}, fuzz | {"device": "cpu", "gpu": {"name": "none"}}]
-    reports = [{"count": 3, "false_positive": None}, {"count": 9, "false_positive": "a reason"}]
+    reports = [
+        {"what": "Invalid read. Of 4 bytes.", "count": 3, "false_positive": None},
+        {"what": "Invalid write", "count": 9, "false_positive": "a reason"},
+    ]
     tools = {"memcheck": {"cases": 40, "reports": reports, "unfinished": ["killed"]}}
     curve = [{"seconds": s, "allocated": s / 1000, "resident": s / 2} for s in (1000.0, 1690.0)]
     soak = {"seconds": 9999.0, "steps": {"a": 1000, "b": 500}, "problems": ["resident grew"], "curve": curve}
@@ -122,7 +125,8 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
         "| random calls, seed 5 | H200 | 5,000 | 2 | largest error 0.50 of its bound | 2026-01-03, commit bbbbbbb |",
         "| the GPU tests | H200 | 38 tests | 3 | a.py::test_one[2]; 2 skipped in a.py: needs two GPUs"
         " | 2026-01-02, commit aaaaaaa |",
-        "| compute-sanitizer, memcheck | H200 | 40 cases | 3 | not finished: killed | 2026-01-02, commit aaaaaaa |",
+        "| compute-sanitizer, memcheck | H200 | 40 cases | 3 | Invalid read; not finished: killed"
+        " | 2026-01-02, commit aaaaaaa |",
         "| a long run, 28 minutes | H200 | 1,500 steps | 1 | resident grew; at the end 1.7 MiB on the device,"
         " 845 MiB on the host | 2026-01-02, commit aaaaaaa |",
     ]
