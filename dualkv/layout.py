@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from cute_kernels.abi import MAX_ROWS
 from dualkv.arrays import (
@@ -182,7 +183,7 @@ class Segments:
                 make = torch.compiler.disable(make)
             with torch.inference_mode(False):  # later calls may record it for their backward
                 found = make()
-            if not isinstance(found, FakeTensor):  # its mode ends before the layout
+            if not pytree.tree_any(lambda x: isinstance(x, FakeTensor), found):  # their mode ends before the layout
                 self._cache[key] = found
         return found
 

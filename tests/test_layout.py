@@ -48,6 +48,19 @@ def test_fake_tensors_do_not_outlive_their_mode(name):
     assert (made.shape, made.dtype) == (fake.shape, fake.dtype)
 
 
+def test_fake_tensors_within_what_is_kept_do_not_outlive_their_mode():
+    segments = Layout.from_lengths([4], [[2, 3]])._segments
+
+    def first() -> tuple[int, list[torch.Tensor]]:
+        return 1, [torch.zeros(2)]
+
+    with FakeTensorMode():
+        assert isinstance(segments.cached("parts", first)[1][0], FakeTensor)
+    made = segments.cached("parts", first)
+    assert type(made[1][0]) is torch.Tensor
+    assert segments.cached("parts", first) is made
+
+
 def test_rows_of_each_group_that_ask_nothing():
     layout = Layout.from_lengths([10, 0, 3], [[3, 5], [], [0, 2]])
     assert layout.without_queries([11, 0, 0])._segments.first_query.tolist() == [11, 18, 18]

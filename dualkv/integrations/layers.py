@@ -240,8 +240,11 @@ def _needed(model: PreTrainedModel) -> list[str]:
     runs = {"self", "input_ids"} | {name for how in media.families(model) for name in how.inputs}
     parameters = inspect.signature(type(model).forward).parameters.values()
     free = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in free and p.name not in runs]
-    return [*needed, *(p.name for p in parameters if p.name == OF_ANOTHER_MODEL)]
+    return [
+        p.name
+        for p in parameters
+        if p.name == OF_ANOTHER_MODEL or (p.default is p.empty and p.kind not in free and p.name not in runs)
+    ]
 
 
 def objections(model: nn.Module) -> Iterator[str]:

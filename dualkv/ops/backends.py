@@ -163,20 +163,22 @@ def computed(
     dlse: torch.Tensor | None,
     backend: str | None,
 ) -> T:
-    """What `run` returns for the backend of a call (see `choose`, also for errors). Where that is FlexAttention, nobody
-    asked for it and it cannot be compiled, the next one takes its place."""
+    """What `run` returns for the backend of a call (see `choose`, also for errors). Where nobody asked for one and the
+    first that serves the call cannot be compiled, the next one takes its place."""
     found = choose(q, v, softcap, dlse, backend)
-    try:
-        return run(found)
-    except flex.NotCompiled as e:
-        if backend is not None or of_variable() is not None:
-            raise
-        why = str(e)
-    # Out here, where the error holds no tensor of the call that failed.
-    after = order(q.device)[order(q.device).index("flex") + 1 :]
-    found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, softcap, dlse) is None)
-    warn_once(f"dualkv: FlexAttention was not compiled ({why}); running {found.warning}")
-    return run(found)
+    while True:
+        try:
+            return run(found)
+        except flex.NotCompiled as e:
+            if backend is not None or of_variable() is not None:
+                raise
+            why = str(e)
+        # Out here, where the error holds no tensor of the call that failed.
+        names = order(q.device)
+        failed = next(name for name in names if BACKENDS[name] is found)
+        after = names[names.index(failed) + 1 :]
+        found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, softcap, dlse) is None)
+        warn_once(f"dualkv: the backend {failed!r} was not compiled ({why}); running {found.what}")
 
 
 def first(

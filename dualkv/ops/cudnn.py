@@ -2,7 +2,8 @@
 
 Its kernels run on Hopper and on the Blackwell GPUs of data centres. A row sees a union of intervals of its sequence's
 keys, and a layout's rows do (`dualkv.ops.intervals`). cuDNN makes its mask plan on the device, once a layout here, and
-compiles kernels at their first use. All that this project uses of the package is in this file.
+compiles kernels at their first use. All that the library uses of the package is in this file; the benchmark calls its
+autograd function beside it, as a peer (`dualkv/bench/sides.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from dualkv.layout import Segments
+from dualkv.ops.flex import NotCompiled
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.intervals import group_lengths, interval_ends
 from dualkv.ops.sinks import dsinks, with_sinks
@@ -36,21 +38,25 @@ BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gr
 def unsupported(
     q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
 ) -> str | None:
-    """Why cuDNN cannot serve a call, or None. All layouts, windows and GQA ratios are served, and sinks."""
+    """Why cuDNN cannot serve a call, or None. All layouts and windows are served, and sinks."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
     if max(q.shape[2], v.shape[2]) > HEAD_DIM_MAX:
         return f"head dims above {HEAD_DIM_MAX}"
     if softcap is not None:
         return "softcap"
-    reason = device_unsupported(q.device)
-    if reason is None and q.shape[2] != v.shape[2] and torch.cuda.get_device_capability(q.device) == (9, 0):
-        return "values of another head dim on compute capability 9.0"  # its backward has no such kernels there
-    if reason is None and dlse is not None and head_dims(q.shape[2], v.shape[2]) == BLACKWELL_WIDE:
-        major, _ = torch.cuda.get_device_capability(q.device)
-        if major == 10:
-            return "gradients of lse with head dims above 192 and 128 on compute capability 10.x"
-    return reason
+    if reason := device_unsupported(q.device):
+        return reason
+    major, _ = torch.cuda.get_device_capability(q.device)
+    head_dim, head_dim_v = dims = head_dims(q.shape[2], v.shape[2])
+    if major == 9 and head_dim != head_dim_v:  # what the backward has no kernels for there
+        if q.shape[1] != v.shape[1]:
+            return "grouped queries with values of another head dim on compute capability 9.0"
+        if 48 < head_dim <= 64 and head_dim_v > 96:
+            return f"head dim {head_dim} with values of {head_dim_v} on compute capability 9.0"
+    if major == 10 and dlse is not None and dims == BLACKWELL_WIDE:
+        return "gradients of lse with head dims above 192 and 128 on compute capability 10.x"
+    return None
 
 
 @cache
@@ -85,19 +91,33 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 @cache
 def _module() -> Any:
-    with _kept_apart():
+    with _compiling("import"):
         return importlib.import_module("cudnn.flex_attention")
 
 
+_failures: dict[Any, str] = {}  # by what was imported or compiled
+
+
 @contextmanager
-def _kept_apart() -> Iterator[None]:
-    """For what compiles: the DSL that cuDNN compiles with looks for its own options in sys.argv, and ends the program
-    over a `-d` of the program's; and cuDNN prints to standard output, which is the program's."""
+def _compiling(*what: Any) -> Iterator[None]:
+    """For what imports or compiles. The DSL that cuDNN compiles with looks for its own options in sys.argv, and ends
+    the program over a `-d` of the program's; and cuDNN prints to standard output, which is the program's.
+
+    Raises:
+        NotCompiled: cuDNN failed, now or before at the same. Errors of memory and of the device are raised as they are.
+    """
+    if what in _failures:
+        raise NotCompiled(_failures[what])
     given = sys.argv
     sys.argv = given[:1]
     try:
         with redirect_stdout(sys.stderr):
             yield
+    except (NotCompiled, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as e:
+        _failures[what] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise NotCompiled(_failures[what]) from e
     finally:
         sys.argv = given
 
@@ -123,8 +143,10 @@ class Plan:
             spans = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu.to(device))
             spans |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
         given = (self.shaped(x) for x in (q, k, v))
-        with _kept_apart():
-            self.mask = _module().create_mask_plan(ends, *given, **spans, build_backward=True)
+        module = _module()
+        self._form = device, q.dtype, *q.shape[1:], k.shape[1], v.shape[2], self.batched
+        with _compiling("plan", *self._form):
+            self.mask = module.create_mask_plan(ends, *given, **spans, build_backward=True)
         self._calls: dict[Any, Any] = {}
         self._home = torch.cuda.current_stream(device)
 
@@ -140,8 +162,8 @@ class Plan:
         form = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in shaped)
         call = self._calls.get((of, form, *options.items()))
         if call is None:
-            call = getattr(_module(), of)(*given, self.mask, last, **options)
-            with _kept_apart():
+            with _compiling(of, *self._form, last is None, *options.items()):
+                call = getattr(_module(), of)(*given, self.mask, last, **options)
                 call.check_support()
                 call.compile()
             self._calls[of, form, *options.items()] = call

@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 class NotCompiled(RuntimeError):
-    """PyTorch could not compile a call, or was told not to compile. Uncompiled, FlexAttention would be dense."""
+    """A backend could not compile a call, or was told not to compile. Uncompiled, FlexAttention would be dense."""
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor) -> str | None:

@@ -256,11 +256,15 @@ def stand_in(made_plans):
     return module
 
 
+IMPORTS_CUDNN = cudnn._module
+
+
 @pytest.fixture
 def plans(monkeypatch):
     found = []
     module = stand_in(found)
     monkeypatch.setattr(cudnn, "_module", lambda: module)
+    monkeypatch.setattr(cudnn, "_failures", {})
     monkeypatch.setattr(torch.cuda, "device_of", lambda q: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
     return found
@@ -304,6 +308,9 @@ def test_the_surface_of_the_installed_package():
         positional = [p.name for p in used if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert list(found)[: len(positional)] == positional
         assert {p.name for p in used} - optional <= set(found)
+    peer = inspect.signature(theirs.flex_attn_func).parameters  # as the benchmark calls it
+    assert [*peer][:3] == ["q", "k", "v"]
+    assert {"mask_plan", "softmax_scale"} <= set(peer)
     sample = (
         ("q", "k", "v", "o", "mask_plan", "lse"),
         ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", "mask_plan", "dlse"),
@@ -392,7 +399,7 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
         assert torch.equal(torch.autograd.grad(out, q, dout)[0], dq)
         with pytest.raises(flex.NotCompiled, match=reason):
             dualkv.attention(q, k, v, GROUP, backend="flex")
-        assert all("FlexAttention was not compiled" in text and reason in text for text in warned)
+        assert all("'flex' was not compiled" in text and reason in text for text in warned)
         assert len(warned) == 2
 
     warned, reason = [], "out of resources"
@@ -412,13 +419,53 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
             dualkv.attention(q, k, v, GROUP)
 
 
+@pytest.mark.parametrize("of", ["import", "plan", "FlexAttentionFwd", "FlexAttentionBwd"])
+def test_a_cudnn_that_fails_gives_way_to_the_next(plans, monkeypatch, of):
+    """By default, with one warning for each thing that fails, which is not tried again; by hand it is an error."""
+    q, k, v, dout, _, _ = drawn(GROUP, {})
+    want = dualkv.attention(q.requires_grad_(), k, v, GROUP, backend="reference")
+    (dq,) = torch.autograd.grad(want, q, dout)
+    monkeypatch.setattr(cudnn, "unsupported", lambda *call: None)
+    monkeypatch.setattr(backends, "order", lambda device: ("cudnn", "reference"))
+    monkeypatch.setattr(backends, "warn_once", lambda text: warned.append(text))
+    warned, tried = [], []
+
+    def fails(*given, **more):
+        tried.append(of)
+        raise ImportError("no kernels here")
+
+    if of == "import":
+        monkeypatch.setattr(cudnn, "importlib", types.SimpleNamespace(import_module=fails))
+        monkeypatch.setattr(cudnn, "_module", IMPORTS_CUDNN)
+    elif of == "plan":
+        monkeypatch.setattr(cudnn._module(), "create_mask_plan", fails)
+    else:
+        monkeypatch.setattr(getattr(cudnn._module(), of), "check_support", fails)
+    for _ in range(2):
+        layout = Layout.from_segments(GROUP.offsets, GROUP.parent)
+        out = dualkv.attention(q, k, v, layout)
+        torch.testing.assert_close((out, torch.autograd.grad(out, q, dout)[0]), (want, dq), atol=1e-6, rtol=1e-5)
+        with pytest.raises(flex.NotCompiled, match="no kernels here"):
+            torch.autograd.grad(dualkv.attention(q, k, v, layout, backend="cudnn"), q, dout)
+    assert tried == [of]
+    assert all(t == warned[0] for t in warned)
+    assert warned[0].startswith("dualkv: the backend 'cudnn' was not compiled (ImportError: no kernels here); running")
+
+
+def test_memory_that_ends_while_cudnn_compiles_is_no_refusal(monkeypatch):
+    for error in (MemoryError(), torch.OutOfMemoryError("full")):
+        with pytest.raises(type(error)), cudnn._compiling("test"):
+            raise error
+    assert not cudnn._failures
+
+
 def test_the_next_of_flex_is_flash(compiler, monkeypatch):
     compiler(fails_to_compile)
     q, k, v, *_ = drawn(GROUP, {})
     served = {"unsupported": lambda *call: None}
     others = {
         "flex": backends.BACKENDS["flex"]._replace(**served),
-        "flash": backends.BACKENDS["reference"]._replace(**served, warning="the merged calls"),
+        "flash": backends.BACKENDS["reference"]._replace(**served, what="the merged calls"),
     }
     monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | others)
     monkeypatch.setattr(backends, "order", lambda device: ("flex", "flash", "reference"))
@@ -482,8 +529,17 @@ def test_by_hand(gpu, monkeypatch):
     with pytest.raises(ValueError, match="backend is 'flash', which does not serve softcap"):
         chosen("flash", 3.0)
     narrow = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 128)})
-    with pytest.raises(ValueError, match=r"'cudnn', which does not serve values of another head dim on .* 9\.0"):
-        backends.choose(q, narrow, None, None, "cudnn")
+    assert backends.choose(q, narrow, None, None, "cudnn") is backends.BACKENDS["cudnn"]  # padded to 256/256
+    for shapes, words in {
+        ((4, 192), (2, 128)): "grouped queries with values of another head dim",
+        ((4, 40), (2, 24)): "grouped queries with values of another head dim",
+        ((4, 64), (4, 104)): "head dim 64 with values of 104",
+        ((4, 192), (4, 128)): None,
+        ((4, 64), (4, 96)): None,
+        ((4, 160), (2, 160)): None,
+    }.items():
+        of = [types.SimpleNamespace(**vars(q) | {"shape": (5, *shape)}) for shape in shapes]
+        assert cudnn.unsupported(*of) == (words and f"{words} on compute capability 9.0")
     assert backends.choose(gpu((10, 0)), narrow, None, None, "cudnn") is backends.BACKENDS["cudnn"]
     q = gpu((9, 0))
     monkeypatch.setenv("DUALKV_BACKEND", "fa2")
