@@ -13,6 +13,8 @@ mask functions say which keys each layer sees (:mod:`dualkv.integrations.masks`)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -482,6 +484,34 @@ def disable(model: Model) -> Model:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
     return model
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """A context in which an enabled model has its own attention and layers, as continuous batching needs it.
+
+        with suspended(model):
+            answers = model.generate_batch(prompts)
+
+    Configs name the model's own implementation, and layers that `fast` changed run as they were. Calls with a layout
+    raise ValueError. Afterwards the model is enabled as before, with the same `deterministic` and `fast`. A limit of
+    memory stays, with all that was measured under it.
+
+    Args:
+        model: a transformers model or a wrapper around one. One that is not enabled does not change.
+    """
+    names = [(config, config._attn_implementation) for config in _configs(model)]
+    was_fused = fused.is_fused(model)
+    fused.unfuse(model)
+    try:
+        for config, name in names:
+            config._attn_implementation = {"": _base(config) or name}
+        yield
+    finally:
+        for config, name in names:
+            config._attn_implementation = {"": name}
+        if was_fused:
+            fused.fuse(model)
 
 
 # A pickled model names its implementation. Importing this module registers the usual ones, for unpickling.

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from dualkv.integrations import checkpointing, fused
-from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.integrations.transformers import disable, enable, recompute_layers, suspended
 from tests.dispatched import Dispatched
 from tests.integrations.tiny import LAYOUT, make_featured, make_model, token_ids
 
@@ -266,6 +266,58 @@ def test_fusing_again_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(len(compiled))
     assert counts[0] > 0
     assert counts == [counts[0]] * 3
+
+
+def state(model: Any) -> dict[str, Any]:
+    """What `enable` and `recompute_layers` have set, but for fused layers."""
+    modules = dict(model.named_modules())
+    hooks = {(name, kind): list(getattr(m, kind).items()) for name, m in modules.items()
+             for kind in ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")}  # fmt: skip
+    noted = {(name, key): vars(m)[key] for name, m in modules.items() for key in vars(m) if "checkpointing" in key}
+    (fit,) = checkpointing._fits(model.get_decoder())
+    return hooks | noted | {"name": model.config._attn_implementation, "fit": fit, "measured": copy.copy(vars(fit))}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_suspended_model_is_itself_and_then_enabled_as_before(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = enable(make_deep(3), deterministic=True, fast=True)
+    memory = Memory(monkeypatch)
+    recompute_layers(model, "products", memory=10**4 / GIB)
+    memory.watch(model)
+    for _ in range(3):
+        memory.step(model, 10)
+    before, fused_before = state(model), {n for n, m in model.named_modules() if "forward" in vars(m)}
+    try:
+        with suspended(model):
+            assert model.config._attn_implementation == "sdpa"
+            assert not any("forward" in vars(m) for m in model.modules())
+            with pytest.raises(ValueError, match="Qwen3Model was set to 'sdpa' after dualkv was enabled"):
+                model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+            model.set_attn_implementation("eager")  # as continuous batching does
+            model.eval()
+            with torch.no_grad():
+                model(input_ids=torch.ones(1, 10, dtype=torch.int64))
+            model.train()
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    after = state(model)
+    after["measured"]["call"] = before["measured"]["call"]  # of the last call, without gradients
+    assert after == before
+    assert before["fit"].learned == 3
+    assert before["name"] == "dualkv-deterministic|sdpa"
+    assert {n for n, m in model.named_modules() if "forward" in vars(m)} == fused_before
+    memory.rows = 0
+    model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.sum().backward()
+
+
+def test_a_model_that_is_not_enabled_can_be_suspended() -> None:
+    model = make_model("qwen3")
+    with suspended(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_hooks_that_came_later_stay() -> None:

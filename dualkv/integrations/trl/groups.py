@@ -19,7 +19,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, uns
 from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.integrations import losses, media
 from dualkv.integrations.checkpointing import keep_attention
-from dualkv.integrations.transformers import disable, enable
+from dualkv.integrations.transformers import suspended
 from dualkv.integrations.trl.models import (
     Batch,
     at_tokens,
@@ -29,6 +29,7 @@ from dualkv.integrations.trl.models import (
     joined,
     pack_rollouts,
     prefix_tree,
+    refuse_memory,
     refuse_model,
     refuse_prompt_learning,
     rows_of_tokens,
@@ -73,16 +74,20 @@ class PackedGroups(Base):
         model, args, kwargs: TRL's.
         fast: as for :func:`dualkv.integrations.transformers.enable`, for the policy. Its gradient checkpointing then is
             what `enable` makes of it; a limit of memory is set in one process on a GPU.
+        memory: with `fast`, that limit in GiB, as for :func:`dualkv.integrations.transformers.recompute_layers`; by
+            default 0.9 of the GPU's memory.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            vision-language model whose images do not run packed, or prompt-learning PEFT; in training for images in
-            completions, and inputs other than text and images.
+            vision-language model whose images do not run packed, prompt-learning PEFT, or a `memory` that is not
+            positive, without `fast`, off a GPU or beside other ranks; in training for images in completions, and
+            inputs other than text and images.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
+        refuse_memory(fast, memory)
         refuse_model(model)
         self._fast = fast
         super().__init__(model, *args, **kwargs)
@@ -92,7 +97,7 @@ class PackedGroups(Base):
                 " to run packed: use TRL's own trainer"
             )
         refuse_prompt_learning(self.model)
-        enable_all(self, fast)
+        enable_all(self, fast, memory)
         losses.warn_of_trl(self)
 
     @profiling_decorator
@@ -158,11 +163,8 @@ class PackedGroups(Base):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.use_transformers_continuous_batching:
             return super()._generate_single_turn(*args, **kwargs)
-        disable(self.model)  # continuous batching recognizes attention implementations by name
-        try:
+        with suspended(self.model):  # continuous batching recognizes attention implementations by name
             return super()._generate_single_turn(*args, **kwargs)
-        finally:
-            enable(self.model, fast=self._fast)
 
 
 class GRPOTrainer(PackedGroups, trl.GRPOTrainer):

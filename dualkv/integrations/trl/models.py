@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from dualkv.data.gain import pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.trees import PackedSequences, pack_tree
-from dualkv.integrations import models
+from dualkv.integrations import checkpointing, models
 from dualkv.integrations.experts import load_balancing_loss
-from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.prefixes import PrefixTree, read_sequences
 
 Batch = dict[str, Any]
@@ -45,9 +45,24 @@ def refuse_prompt_learning(model: Any) -> None:
             )
 
 
-def enable_all(trainer: Any, fast: bool) -> None:
-    """Enables the policy, `fast` or not, and the reference model of a trainer."""
-    enable(trainer.model, fast=fast)
+def refuse_memory(fast: bool, memory: float | None) -> None:
+    """Raises TypeError for a limit that is no number, and ValueError for one that is not positive or without `fast`."""
+    if memory is not None:
+        checkpointing.refuse_limit(memory)
+        if not fast:
+            raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
+
+
+def enable_policy(model: nn.Module, fast: bool, memory: float | None) -> None:
+    """Enables a model that is trained, `fast` or not, with a limit of `memory` GiB where that is not None."""
+    enable(model, fast=fast)
+    if memory is not None:
+        recompute_layers(model, "attention", memory=memory)
+
+
+def enable_all(trainer: Any, fast: bool, memory: float | None) -> None:
+    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer."""
+    enable_policy(trainer.model, fast, memory)
     if trainer.ref_model is not None:
         enable(trainer.ref_model)
 

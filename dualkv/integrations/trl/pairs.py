@@ -22,7 +22,6 @@ from trl.trainer.utils import FusedCausalLMOutput
 from dualkv.data.packing import IGNORED
 from dualkv.data.trees import pack_sequences
 from dualkv.integrations import models
-from dualkv.integrations.transformers import enable
 from dualkv.integrations.trl.models import (
     MIN_SHARED,
     Batch,
@@ -30,7 +29,9 @@ from dualkv.integrations.trl.models import (
     call,
     count_rows,
     enable_all,
+    enable_policy,
     pack_rollouts,
+    refuse_memory,
     refuse_model,
     refuse_prompt_learning,
     rows_of_tokens,
@@ -55,18 +56,20 @@ class DPOTrainer(trl.DPOTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            dataset with images, or prompt-learning PEFT; in training for inputs other than text.
+            dataset with images, prompt-learning PEFT, or a `memory` that :class:`PackedGroups` refuses; in training for
+            inputs other than text.
     """
 
     _packed = False
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
+        refuse_memory(fast, memory)
         refuse_model(model)
-        self._fast = fast
+        self._fast, self._memory = fast, memory
         super().__init__(model, *args, **kwargs)
         if self._is_vision_dataset:
             raise ValueError("train_dataset has images: pairs are packed as text alone, use TRL's own trainer")
@@ -75,7 +78,7 @@ class DPOTrainer(trl.DPOTrainer):
     def _pack(self) -> None:
         if not self._packed:
             refuse_prompt_learning(self.model)
-            enable_all(self, self._fast)
+            enable_all(self, self._fast, self._memory)
             for model in (self.model, self.ref_model):
                 if model is not None:
                     pack_head(without_adapters(self.accelerator.unwrap_model(model)), self)
@@ -96,20 +99,21 @@ class RewardTrainer(trl.RewardTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model whose decoder :func:`dualkv.integrations.transformers.enable`
-            refuses, a head other than transformers' usual one, or prompt-learning PEFT; in training for inputs other
-            than text.
+            refuses, a head other than transformers' usual one, prompt-learning PEFT, or a `memory` that
+            :class:`PackedGroups` refuses; in training for inputs other than text.
     """
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
+        refuse_memory(fast, memory)
         if isinstance(model, str):
             refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_prompt_learning(self.model)
-        pack_score(without_adapters(self.model), self, fast)
+        pack_score(without_adapters(self.model), self, fast, memory)
 
 
 def pack_head(model: Any, trainer: Any) -> None:
@@ -166,13 +170,13 @@ def _packed_head(
     return FusedCausalLMOutput(**made, label_mask=scored, aux_loss=aux_loss)
 
 
-def pack_score(model: Any, trainer: Any, fast: bool = False) -> None:
+def pack_score(model: Any, trainer: Any, fast: bool = False, memory: float | None = None) -> None:
     """Lets a model with transformers' usual head of sequence classification compute shared prefixes once.
 
     Args:
         model: without wrappers; its decoder is enabled here.
         trainer: gets the metrics.
-        fast: as for `enable`.
+        fast, memory: as for :func:`enable_policy`.
 
     Raises:
         ValueError: a head of another kind, a decoder that is refused.
@@ -184,7 +188,7 @@ def pack_score(model: Any, trainer: Any, fast: bool = False) -> None:
         )
     decoder = getattr(model, model.base_model_prefix)
     models.refuse(decoder)
-    enable(decoder, fast=fast)
+    enable_policy(decoder, fast, memory)
     padded = model.forward
 
     @functools.wraps(getattr(padded, "__func__", padded))

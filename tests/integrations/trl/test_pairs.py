@@ -16,8 +16,10 @@ from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from trl.experimental import online_dpo as padded_online_dpo
 
+from dualkv.integrations import checkpointing, layers
 from dualkv.integrations.trl import DPOTrainer, RewardTrainer
 from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
+from tests.integrations.test_fast import Memory
 from tests.integrations.tiny import SIZES, VOCAB, assert_close, make_model
 from tests.integrations.trl.runs import PROMPTS, SETTINGS, reward, tokenizer
 from tests.integrations.trl.test_trainer import OF_THE_CLOCK
@@ -248,3 +250,27 @@ def test_what_online_dpo_refuses(tmp_path: Path) -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="the batch has images: pairs are packed as text alone"):
         online(OnlineDPOTrainer, tmp_path)._forward(None, ids, ids, ids, ids, {"pixel_values": ids})
+
+
+# ---------------------------------------------------------------- fast, with a limit of memory
+@pytest.mark.parametrize("of", ["dpo", "rewards", "online"])
+def test_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """It holds through a training, which is that of TRL. The fused pieces are traced."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    Memory(monkeypatch)
+    made, ours, theirs = {
+        "dpo": (dpo, DPOTrainer, trl.DPOTrainer),
+        "rewards": (lambda cls, folder: rewards(cls, folder, scorer()), RewardTrainer, trl.RewardTrainer),
+        "online": (online, OnlineDPOTrainer, padded_online_dpo.OnlineDPOTrainer),
+    }[of]
+    trainers = []
+
+    def make(cls: type) -> Any:
+        trainers.append(made(partial(cls, fast=True, memory=40) if cls is ours else cls, tmp_path))
+        return trainers[-1]
+
+    assert_same(make, ours, theirs, but=WITH_PADDING)
+    (decoder,) = layers.decoders(trainers[0].model)
+    (fit,) = checkpointing._fits(decoder)
+    assert fit.limit == 40 * 2**30
+    assert fit.learned >= 3

@@ -15,9 +15,11 @@ import trl
 from peft import LoraConfig, TaskType
 from trl.experimental import gmpo
 
-from dualkv.integrations import losses
+from dualkv.integrations import checkpointing, fused, losses
+from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, models
 from dualkv.integrations.trl.groups import _regrouped
+from tests.integrations.test_fast import Memory
 from tests.integrations.test_recurrent import make as make_recurrent
 from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_model
 from tests.integrations.trl.runs import (
@@ -512,6 +514,49 @@ def test_continuous_batching_finds_the_attention_it_knows(folder: Path, monkeypa
     trainer.train()
     assert set(names) == {"sdpa"}
     assert trainer.model.config._attn_implementation == "dualkv|sdpa"
+
+
+def test_continuous_batching_leaves_what_was_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of memory, what was measured under it, and `deterministic`; layers are not fused meanwhile."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    Memory(monkeypatch)
+    trainer = make_trainer(Fast, folder, use_transformers_continuous_batching=True, max_steps=3)
+    enable(trainer.model, deterministic=True, fast=True)
+    decoder = trainer.model.get_decoder()
+    recompute_layers(trainer.model, "products", memory=40)
+    (fit,) = checkpointing._fits(decoder)
+    found = []
+
+    def generate(self: Any, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+        name = self.model.config._attn_implementation
+        found.append((name, fused.is_fused(self.model), checkpointing._fits(decoder) == [fit], fit.learned))
+        return [[5, 2] for _ in prompt_ids], None
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", generate)
+    trainer.train()
+    assert found == [("sdpa", False, True, backwards) for backwards in (0, 2, 4)]
+    assert checkpointing._fits(decoder) == [fit]
+    assert fit.limit == 40 * 2**30
+    assert trainer.model.config._attn_implementation == "dualkv-deterministic|sdpa"
+    assert fused.is_fused(trainer.model)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_continuous_batching_generates_as_trl_does(folder: Path, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    settings: dict[str, Any] = {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+    }
+    packed, padded = (train(cls, folder, **settings) for cls in (Fast if fast else GRPOTrainer, Padded))
+    assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
+    assert_equal_updates(packed, padded)
+
+
+def test_the_limit_of_memory_is_that_of_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Memory(monkeypatch)
+    trainer = make_trainer(partial(GRPOTrainer, fast=True, memory=40), folder)
+    assert [fit.limit for fit in checkpointing._fits(trainer.model.get_decoder())] == [40 * 2**30]
 
 
 # ---------------------------------------------------------------- what depends on the micro-batch
