@@ -242,8 +242,8 @@ def _doctor_check(console: Console, json_to: str | None) -> None:
         raise ValueError("--check compares what runs on a GPU, and PyTorch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    console.print(f"dualkv {dualkv.__version__} on {torch.cuda.get_device_name(device)}, {capability}, bf16")
-    table = Table("case", "backend", "error, by norms", "forward, ms", "backward, ms", "")
+    console.print(f"dualkv {dualkv.__version__} on {torch.cuda.get_device_name(device)}, {capability}")
+    table = Table("case, bf16 or as it says", "backend", "error, by norms", "forward, ms", "backward, ms", "")
     lines = []
     for line in check.run(device):
         lines.append(line)

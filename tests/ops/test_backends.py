@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import itertools
 import sys
 import types
 from contextlib import nullcontext
@@ -17,8 +16,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import dualkv
 from dualkv import Layout
-from dualkv.cli import check, doctor
-from dualkv.ops import backends, composition, cudnn, flex, hopper
+from dualkv.cli import doctor
+from dualkv.ops import backends, cudnn, flex, hopper
 from tests import oracle, strategies
 
 TREE = Layout.from_segments([0, 30, 55, 55, 90, 101, 140], [-1, 0, 1, 2, 0, -1])
@@ -587,49 +586,3 @@ def test_the_doctor_says_why(gpu, monkeypatch):
     assert says((8, 0)).what == "a composition of PyTorch's FlashAttention calls"
     monkeypatch.setenv("DUALKV_BACKEND", "flex")
     assert says((10, 0)) == doctor.Runs("cuda:0", "PyTorch's FlexAttention, compiled", "DUALKV_BACKEND is 'flex'")
-
-
-def test_the_check_finds_what_is_wrong(monkeypatch):
-    """On the CPU, with backends that compute the reference, another scale, or nothing; cuDNN's is not imported."""
-    imported = "cudnn" in sys.modules
-    layout, heads = Layout.from_lengths([20], [[5, 6]]), (4, 2, 16, 16)
-    reference = backends.BACKENDS["reference"]
-
-    def with_scale(factor):
-        def forward(q, k, v, segments, scale, *others):
-            return reference.module.forward(q, k, v, segments, scale * factor, *others)
-
-        return reference._replace(module=types.SimpleNamespace(forward=forward, backward=reference.module.backward))
-
-    def with_gradients(change):
-        def backward(*given):
-            found = list(reference.module.backward(*given))
-            change(found)
-            return tuple(found)
-
-        return reference._replace(module=types.SimpleNamespace(forward=reference.module.forward, backward=backward))
-
-    def not_finite(which):
-        return with_gradients(lambda found: found[which].view(-1)[-1:].fill_(float("nan")))
-
-    count, every = itertools.count(1), {"sinks": True, "deterministic": True}
-    broken = types.SimpleNamespace(forward=lambda *given: 1 / 0, backward=None)
-    named = {"right": with_scale(1), "wrong": with_scale(2), "broken": reference._replace(module=broken),
-             "refusing": reference._replace(unsupported=lambda *given: "this test"),
-             **{f"NaN in d{name}": not_finite(which) for which, name in enumerate(("q", "k", "v", "sinks"))},
-             "others every time": with_gradients(lambda found: found[0].mul_(1 + next(count) / 256))}  # fmt: skip
-    for name, backend in named.items():
-        monkeypatch.setitem(backends.BACKENDS, name, backend)
-    lines = {
-        line.backend: line
-        for line in check.run(torch.device("cpu"), list(named), iter([("a case", layout, heads, every)]))
-    }
-    assert [line.wrong for line in lines.values()] == [False, True, True, False, True, True, True, True, True]
-    assert lines["others every time"].says.startswith("WRONG: gradients differ from call to call")
-    assert all(lines[f"NaN in d{name}"].worst == float("inf") for name in ("q", "k", "v", "sinks"))
-    assert lines["right"].worst < check.BOUND < lines["wrong"].worst
-    assert "division by zero" in lines["broken"].says
-    assert lines["refusing"].says == "refused: does not serve this test"
-    assert len({case for case, *_ in check.cases()}) == len(list(check.cases()))
-    assert composition.unsupported(torch.empty(0)) == "torch.float32 inputs"
-    assert ("cudnn" in sys.modules) == imported
