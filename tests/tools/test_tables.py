@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -54,6 +55,19 @@ def test_benchmarks_are_those_of_the_commands(name):
             result["flops"],
             *map(result["workload"].get, ("heads", "head_dim")),
         )
+
+
+def test_cudnn_is_asked_for_wherever_another_peer_is():
+    """On every shape and direction of the records, but for head dims beyond its own."""
+    beside = {True: set(), False: set()}
+    for name in attention.RECORDS:
+        options = attention.options_of(name)
+        directions = command.directions(*options["-d"])
+        for side in options["-s"]:
+            if side == "cudnn-intervals" or not side.startswith("dualkv"):
+                beside[side == "cudnn-intervals"].update(itertools.product(options["-w"], directions))
+    without = {max(parse(workload).head_dims) for workload, _ in beside[False] - beside[True]}
+    assert without == {512}
 
 
 def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
