@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from codegen.tiles import HEAD_DIM_PAIRS, kernel_head_dims
-from tests.fuzz.case import FEATURES, VALUES, Case, NoMemory, WrongResult, reduce, run, seeded
+from tests.fuzz.case import FEATURES, VALUES, Case, NoMemory, WrongResult, here, reduce, run, seeded
 from tools.bench.record import NO_MEMORY, Record
 
 CASES = Path(__file__).parent / "cases"
@@ -105,7 +105,7 @@ def main():
         if now - said > 10:
             said = now
             print(f"  {tried['cases']} cases, {failed} failed, worst {worst:.2f} of its bound", flush=True)
-        case = seeded(seed, index, options.device)
+        case = here(seeded(seed, index, options.device))
         features = [name for name in FEATURES if getattr(case, name) is not getattr(Case, name)]  # None or False
         changed = not {"window", "chunk", "sinks", "softcap"}.isdisjoint(features)  # in what attention computes
         if options.values not in (None, case.values) or kernel_head_dims(*case.head_dims) not in options.native:
@@ -122,7 +122,7 @@ def main():
             print(f"case {index} of seed {seed} broke the device:\n{case.to_json()}", flush=True)
             raise
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
-        tried.update(features + [WITH_FEATURES] * changed)
+        tried.update(features + [WITH_FEATURES] * changed + [case.backend] * (case.backend is not None))
         worst = max(worst, ratio)
         if why:
             failed += 1

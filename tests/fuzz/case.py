@@ -15,6 +15,7 @@ import torch
 import dualkv
 from codegen.tiles import HEAD_DIMS, MIXED, kernel_head_dims
 from dualkv import Layout
+from dualkv.ops import backends
 from tests.fuzz import dense
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -50,7 +51,8 @@ class Case:
     """A call of `dualkv.attention` (kind "attention") or `flash_attn_dualkv_varlen_func` (kind "compat").
 
     attention: `lengths` and `parent` of the segments; `sinks` are drawn about that number, in q's dtype or fp32;
-    `lse_grad`: lse has a gradient too. compat: `lengths` [P, R_0, R_1, ...], `q_lens`, `causal`.
+    `lse_grad`: lse has a gradient too; `backend`: what computes it, where that serves it (see :func:`here`). compat:
+    `lengths` [P, R_0, R_1, ...], `q_lens`, `causal`.
     """
 
     kind: str
@@ -75,6 +77,7 @@ class Case:
     softcap: float | None = None
     lse_grad: bool = False
     head_dim_v: int | None = None  # None: that of q and k
+    backend: str | None = None  # None: the first that serves the call
 
     def to_json(self):
         return json.dumps(asdict(self), indent=1)
@@ -176,6 +179,15 @@ GPU_FEATURES = {
     ("fp16", (128, 128)): (4,),
 }
 
+# Calls by cuDNN's backend: dtype, head dim, GQA ratio. Few, because cuDNN compiles for each of them, for one group or
+# several and for a fixed order; and of GPU_FEATURES, whose kernels run them where cuDNN does not.
+GPU_CUDNN = ("bf16", 64, 1), ("bf16", 128, 4), ("bf16", 256, 1), ("fp16", 128, 4)
+CUDNN_SHARE = 0.1  # of calls that it could run
+# cuDNN's results may be off by so many times the bounds, which are those of our kernels. Where our lse is held to 1e-4
+# (tests/gpu/test_forward.py) cuDNN's is held to 2e-4 (tests/gpu/test_backends.py); and a sink rescales an out that was
+# rounded before. Nobody has looked for the smallest bound that holds.
+CUDNN_BOUNDS = 2.0
+
 
 def _features(rng, lengths):
     """Any of the features, windows and chunks from 1 to beyond the longest path."""
@@ -235,9 +247,28 @@ def draw(rng, device):
     case = _with_pair(rng, case)
     kernels = case.dtype, kernel_head_dims(*case.head_dims)
     if gpu and (ratio not in GPU_FEATURES.get(kernels, ()) or needs != "qkv"):
-        return case
+        return _by_cudnn(rng, case)
     features = _features(rng, lengths) if rng.random() < 0.7 else {}
-    return replace(case, lse_grad=rng.random() < 0.3, **features)
+    return _by_cudnn(rng, replace(case, lse_grad=rng.random() < 0.3, **features))
+
+
+def _by_cudnn(rng, case):
+    """Sometimes a call for cuDNN's backend in its place. Drawn last: other cases stay those of their seeds."""
+    forms = [form for form in GPU_CUDNN if form[0] == case.dtype and case.device == "cuda"]
+    if not forms or case.softcap is not None or rng.random() >= CUDNN_SHARE:
+        return case
+    _, head_dim, ratio = rng.choice(forms)
+    heads = ratio * case.kv_heads
+    return replace(case, backend="cudnn", head_dim=head_dim, head_dim_v=None, heads=heads, needs="qkv")
+
+
+def here(case):
+    """The case as this machine runs it: without its backend where that does not serve the call."""
+    if case.backend is None or (case.device == "cuda" and not torch.cuda.is_available()):
+        return replace(case, backend=None)
+    q, v, dlse = (torch.empty(1, 1, d, dtype=DTYPES[case.dtype], device=case.device) for d in (*case.head_dims, 1))
+    reason = backends.BACKENDS[case.backend].unsupported(q, v, case.softcap, dlse if case.lse_grad else None)
+    return replace(case, backend=None) if reason else case
 
 
 def _with_pair(rng, case):
@@ -400,7 +431,7 @@ def _attention(case):
     def call():
         out, lse = dualkv.attention(
             *leaves.values(), layout, case.scale, case.deterministic, window=case.window, chunk=case.chunk, sinks=sinks,
-            softcap=case.softcap, return_lse=True,
+            softcap=case.softcap, return_lse=True, backend=case.backend,
         )  # fmt: skip
         outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
         grads = torch.autograd.grad(outputs, wanted.values(), given)
@@ -411,7 +442,11 @@ def _attention(case):
     want = dense.attention(
         q, k, v, mask, scale, dout, 1.0, dlse, None if sinks is None else sinks.detach(), case.softcap
     )
-    exact = {"out", "lse", "dk", "dv", "dsinks"} | ({"dq"} if case.deterministic else set())
+    exact = {"out", "lse", "dsinks"} | ({"dq", "dk", "dv"} if case.deterministic else set())
+    if case.backend == "cudnn":
+        want = {name: replace(result, bound=CUDNN_BOUNDS * result.bound) for name, result in want.items()}
+    else:
+        exact |= {"dk", "dv"}
     return call, want, set() if case.dtype in ("fp32", "fp64") else exact
 
 
@@ -456,6 +491,7 @@ def run(case):
         WrongResult: that is above 1, a result's shape or dtype is not the input's, or two runs differ.
         NoMemory: there is nothing to compare with. If the call itself runs out of memory, its own error is raised.
     """
+    case = here(case)
     try:
         call, want, exact = _attention(case) if case.kind == "attention" else _compat_call(case)
     except torch.OutOfMemoryError as error:
@@ -506,8 +542,8 @@ def _simpler(case):
                 fits = tuple(min(q, lengths[0] + r) for q, r in zip(case.q_lens, lengths[1:], strict=False))
                 yield changed(lengths=lengths, q_lens=fits)
     for name, value in (
-        ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False), ("scale", None),
-        ("window", None), ("chunk", None), ("sinks", None), ("softcap", None), ("lse_grad", False),
+        ("backend", None), ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False),
+        ("scale", None), ("window", None), ("chunk", None), ("sinks", None), ("softcap", None), ("lse_grad", False),
         ("needs", "qkv"), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
         ("head_dim_v", None), ("head_dim", 64 if case.device == "cuda" else 8),
     ):  # fmt: skip

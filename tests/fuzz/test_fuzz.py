@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dualkv.ops import reference
+from dualkv.ops import backends, reference
 from tests.fuzz import __main__ as fuzz
+from tests.fuzz import case as drawing
 from tests.fuzz import dense
 from tests.fuzz.case import (
+    GPU_CUDNN,
+    GPU_FEATURES,
     Case,
     NoMemory,
     WrongResult,
     compat_inputs,
     compat_mask,
+    here,
     inputs,
     reduce,
     run,
@@ -253,3 +258,68 @@ def test_reduction_ends_where_nothing_simpler_fails():
     case = seeded("reduce", 1, "cpu")
     assert reduce(case, lambda other: False) == case
     assert sum(reduce(case, lambda other: True).lengths) == 0
+
+
+def test_some_calls_are_drawn_for_cudnn(monkeypatch):
+    """Calls that it takes, a few forms of them; all others stay those of their seeds."""
+    cases = [seeded("cudnn", index, "cuda") for index in range(1500)]
+    some = [case for case in cases if case.backend]
+    forms = {(case.dtype, case.head_dim, case.heads // case.kv_heads) for case in some}
+    assert forms == set(GPU_CUDNN)
+    assert all(ratio in GPU_FEATURES[dtype, (head_dim, head_dim)] for dtype, head_dim, ratio in forms)
+    assert 50 < len(some) < 200
+    assert {(case.backend, case.kind, case.softcap, case.needs) for case in some} == {
+        ("cudnn", "attention", None, "qkv")
+    }
+    assert {case.lse_grad for case in some} == {True, False}
+    for name in ("window", "chunk", "sinks"):
+        assert any(getattr(case, name) is not None for case in some)
+    monkeypatch.setattr(drawing, "CUDNN_SHARE", 0.0)
+    before = [seeded("cudnn", index, "cuda") for index in range(1500)]
+    assert not any(case.backend for case in before)
+    assert [a for a, b in zip(before, cases, strict=True) if b.backend is None] == [b for b in cases if not b.backend]
+    assert not any(seeded("cudnn", index, "cpu").backend for index in range(300))
+
+
+def by_stand_in(monkeypatch, backward, refuses=None):
+    """The CPU's cases all ask for cuDNN's backend, which is the reference's with another backward."""
+    module = types.SimpleNamespace(forward=reference.forward, backward=backward)
+    found = backends.BACKENDS["reference"]._replace(module=module, unsupported=lambda *given: refuses)
+    monkeypatch.setitem(backends.BACKENDS, "cudnn", found)
+    monkeypatch.setattr(backends, "order", lambda device: ("reference",))  # where none is asked for
+    drawn = seeded
+    monkeypatch.setattr(fuzz, "seeded", lambda *given: replace(drawn(*given), backend="cudnn"))
+
+
+@pytest.mark.parametrize("refuses", [None, "this test"])
+def test_calls_by_cudnn_are_counted(refuses, monkeypatch, tmp_path, capsys):
+    """Those that it runs; the first backend that serves them runs the others."""
+    by_stand_in(monkeypatch, reference.backward, refuses)
+    record = tmp_path / "record.json"
+    words = ["--cases", "20", "--seed", "suite", "--device", "cpu", "--json", str(record)]
+    monkeypatch.setattr("sys.argv", ["fuzz", *words])
+    assert fuzz.main() == 0
+    assert "20 cases" in capsys.readouterr().out
+    (record,) = filed.read(record)["runs"]
+    assert record["tried"].get("cudnn", 0) == (0 if refuses else 20)
+    case = replace(seeded("suite", 1, "cpu"), backend="cudnn")
+    assert here(case).backend == (None if refuses else "cudnn")
+
+
+def test_what_is_wrong_by_cudnn_alone_is_saved_with_it(monkeypatch, tmp_path, capsys):
+    def damaged(*arguments):
+        results = reference.backward(*arguments)
+        results[0][5:6].mul_(1.1)
+        return results
+
+    by_stand_in(monkeypatch, damaged)
+    monkeypatch.setattr(fuzz, "CASES", tmp_path)
+    monkeypatch.setattr(fuzz, "FAILURES", 1)
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
+    assert fuzz.main() == 1
+    assert "dq is off by" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    case = Case.from_json(path.read_text())
+    assert case.backend == "cudnn"
+    assert fuzz.wrong(case)
+    assert fuzz.wrong(replace(case, backend=None)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,12 @@ from codegen.spec import backward_specs, forward_spec, joined
 from codegen.tiles import HEAD_DIMS
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import (
+    GPU_CUDNN,
     GPU_FEATURES,
     TREE_RATIOS,
     Case,
     gpu_ratios,
+    here,
     run,
     seeded,
 )
@@ -51,7 +54,20 @@ def test_saved_cases(name):
 
 def test_fresh_cases():
     for index in range(200):
-        run(seeded("suite", index, "cuda"))
+        run(replace(seeded("suite", index, "cuda"), backend=None))
+
+
+@pytest.mark.parametrize("form", GPU_CUDNN, ids=str)
+def test_fresh_cases_by_cudnn(form):
+    """A few of each, because cuDNN compiles for one group or several, and for a fixed order, besides."""
+    every = (seeded("cudnn", index, "cuda") for index in itertools.count())
+    cases = (
+        case for case in every if case.backend and (case.dtype, case.head_dim, case.heads // case.kv_heads) == form
+    )
+    for case in itertools.islice(cases, 8):
+        if here(case).backend is None:
+            pytest.skip("cuDNN's backend does not run here")
+        run(case)
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 1e-30, 1e9, 2.0**100])
