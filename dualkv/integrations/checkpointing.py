@@ -90,22 +90,23 @@ def memory_for_logits(model: nn.Module) -> float | None:
     return fits[0].for_logits() if fits else None
 
 
-def keep_attention(model: nn.Module) -> None:
-    """Lets layers keep attention again after a trainer's own call of `gradient_checkpointing_enable`, if that asked for
-    checkpointing that is not reentrant; a limit of memory does so by itself."""
-    for decoder in layers.decoders(model):
-        for layer in [] if _fits(decoder) else layers_to_leave_out(decoder):
-            how = layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
-            if isinstance(how, partial) and how.keywords.get("use_reentrant") is False:
-                contexts = partial(create_selective_checkpoint_contexts, KEEP["attention"])
-                layer._gradient_checkpointing_func = partial(how, context_fn=contexts)
+def keep_attention(decoder: nn.Module, _args: Any, _kwargs: Any) -> None:
+    """A forward pre-hook of a decoder: layers keep attention again after a trainer's own call of
+    `gradient_checkpointing_enable`, if that asked for checkpointing that is not reentrant; a limit of memory does so
+    by itself."""
+    for layer in layers_to_leave_out(decoder) if torch.is_grad_enabled() and not _fits(decoder) else []:
+        how = layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
+        if isinstance(how, partial) and how.keywords.get("use_reentrant") is False and "context_fn" not in how.keywords:
+            contexts = partial(create_selective_checkpoint_contexts, KEEP["attention"])
+            layer._gradient_checkpointing_func = partial(how, context_fn=contexts)
 
 
 def forget(decoder: nn.Module) -> None:
-    """Takes away a limit of memory that an earlier call set."""
+    """Takes away what an earlier call set: a limit of memory, and that layers keep attention again."""
     for key, hook in list(decoder._forward_pre_hooks.items()):
         if isinstance(hook, _Fit):
             hook.remove()
+        if isinstance(hook, _Fit) or hook is keep_attention:
             del decoder._forward_pre_hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
 

@@ -465,6 +465,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     if fast:
         fused.fuse(model)
         recompute_layers(model, "attention", memory=checkpointing.most(model))
+        for decoder in inner:
+            decoder.register_forward_pre_hook(checkpointing.keep_attention, with_kwargs=True)
     return model
 
 

@@ -222,6 +222,29 @@ def test_fast_is_undone() -> None:
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
 
 
+def test_layers_keep_attention_again_until_something_else_is_asked_for() -> None:
+    """After a trainer's own call of `gradient_checkpointing_enable`. Reentrant checkpointing can keep nothing."""
+    model = enable(make_deep(2), fast=True)
+    tokens = token_ids(LAYOUT)
+
+    def kept() -> list[bool]:
+        model(tokens, dualkv=LAYOUT)
+        return ["context_fn" in layer._gradient_checkpointing_func.keywords for layer in model.get_decoder().layers]
+
+    assert kept() == [True] * 2
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with torch.no_grad():
+            assert kept() == [False] * 2
+        assert kept() == [not reentrant] * 2
+    recompute_layers(model, "nothing")
+    assert kept() == [False] * 2
+    disable(enable(model, fast=True))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(tokens)
+    assert not any("context_fn" in m._gradient_checkpointing_func.keywords for m in model.get_decoder().layers)
+
+
 @pytest.fixture
 def nothing_compiled() -> None:
     torch.compiler.reset()

@@ -18,7 +18,6 @@ from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, uns
 
 from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.integrations import losses, media
-from dualkv.integrations.checkpointing import keep_attention
 from dualkv.integrations.transformers import suspended
 from dualkv.integrations.trl.models import (
     Batch,
@@ -89,7 +88,6 @@ class PackedGroups(Base):
     def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
         refuse_memory(fast, memory)
         refuse_model(model)
-        self._fast = fast
         super().__init__(model, *args, **kwargs)
         if self._is_vlm and not media.families(self.model):
             raise ValueError(
@@ -141,8 +139,6 @@ class PackedGroups(Base):
         batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
         rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
-        if self._fast and torch.is_grad_enabled():
-            keep_attention(self.accelerator.unwrap_model(model))  # TRL switches checkpointing off and on again
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
         # A reference model's head makes no entropies.

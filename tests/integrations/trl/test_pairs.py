@@ -252,25 +252,40 @@ def test_what_online_dpo_refuses(tmp_path: Path) -> None:
         online(OnlineDPOTrainer, tmp_path)._forward(None, ids, ids, ids, ids, {"pixel_values": ids})
 
 
-# ---------------------------------------------------------------- fast, with a limit of memory
+# ---------------------------------------------------------------- fast
+@pytest.mark.parametrize("memory", [40, None])
 @pytest.mark.parametrize("of", ["dpo", "rewards", "online"])
-def test_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    """It holds through a training, which is that of TRL. The fused pieces are traced."""
+def test_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, memory: float | None) -> None:
+    """A training is that of TRL. A limit of memory holds to its end; without one layers keep attention, though TRL
+    switches checkpointing on anew. The fused pieces are traced."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    Memory(monkeypatch)
+    if memory is not None:
+        Memory(monkeypatch)
     made, ours, theirs = {
         "dpo": (dpo, DPOTrainer, trl.DPOTrainer),
         "rewards": (lambda cls, folder: rewards(cls, folder, scorer()), RewardTrainer, trl.RewardTrainer),
         "online": (online, OnlineDPOTrainer, padded_online_dpo.OnlineDPOTrainer),
     }[of]
-    trainers = []
+    trainers, kept = [], []
+
+    def note(decoder: Any, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            kept.extend("context_fn" in layer._gradient_checkpointing_func.keywords for layer in decoder.layers)
 
     def make(cls: type) -> Any:
-        trainers.append(made(partial(cls, fast=True, memory=40) if cls is ours else cls, tmp_path))
+        trainers.append(made(partial(cls, fast=True, memory=memory) if cls is ours else cls, tmp_path))
+        if cls is ours and memory is None:
+            (decoder,) = layers.decoders(trainers[0].model)
+            decoder.register_forward_hook(note)
         return trainers[-1]
 
     assert_same(make, ours, theirs, but=WITH_PADDING)
     (decoder,) = layers.decoders(trainers[0].model)
-    (fit,) = checkpointing._fits(decoder)
-    assert fit.limit == 40 * 2**30
-    assert fit.learned >= 3
+    if memory is None:
+        assert not checkpointing._fits(decoder)
+        assert len(kept) > 0
+        assert all(kept)
+    else:
+        (fit,) = checkpointing._fits(decoder)
+        assert fit.limit == 40 * 2**30
+        assert fit.learned >= 3
