@@ -15,6 +15,7 @@ import torch
 
 from dualkv.layout import Segments
 from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
+from dualkv.ops.compiling import NotCompiled
 
 VARIABLE = "DUALKV_BACKEND"
 # Major compute capabilities on which Triton has instructions for matrix products that FlashAttention 2 does not use.
@@ -169,7 +170,7 @@ def computed(
     while True:
         try:
             return run(found)
-        except flex.NotCompiled as e:
+        except NotCompiled as e:
             if backend is not None or of_variable() is not None:
                 raise
             why = str(e)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dualkv.layout import Segments
-from dualkv.ops.flex import NotCompiled
+from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.intervals import group_lengths, interval_ends
 from dualkv.ops.sinks import dsinks, with_sinks
@@ -95,9 +95,6 @@ def _module() -> Any:
         return importlib.import_module("cudnn.flex_attention")
 
 
-_failures: dict[Any, str] = {}  # by what was imported or compiled
-
-
 @contextmanager
 def _compiling(*what: Any) -> Iterator[None]:
     """For what imports or compiles. The DSL that cuDNN compiles with looks for its own options in sys.argv, and ends
@@ -106,18 +103,17 @@ def _compiling(*what: Any) -> Iterator[None]:
     Raises:
         NotCompiled: cuDNN failed, now or before at the same. Errors of memory and of the device are raised as they are.
     """
-    if what in _failures:
-        raise NotCompiled(_failures[what])
+    key = "cudnn", *what
+    refuse_again(key)
     given = sys.argv
     sys.argv = given[:1]
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except (NotCompiled, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+    except (NotCompiled, torch.AcceleratorError):
         raise
     except Exception as e:
-        _failures[what] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise NotCompiled(_failures[what]) from e
+        raise refusal(key, e) from e
     finally:
         sys.argv = given
 

@@ -20,6 +20,7 @@ import torch
 
 from dualkv.arrays import IntArray
 from dualkv.layout import Segments
+from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import ALIGNMENT
 from dualkv.ops.intervals import block_runs, transposed
 from dualkv.ops.sinks import dsinks, with_sinks
@@ -34,10 +35,6 @@ OPTIONS = {
     "BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
     "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "IS_DIVISIBLE": True,
 }  # fmt: skip
-
-
-class NotCompiled(RuntimeError):
-    """A backend could not compile a call, or was told not to compile. Uncompiled, FlexAttention would be dense."""
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -189,9 +186,6 @@ def _compiled(of: str, scale: float, softcap: float | None, form: tuple[Any, ...
     return torch.compile(call, fullgraph=True, dynamic=True, backend=COMPILER)
 
 
-_failures: dict[tuple[Any, ...], str] = {}  # calls that were not compiled: compiling is not tried again
-
-
 def _run(
     of: str, scale: float, softcap: float | None, segments: Segments, window: Window | None, *tensors: Any
 ) -> Any:  # fmt: skip
@@ -210,8 +204,7 @@ def _run(
         torch.is_inference_mode_enabled(), tuple(x is not None and x.is_inference() for x in tensors),
     )  # fmt: skip
     key = of, scale, softcap, form
-    if key in _failures:
-        raise NotCompiled(_failures[key])
+    refuse_again(key)
     of_mask, laid_out = mask(segments, q.device, window), [None if x is None else _laid_out(x) for x in tensors]
     for x in laid_out:
         if x is not None:  # [1, heads, T, D] or [1, heads, T]: only T may vary
@@ -221,28 +214,7 @@ def _run(
             return _compiled(*key)(*laid_out, of_mask.blocks, of_mask.tensors)
         # The second one: too many graphs of one function. Both are looked up only where something is raised.
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as e:
-            raise _refusal(key, e) from e
-
-
-def _refusal(key: tuple[Any, ...], error: Exception) -> BaseException:
-    """What is raised where a call was not compiled. What cannot pass is kept; memory, files and other graphs may."""
-    causes = _causes(error)
-    for cause in causes:
-        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
-            return cause
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    if not any(isinstance(cause, (OSError, torch._dynamo.exc.FailOnRecompileLimitHit)) for cause in causes):
-        _failures[key] = why
-    return NotCompiled(why)
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error and those that it was raised from, which may name each other in a circle."""
-    found: list[BaseException] = []
-    while error is not None and not any(error is other for other in found):
-        found.append(error)
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return found
+            raise refusal(key, e) from e
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import dualkv
 from dualkv import Layout
 from dualkv.cli import doctor
-from dualkv.ops import backends, cudnn, flex, hopper
+from dualkv.ops import backends, compiling, cudnn, flex, hopper
 from tests import oracle, strategies
 
 TREE = Layout.from_segments([0, 30, 55, 55, 90, 101, 140], [-1, 0, 1, 2, 0, -1])
@@ -32,11 +32,11 @@ def compiler(monkeypatch):
     def use(name):
         monkeypatch.setattr(flex, "COMPILER", name)
         flex._compiled.cache_clear()
-        flex._failures.clear()
+        compiling.failures.clear()
 
     yield use
     flex._compiled.cache_clear()
-    flex._failures.clear()
+    compiling.failures.clear()
     torch._dynamo.reset()
 
 
@@ -263,7 +263,7 @@ def plans(monkeypatch):
     found = []
     module = stand_in(found)
     monkeypatch.setattr(cudnn, "_module", lambda: module)
-    monkeypatch.setattr(cudnn, "_failures", {})
+    monkeypatch.setattr(compiling, "failures", {})
     monkeypatch.setattr(torch.cuda, "device_of", lambda q: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
     return found
@@ -396,7 +396,7 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
         out = dualkv.attention(q, k, v, GROUP)
         assert torch.equal(out, want)
         assert torch.equal(torch.autograd.grad(out, q, dout)[0], dq)
-        with pytest.raises(flex.NotCompiled, match=reason):
+        with pytest.raises(compiling.NotCompiled, match=reason):
             dualkv.attention(q, k, v, GROUP, backend="flex")
         assert all("'flex' was not compiled" in text and reason in text for text in warned)
         assert len(warned) == 2
@@ -404,7 +404,7 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
     warned, reason = [], "out of resources"
     compiler(fails_to_compile)
     by_default()
-    assert len(flex._failures) == 2
+    assert len(compiling.failures) == 2
     warned.clear()
     compiled = flex._compiled.cache_info().misses
     by_default()
@@ -414,7 +414,7 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
     with torch.compiler.set_stance("force_eager"):
         by_default()
         monkeypatch.setenv("DUALKV_BACKEND", "flex")
-        with pytest.raises(flex.NotCompiled):
+        with pytest.raises(compiling.NotCompiled):
             dualkv.attention(q, k, v, GROUP)
 
 
@@ -444,7 +444,7 @@ def test_a_cudnn_that_fails_gives_way_to_the_next(plans, monkeypatch, of):
         layout = Layout.from_segments(GROUP.offsets, GROUP.parent)
         out = dualkv.attention(q, k, v, layout)
         torch.testing.assert_close((out, torch.autograd.grad(out, q, dout)[0]), (want, dq), atol=1e-6, rtol=1e-5)
-        with pytest.raises(flex.NotCompiled, match="no kernels here"):
+        with pytest.raises(compiling.NotCompiled, match="no kernels here"):
             torch.autograd.grad(dualkv.attention(q, k, v, layout, backend="cudnn"), q, dout)
     assert tried == [of]
     assert all(t == warned[0] for t in warned)
@@ -455,7 +455,7 @@ def test_memory_that_ends_while_cudnn_compiles_is_no_refusal(monkeypatch):
     for error in (MemoryError(), torch.OutOfMemoryError("full")):
         with pytest.raises(type(error)), cudnn._compiling("test"):
             raise error
-    assert not cudnn._failures
+    assert not compiling.failures
 
 
 def test_the_next_of_flex_is_flash(compiler, monkeypatch):
@@ -478,8 +478,8 @@ def test_the_next_of_flex_is_flash(compiler, monkeypatch):
     ("error", "raised", "kept"),
     [
         (torch.OutOfMemoryError("of the device"), torch.OutOfMemoryError, 0),
-        (OSError("no space left"), flex.NotCompiled, 0),
-        (ValueError("No valid triton configs"), flex.NotCompiled, 1),
+        (OSError("no space left"), compiling.NotCompiled, 0),
+        (ValueError("No valid triton configs"), compiling.NotCompiled, 1),
     ],
     ids=["memory", "disk", "blocks"],
 )
@@ -493,7 +493,7 @@ def test_what_may_pass_is_tried_again(compiler, error, raised, kept):
     for _ in range(2):
         with pytest.raises(raised, match=str(error)):
             flex.forward(q, k, v, GROUP._segments, 0.3)
-    assert (len(flex._failures), len(tried)) == (kept, 2 - kept)
+    assert (len(compiling.failures), len(tried)) == (kept, 2 - kept)
 
 
 def test_too_many_graphs_of_one_form_leave_the_others(compiler, monkeypatch):
@@ -506,7 +506,7 @@ def test_too_many_graphs_of_one_form_leave_the_others(compiler, monkeypatch):
     q, k, v, *_ = drawn(GROUP, {})
     with monkeypatch.context() as patch:
         patch.setattr(flex, "_compiled", lambda *key: fails)
-        with pytest.raises(flex.NotCompiled, match="8 graphs"):
+        with pytest.raises(compiling.NotCompiled, match="8 graphs"):
             flex.forward(q, k, v, GROUP._segments, 0.3)
     flex.forward(q, k, v, GROUP._segments, 0.3)
 
