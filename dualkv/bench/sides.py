@@ -93,8 +93,8 @@ def composed(inputs: Inputs, direction: str) -> Side:
     """`dualkv.attention` as the composition of PyTorch's FlashAttention calls; of a forward, its merges too."""
     side = ours(inputs, direction, backend="flash")
     segments, (tokens, heads, head_dim) = inputs.layout._segments, inputs.q.shape
-    _, *others = composition.parts(segments, inputs.q.device, inputs.workload.reach)
-    if direction != "fwd" or inputs.workload.reach or not others:
+    others = [part for part in composition.parts(segments, inputs.q.device, inputs.workload.reach) if not part.causal]
+    if direction != "fwd" or not others:
         return side
 
     def results(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,9 +5,10 @@ lets the rows below each segment attend to the whole segment (no mask, one seque
 their log-sum-exp. The backward runs the same calls with the merged out and lse, so that P = exp(S - lse) is each call's
 share of the whole softmax, and adds the gradients of all calls.
 
-With a window every segment attends to itself and to a copy of the keys above it that its first row sees, in one call.
-With chunks so does every part of a segment that lies in one chunk. A sink rescales the merged out. PyTorch has no
-softcapping.
+A level whose keys are few beside the rows below them has no call of its own: each segment attends to itself and to a
+copy of that level's keys above it in one call. With a window this is so for all levels, and copies are of the keys that
+a segment's first row sees. With chunks so does every part of a segment that lies in one chunk. A sink rescales the
+merged out. PyTorch has no softcapping.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray, positions, ranges
@@ -32,6 +34,8 @@ aten = torch.ops.aten
 HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
 ELEMENTS = 2**31  # dq of one call has fewer: PyTorch's backward counts them with 32 bits, and would add to other memory
+# Copies of keys that take the time of one row's merge, about: a level is copied if it has no more of them.
+COPIES_OF_A_MERGE = 4
 # Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
 # 65,535 that an axis of a launch takes, however short the pieces are.
 ROWS_OF_A_PIECE = 128
@@ -94,21 +98,40 @@ def _rows(begin: IntArray, length: IntArray, device: torch.device) -> Rows:
 
 
 def parts(segments: Segments, device: torch.device, window: Window | None = None) -> list[Part]:
-    """The calls for a layout and a window, made once. Together they hold every visible pair once."""
+    """The calls for a layout and a window, made once. Together they hold every visible pair once.
+
+    First those that are causal: together they have every row's query once. Then one for each level that is not copied.
+    """
 
     def make() -> list[Part]:
-        return _full_parts(segments, device) if window is None else _window_parts(segments, device, window)
+        copied = _copied(segments) if window is None else np.ones(segments.max_depth, bool)
+        if copied.any():
+            own = _own_parts(segments, device, window, copied)
+        else:
+            lengths = segments.lengths[segments.lengths > 0]
+            cu, longest = _cumulative(lengths, device), int(lengths.max(initial=0))
+            own = [Part(None, None, cu, cu, longest, longest, True)]
+        return [*own, *_level_parts(segments, device, ~copied)]
 
     return segments.cached(("composition", device, window), make)
 
 
-def _full_parts(segments: Segments, device: torch.device) -> list[Part]:
-    """First every segment with itself, then each level with the rows below it."""
-    own = segments.lengths[segments.lengths > 0]
-    longest = int(own.max(initial=0))
-    found = [Part(None, None, _cumulative(own, device), _cumulative(own, device), longest, longest, True)]
+def _copied(segments: Segments) -> npt.NDArray[np.bool_]:
+    """[max_depth] which levels' keys are copied to the segments below, without a window."""
+    filled = segments.lengths > 0
+    before = np.concatenate([[0], np.cumsum(filled)])  # segments with rows
+    last = np.searchsorted(segments.offsets, segments.subtree_end)
+    copies = segments.lengths * (before[last] - before[1:])
+    merged = np.where(filled, segments.subtree_end - segments.offsets[1:], 0)
+    copies, merged = (np.bincount(segments.depth, n, segments.max_depth) for n in (copies, merged))
+    return (merged > 0) & (copies <= COPIES_OF_A_MERGE * merged)
+
+
+def _level_parts(segments: Segments, device: torch.device, levels: npt.NDArray[np.bool_]) -> list[Part]:
+    """Each of some levels with the rows below it."""
+    found = []
     below = segments.subtree_end - segments.offsets[1:]
-    for depth in range(segments.max_depth):
+    for depth in np.flatnonzero(levels):
         at = (segments.depth == depth) & (segments.lengths > 0) & (below > 0)
         if not at.any():
             continue
@@ -127,19 +150,23 @@ def _full_parts(segments: Segments, device: torch.device) -> list[Part]:
     return found
 
 
-def _window_parts(segments: Segments, device: torch.device, window: Window) -> list[Part]:
-    """Pieces of segments, each with a copy of the keys above that its first row sees; pieces end where chunks do."""
+def _own_parts(
+    segments: Segments, device: torch.device, window: Window | None, copied: npt.NDArray[np.bool_]
+) -> list[Part]:
+    """Pieces of segments, each with a copy of the keys above, of levels that are copied, that its first row sees;
+    pieces end where chunks do."""
     first, end = segments.first_position, segments.first_position + segments.lengths
     owner = np.flatnonzero(segments.lengths)
     begin, stop = first[owner], end[owner]
-    if window.chunk is not None:
+    if window is not None and window.chunk is not None:
         count = (stop - 1) // window.chunk - begin // window.chunk + 1
         owner = np.repeat(owner, count)
         begin = np.maximum(window.lowest(first[owner]) + positions(count) * window.chunk, first[owner])
         stop = np.minimum(window.end(begin), end[owner])
     q_len = stop - begin
-    q_begin, lowest = segments.offsets[owner] + begin - first[owner], window.lowest(begin)
-    index, up, up_begin = _runs_above(segments, owner, np.minimum(lowest, first[owner]))
+    q_begin = segments.offsets[owner] + begin - first[owner]
+    lowest = np.zeros_like(begin) if window is None else window.lowest(begin)
+    index, up, up_begin = _runs_above(segments, owner, np.minimum(lowest, first[owner]), copied)
     # The runs above each piece, then the piece itself.
     runs = np.stack([np.append(index, np.arange(len(owner))), np.append(up_begin, q_begin)])
     runs_len = np.append(segments.offsets[up + 1] - up_begin, q_len)
@@ -159,14 +186,15 @@ def _window_parts(segments: Segments, device: torch.device, window: Window) -> l
                 int(q_len[pieces].max()),
                 int(k_len[pieces].max()),
                 True,
-                None if window.size is None else window.size - 1,
+                None if window is None or window.size is None else window.size - 1,
             )
         )
     return found
 
 
-def _runs_above(segments: Segments, below: IntArray, lowest: IntArray) -> IntArray:
-    """The rows above each of n segments at positions `lowest` [n] and later: one run for each segment on its path.
+def _runs_above(segments: Segments, below: IntArray, lowest: IntArray, levels: npt.NDArray[np.bool_]) -> IntArray:
+    """The rows above each of n segments at positions `lowest` [n] and later: one run for each segment on its path that
+    is of one of the levels.
 
     `below` [n] are segments, `lowest` at most their first positions. Returns [3, m]: index into `below`, the run's
     segment and its first row, in the order of index and row. A run ends with its segment and may be empty.
@@ -176,7 +204,7 @@ def _runs_above(segments: Segments, below: IntArray, lowest: IntArray) -> IntArr
     while (inside := up >= 0).any():
         index, up = index[inside], up[inside]
         hidden = np.maximum(lowest[index] - segments.first_position[up], 0)
-        found.append(np.stack([index, up, segments.offsets[up] + hidden]))
+        found.append(np.stack([index, up, segments.offsets[up] + hidden])[:, levels[segments.depth[up]]])
         up = np.where(hidden > 0, -1, segments.parent[up])
     runs = np.concatenate(found, 1)
     return runs[:, np.lexsort((runs[1], runs[0]))]
@@ -227,17 +255,17 @@ def forward(
         )  # fmt: skip
         return out, lse
 
-    first, *others = parts(segments, q.device, window)
-    if first.q_rows is None:
-        out, lse = call(first)
-    else:  # with a window every row is in one call
+    calls = parts(segments, q.device, window)
+    own, levels = ([part for part in calls if part.causal is causal] for causal in (True, False))
+    if own[0].q_rows is None:
+        out, lse = call(own[0])
+    else:
         out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        for part in (first, *others):
+        for part in own:
             out[part.q_rows], lse[:, part.q_rows] = call(part)
-        others = []
-    if len(others) + (sinks is not None) > 1:  # rounded once, at the end
+    if len(levels) + (sinks is not None) > 1:  # rounded once, at the end
         out = out.float()
-    for part in others:
+    for part in levels:
         assert part.q_rows is not None
         merge(out, lse, *call(part), part.q_rows)
     out, lse = with_sinks(out, lse, sinks)
@@ -311,7 +339,8 @@ def backward(
 
     calls = parts(segments, q.device, window)
     # The sum of two gradients is rounded once, in their dtype too. More of them are added in fp32.
-    wide = len(calls) > 2 or window is not None or dlse is not None
+    copied = calls[0].k_rows is not None
+    wide = len(calls) > 2 or copied or dlse is not None
 
     def gradients(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
         """Of the rows of q, k and v in a part."""
@@ -350,12 +379,10 @@ def backward(
             for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
                 if rows is None:
                     total += grad
-                elif isinstance(rows, slice):
-                    total[rows] += grad
-                elif wide:  # a window's calls have copies of keys
+                elif copied and isinstance(rows, torch.Tensor):  # perhaps some rows more than once
                     total.index_add_(0, rows, grad.float())
                 else:
-                    total[rows] = total[rows] + grad
+                    total[rows] += grad
         return sums
 
     with _deterministic(deterministic):
