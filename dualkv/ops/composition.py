@@ -34,8 +34,6 @@ aten = torch.ops.aten
 HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention
 COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
 ELEMENTS = 2**31  # dq of one call has fewer: PyTorch's backward counts them with 32 bits, and would add to other memory
-# Copies of keys that take the time of one row's merge, about: a level is copied if it has no more of them.
-COPIES_OF_A_MERGE = 4
 # Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
 # 65,535 that an axis of a launch takes, however short the pieces are.
 ROWS_OF_A_PIECE = 128
@@ -117,14 +115,18 @@ def parts(segments: Segments, device: torch.device, window: Window | None = None
 
 
 def _copied(segments: Segments) -> npt.NDArray[np.bool_]:
-    """[max_depth] which levels' keys are copied to the segments below, without a window."""
+    """[max_depth] which levels' keys are copied to the segments below, without a window.
+
+    Those with at most as many copies of keys as there are rows below to merge. Two levels have none: to add gradients
+    of copies in fp32 costs more than their one merge.
+    """
     filled = segments.lengths > 0
     before = np.concatenate([[0], np.cumsum(filled)])  # segments with rows
     last = np.searchsorted(segments.offsets, segments.subtree_end)
     copies = segments.lengths * (before[last] - before[1:])
     merged = np.where(filled, segments.subtree_end - segments.offsets[1:], 0)
     copies, merged = (np.bincount(segments.depth, n, segments.max_depth) for n in (copies, merged))
-    return (merged > 0) & (copies <= COPIES_OF_A_MERGE * merged)
+    return (segments.max_depth > 2) & (merged > 0) & (copies <= merged)
 
 
 def _level_parts(segments: Segments, device: torch.device, levels: npt.NDArray[np.bool_]) -> list[Part]:

@@ -21,6 +21,7 @@ LAYOUTS = {
     "no shared part": Layout.from_lengths([0, 0], [[100, 30], [1]]),
     "prompts alone": Layout.from_lengths([90, 33], [[], []]),
     "tree": Layout.from_segments([0, 50, 90, 100, 164, 165, 230], [-1, 0, 1, 1, 0, -1]),
+    "copied levels": Layout.from_segments([0, 20, 150, 180, 310, 311, 450, 500], [-1, 0, 1, 2, 2, 1, 0]),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,12 +19,23 @@ from tests import oracle, strategies
 CPU = torch.device("cpu")
 
 
+# Of each depth, whether its keys are copied; None is the composition's own choice.
+LEVELS = st.one_of(st.none(), st.lists(st.booleans(), min_size=10, max_size=10))
+
+
+def choose(patch, levels, copied):
+    """Have keys of some levels copied, about so many in a call."""
+    patch.setattr(composition, "COPIED_ROWS", copied)
+    if levels is not None:
+        patch.setattr(composition, "_copied", lambda segments: np.array(levels[: segments.max_depth], bool))
+
+
 @settings(max_examples=100, deadline=None)
-@given(strategies.trees(), strategies.windows(), st.sampled_from([1, 40, 2**18]))
-def test_parts_hold_every_visible_pair_once(tree, window, copied):
+@given(strategies.trees(), strategies.windows(), LEVELS, st.sampled_from([1, 40, 2**18]))
+def test_parts_hold_every_visible_pair_once(tree, window, levels, copied):
     layout, pairs = Layout.from_segments(*tree), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "COPIED_ROWS", copied)
+        choose(patch, levels, copied)
         parts = composition.parts(layout._segments, CPU, strategies.window_of(window))
     for part in parts:
         everything = torch.arange(layout.num_tokens)
@@ -117,9 +129,9 @@ def test_heads_of_a_call(heads):
 @settings(max_examples=80, deadline=None)
 @given(
     strategies.trees(length=st.integers(0, 12)), strategies.windows(40), st.booleans(),
-    st.sampled_from([None, 1, 1e-9]), st.sampled_from([1, 40, 2**18]), st.sampled_from([1, 2, 3, 100]),
+    st.sampled_from([None, 1, 1e-9]), LEVELS, st.sampled_from([1, 40, 2**18]), st.sampled_from([1, 2, 3, 100]),
 )  # fmt: skip
-def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied, heads):
+def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, levels, copied, heads):
     layout = Layout.from_segments(*tree)
     segments, total = layout._segments, layout.num_tokens
     if total == 0:
@@ -133,7 +145,7 @@ def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, copied, h
     expected = oracle.attention_and_grads(q, k, v, *tree, 0.3, dout, dlse, sinks, **window)
     features = strategies.window_of(window), sinks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "COPIED_ROWS", copied)
+        choose(patch, levels, copied)
         slices = partial(composition.head_slices, floats=(composition.ELEMENTS - 1) // heads)
         patch.setattr(composition, "head_slices", lambda h, kv_heads, floats: slices(h, kv_heads))
         patch.setattr(composition, "aten", DENSE)
@@ -187,3 +199,22 @@ def test_many_short_pieces_are_several_calls():
     pieces = [len(part.cu_q) - 1 for part in calls]
     assert sum(pieces) == layout.num_tokens
     assert max(pieces) <= composition.COPIED_ROWS // composition.ROWS_OF_A_PIECE
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parent", "copied"),
+    [
+        ([10, 90, 90], [-1, 0, 0], [False, False]),  # two levels
+        (
+            [10, 90, 5, 5],
+            [-1, 0, 1, 1],
+            [True, False, False],
+        ),  # copies of 10 three times for 100 rows, of 90 twice for 10
+        ([60, 30, 40, 40], [-1, 0, 1, 1], [False, True, False]),  # of 60 three times for 110, of 30 twice for 80
+        ([60, 0, 30, 40, 40], [-1, 0, 1, 2, 2], [False, False, True, False]),  # an empty segment takes no copies
+        ([10, 20, 0, 0], [-1, 0, 1, 1], [True, False, False]),  # no rows below the second level
+    ],
+)
+def test_levels_with_few_keys_are_copied(lengths, parent, copied):
+    segments = Layout.from_segments(np.cumsum([0, *lengths]).tolist(), parent)._segments
+    assert composition._copied(segments).tolist() == copied
