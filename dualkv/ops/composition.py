@@ -340,9 +340,9 @@ def backward(
     no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # state and offset of dropout's random numbers
 
     calls = parts(segments, q.device, window)
-    # The sum of two gradients is rounded once, in their dtype too. More of them are added in fp32.
     copied = calls[0].k_rows is not None
-    wide = len(calls) > 2 or copied or dlse is not None
+    # The sum of two gradients is rounded once, in their dtype too. More of them are added in fp32.
+    wide = sum(not part.causal for part in calls) > 1 or dlse is not None
 
     def gradients(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
         """Of the rows of q, k and v in a part."""
@@ -374,17 +374,20 @@ def backward(
         sums: list[torch.Tensor] = []
         for part in calls:
             grads = gradients(part, dout)
-            if not sums and part.k_rows is None:
+            if not sums and not copied:
                 sums = [grad.float() if wide else grad for grad in grads]
                 continue
-            sums = sums or [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-            for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
-                if rows is None:
-                    total += grad
-                elif copied and isinstance(rows, torch.Tensor):  # perhaps some rows more than once
-                    total.index_add_(0, rows, grad.float())
-                else:
+            if not sums:
+                dq = torch.empty(q.shape, dtype=torch.float32 if wide else q.dtype, device=q.device)
+                sums = [dq, *(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))]
+            if not part.causal:
+                for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
                     total[rows] += grad
+                continue
+            assert isinstance(part.k_rows, torch.Tensor)
+            sums[0][slice(None) if part.q_rows is None else part.q_rows] = grads[0]
+            for total, grad in zip(sums[1:], grads[1:], strict=True):
+                total.index_add_(0, part.k_rows, grad.float())  # copies: some rows more than once
         return sums
 
     with _deterministic(deterministic):
