@@ -98,6 +98,18 @@ class Inputs:
                 found.append((rows[part], paths[-1][lowest[part[0]] : position[part[-1]] + 1]))
         return found
 
+    def ranges(self) -> list[tuple[int, int, int, int, bool]]:
+        """(first row, end, first key, end, whether causal) of each segment with itself and with every one above it."""
+        found = []
+        for s, rows in enumerate(self._rows):
+            up = s
+            while up >= 0:
+                keys = self._rows[up]
+                if len(rows) and len(keys):
+                    found.append((int(rows[0]), int(rows[-1]) + 1, int(keys[0]), int(keys[-1]) + 1, up == s))
+                up = int(self._parent[up])
+        return found
+
     def replicated(self) -> list[Rows]:
         """The rows of each full sequence: all segments from the prompt to one that none continues."""
         paths: list[Rows] = []

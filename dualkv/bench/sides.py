@@ -1,4 +1,4 @@
-"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, cuDNN, FlexAttention, PyTorch.
+"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, cuDNN, MagiAttention, PyTorch.
 
 All are built from the same packed tensors, and their results are compared in packed order. They run without gradients
 enabled; what needs autograd enables it itself.
@@ -213,6 +213,21 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     return _attended(direction, attend, leaves, lambda: dout, packed, {"plan": make_plan})
 
 
+def magi_ranges(inputs: Inputs, direction: str) -> Side:
+    """MagiAttention's kernels for ranges of rows and keys (`flex_flash_attn_func`): each segment with itself, causal,
+    and with every one above it. Ranges of the same rows are merged, so that the forward adds nothing in memory."""
+    from magi_attention.functional import flex_flash_attn_func
+
+    inputs.check_plain()
+    leaves = q, k, v = [x.detach().requires_grad_(direction != "fwd") for x in (inputs.q, inputs.k, inputs.v)]
+    ranges = torch.tensor(inputs.ranges(), dtype=torch.int32, device=inputs.device)
+    spans = [ranges[:, :2].contiguous(), ranges[:, 2:4].contiguous(), ranges[:, 4].contiguous()]
+    options = {"softmax_scale": inputs.scale, "auto_range_merge": True, "disable_fwd_atomic_reduction": True}
+    return _attended(
+        direction, lambda: flex_flash_attn_func(q, k, v, *spans, **options)[0], leaves, lambda: inputs.dout
+    )
+
+
 def torch_flash_replicated(inputs: Inputs, direction: str) -> Side:
     """The FlashAttention kernel behind PyTorch's scaled_dot_product_attention, every response behind its own prompt.
 
@@ -265,6 +280,7 @@ SIDES: dict[str, Callable[[Inputs, str], Side]] = {
     "fa4-replicated": fa4.replicated,
     "dualkv-cudnn": partial(ours, backend="cudnn"),
     "cudnn-intervals": cudnn_intervals,
+    "magi-ranges": magi_ranges,
     "dualkv-flash": composed,
     "dualkv-flex": partial(ours, backend="flex"),
     "flex": flex_attention,

@@ -135,6 +135,19 @@ def fake_peers(monkeypatch):
     package.flex_attention = cudnn
     monkeypatch.setitem(sys.modules, "cudnn", package)
     monkeypatch.setitem(sys.modules, "cudnn.flex_attention", cudnn)
+
+    def flex_flash_attn_func(q, k, v, q_ranges, k_ranges, attn_type_map, *, softmax_scale, **options):
+        assert options == {"auto_range_merge": True, "disable_fwd_atomic_reduction": True}
+        seen = torch.zeros(len(q), len(k), dtype=torch.bool)
+        for (a, b), (c, d), causal in zip(q_ranges.tolist(), k_ranges.tolist(), attn_type_map.tolist(), strict=True):
+            own = torch.ones(b - a, d - c, dtype=torch.bool)
+            assert not seen[a:b, c:d].any()
+            seen[a:b, c:d] = own.tril(d - c - (b - a)) if causal else own
+        return flex_attn_func(q, k, v, mask_plan=seen, softmax_scale=softmax_scale), None
+
+    for name in ("magi_attention", "magi_attention.functional"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["magi_attention.functional"].flex_flash_attn_func = flex_flash_attn_func
     monkeypatch.setattr(flex_attention, "flex_attention", flex)  # which has no backward on the CPU
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(sides, "hopper", types.SimpleNamespace(unsupported=lambda q: None))
@@ -190,7 +203,9 @@ def test_a_backward_that_is_too_large_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("name", "features"), [("cudnn-intervals", {}), ("flex", {}), ("flex", {"softcap": 2.0})])
+@pytest.mark.parametrize(
+    ("name", "features"), [("cudnn-intervals", {}), ("magi-ranges", {}), ("flex", {}), ("flex", {"softcap": 2.0})]
+)
 def test_trees_and_caps(fake_peers, name, features, direction):
     """Of the peers with one call for a whole layout."""
     tree = Workload(
