@@ -26,8 +26,8 @@ COLUMNS = (
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
 # of all sides
 COLORS = (
-    "#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#b4d455", "#76b900", "#0a3069", "#bf3989",
-    "#57606a", "#c3c7cc",
+    "#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#b4d455", "#76b900", "#cf222e", "#0a3069",
+    "#bf3989", "#57606a", "#c3c7cc",
 )  # fmt: skip
 
 
