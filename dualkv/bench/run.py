@@ -47,6 +47,12 @@ PACKAGES = (
 )  # fmt: skip
 # Variables that make FlashAttention-4 and cuDNN keep compiled kernels in files: else they compile in every process.
 PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+# The packages of peers, by their module.
+INSTALL = {
+    "flash_attn": "pip install flash-attn-4",
+    "cudnn": "pip install 'dualkv[cudnn]'",
+    "magi_attention": "build https://github.com/SandAI-org/MagiAttention from its sources",
+}
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dualkv", "codegen", "cute_kernels")
 STAMP = ROOT / ".stamp.json"  # what git said of a checkout that was copied without it: tools/stamp.py
@@ -188,9 +194,8 @@ def _no_arguments() -> Iterator[None]:
 def _why(error: Exception) -> str:
     if isinstance(error, TimeUp):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn"):
-        return "not installed: pip install flash-attn-4"
-    return in_words(error)
+    package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"not installed: {INSTALL[package]}" if package in INSTALL else in_words(error)
 
 
 def in_words(error: Exception) -> str:
