@@ -415,7 +415,7 @@ def trees(folder: Path | None = None) -> str:
 def peers(name: str, row: Callable[[dict[str, Any]], str]) -> str:
     """Every side, a row for each, with what its total leaves out; a column for each result, named by `row`."""
     run = _load(name)
-    known = [side for side in SIDES if any(side in result["sides"] for result in run["results"])]
+    known = [side for side in SIDES if any("sustained_ms" in r["sides"].get(side, {}) for r in run["results"])]
     rows = [[side, *(_peer(result["sides"].get(side, {})) for result in run["results"])] for side in known]
     return markdown_table(["ms (TFLOP/s), J a call", *map(row, run["results"])], rows) + _recorded(run)
 

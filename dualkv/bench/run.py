@@ -43,7 +43,7 @@ REFERENCE = "fa4-3-calls"  # the peer that speeds are given against
 MAX_DIFFERENCE = 0.03  # of results, by norms; two bf16 computations of the same differ by less than 0.01
 PACKAGES = (
     "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "apache-tvm-ffi", "numpy",
-    "liger-kernel",
+    "liger-kernel", "magi_attention",
 )  # fmt: skip
 # Variables that make FlashAttention-4 and cuDNN keep compiled kernels in files: else they compile in every process.
 PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"

@@ -5,10 +5,10 @@ lets the rows below each segment attend to the whole segment (no mask, one seque
 their log-sum-exp. The backward runs the same calls with the merged out and lse, so that P = exp(S - lse) is each call's
 share of the whole softmax, and adds the gradients of all calls.
 
-A level whose keys are few beside the rows below them has no call of its own: each segment attends to itself and to a
-copy of that level's keys above it in one call. With a window this is so for all levels, and copies are of the keys that
-a segment's first row sees. With chunks so does every part of a segment that lies in one chunk. A sink rescales the
-merged out. PyTorch has no softcapping.
+In deep trees a level whose keys are few beside the rows below them has no call of its own: each segment attends to
+itself and to a copy of that level's keys above it in one call. With a window this is so for all levels, and copies are
+of the keys that a segment's first row sees. With chunks so does every part of a segment that lies in one chunk. A sink
+rescales the merged out. PyTorch has no softcapping.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from dualkv.ops.window import Window
 
 aten = torch.ops.aten
 HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention
-COPIED_ROWS = 2**18  # of keys in one call with a window, about: 0.5 GiB of k and as much of v at 8 heads of 128
+COPIED_ROWS = 2**18  # of keys in one call with copies, about: 0.5 GiB of k and as much of v at 8 heads of 128
 ELEMENTS = 2**31  # dq of one call has fewer: PyTorch's backward counts them with 32 bits, and would add to other memory
+COPIES = 16  # of keys at most, for each row of a tree: an index of 128 bytes a row is kept with the layout
 # Counted for each piece of a segment besides its keys. So a call has at most COPIED_ROWS / 128 pieces, far below the
 # 65,535 that an axis of a launch takes, however short the pieces are.
 ROWS_OF_A_PIECE = 128
@@ -117,8 +118,9 @@ def parts(segments: Segments, device: torch.device, window: Window | None = None
 def _copied(segments: Segments) -> npt.NDArray[np.bool_]:
     """[max_depth] which levels' keys are copied to the segments below, without a window.
 
-    Those with at most as many copies of keys as there are rows below to merge. Two levels have none: to add gradients
-    of copies in fp32 costs more than their one merge.
+    Those with at most as many copies of keys as there are rows below to merge, the most saved first. None if fewer rows
+    are merged there than there are in all: then all keys would be gathered, and their gradients added in fp32, for less
+    than one merge of all rows. So trees of two levels have none.
     """
     filled = segments.lengths > 0
     before = np.concatenate([[0], np.cumsum(filled)])  # segments with rows
@@ -126,7 +128,10 @@ def _copied(segments: Segments) -> npt.NDArray[np.bool_]:
     copies = segments.lengths * (before[last] - before[1:])
     merged = np.where(filled, segments.subtree_end - segments.offsets[1:], 0)
     copies, merged = (np.bincount(segments.depth, n, segments.max_depth) for n in (copies, merged))
-    return (segments.max_depth > 2) & (merged > 0) & (copies <= merged)
+    order = np.argsort(copies - merged, kind="stable")
+    chosen = (merged > 0) & (copies <= merged)
+    chosen[order] &= np.cumsum(copies[order]) <= COPIES * segments.total
+    return chosen & (merged[chosen].sum() >= segments.total)
 
 
 def _level_parts(segments: Segments, device: torch.device, levels: npt.NDArray[np.bool_]) -> list[Part]:
@@ -178,10 +183,11 @@ def _own_parts(
     call = (np.cumsum(k_len + ROWS_OF_A_PIECE) - 1) // COPIED_ROWS
     found = []
     for n in np.unique(call):
-        pieces, of_runs = call == n, call[index] == n
+        pieces = slice(*np.searchsorted(call, [n, n + 1]))
+        of_runs = slice(*np.searchsorted(index, [pieces.start, pieces.stop]))
         found.append(
             Part(
-                None if pieces.all() else ranges(q_begin[pieces], q_len[pieces], device),
+                None if call[0] == call[-1] else ranges(q_begin[pieces], q_len[pieces], device),
                 ranges(run_begin[of_runs], run_len[of_runs], device),
                 _cumulative(q_len[pieces], device),
                 _cumulative(k_len[pieces], device),
@@ -341,7 +347,8 @@ def backward(
 
     calls = parts(segments, q.device, window)
     copied = calls[0].k_rows is not None
-    # The sum of two gradients is rounded once, in their dtype too. More of them are added in fp32.
+    # dq is the sum of a causal call's and of levels'. A sum of two is rounded once in its own dtype too, and more are
+    # added in fp32. So are dk and dv of copies.
     wide = sum(not part.causal for part in calls) > 1 or dlse is not None
 
     def gradients(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
@@ -385,7 +392,7 @@ def backward(
                     total[rows] += grad
                 continue
             assert isinstance(part.k_rows, torch.Tensor)
-            sums[0][slice(None) if part.q_rows is None else part.q_rows] = grads[0]
+            sums[0][slice(None) if part.q_rows is None else part.q_rows] = grads[0].to(sums[0].dtype)
             for total, grad in zip(sums[1:], grads[1:], strict=True):
                 total.index_add_(0, part.k_rows, grad.float())  # copies: some rows more than once
         return sums

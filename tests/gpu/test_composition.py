@@ -105,7 +105,20 @@ def test_composition(name, heads, dtype, deterministic):
 @pytest.mark.parametrize("heads", [(4, 4, 64), (6, 1, 80), (2, 1, 256)], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_features(name, heads, features, with_dlse):
-    layout, scale = LAYOUTS[name], heads[2] ** -0.5
+    check_features(LAYOUTS[name], heads, features, with_dlse)
+
+
+@pytest.mark.parametrize("features", [{"window": 37}, {"chunk": 50}, {}], ids=str)
+def test_copies_in_several_calls(features, monkeypatch):
+    monkeypatch.setattr(composition, "COPIED_ROWS", 300)
+    offsets, parent = LAYOUTS["copied levels"].offsets, LAYOUTS["copied levels"].parent
+    layout = Layout.from_segments(offsets, parent)  # anew, as calls are kept with a layout
+    assert sum(part.causal for part in composition.parts(layout._segments, "cuda", None)) > 1
+    check_features(layout, (8, 2, 128), features, with_dlse=True)
+
+
+def check_features(layout, heads, features, with_dlse):
+    scale = heads[2] ** -0.5
     q, k, v, dout = inputs(layout, *heads, torch.bfloat16)
     sinks = torch.randn(heads[0], device="cuda")
     dlse = torch.randn(heads[0], layout.num_tokens, device="cuda") if with_dlse else None

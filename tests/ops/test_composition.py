@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -201,20 +202,79 @@ def test_many_short_pieces_are_several_calls():
     assert max(pieces) <= composition.COPIED_ROWS // composition.ROWS_OF_A_PIECE
 
 
+def in_16_bits(found):
+    """Calls that compute in fp64 and return what FlashAttention does; `found` gets each backward's results."""
+
+    def forward(q, k, v, *given, **more):
+        out, lse, *rest = dense_forward(q.double(), k.double(), v.double(), *given, **more)
+        return out.to(q.dtype), lse.float(), *rest
+
+    def backward(dout, q, *given, **more):
+        grads = dense_backward(dout.double(), q.double(), *(x.double() for x in given[:4]), *given[4:], **more)
+        found.append([grad.to(q.dtype) for grad in grads])
+        return found[-1]
+
+    return SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("copied", [60, 2**18])
+@pytest.mark.parametrize("levels", list(itertools.product([False, True], repeat=2)), ids=str)
+@pytest.mark.parametrize("window", [None, Window(size=25), Window(chunk=16)], ids=str)
+def test_sums_in_16_bits_are_rounded_once(window, levels, copied, with_dlse, monkeypatch):
+    layout = Layout.from_segments(np.cumsum([0, 20, 130, 30, 130, 1, 139, 50]).tolist(), [-1, 0, 1, 2, 2, 1, 0])
+    segments, total = layout._segments, layout.num_tokens
+    choose(monkeypatch, [*levels, False, False], copied)
+    monkeypatch.setattr(composition, "ROWS_OF_A_PIECE", 1)
+    q, k, v, dout = (torch.randn(total, h, 16, dtype=torch.float64) for h in (4, 2, 2, 4))
+    dlse = torch.randn(4, total) if with_dlse else None
+    parts, expected = composition.parts(segments, CPU, window), []
+    for dtype in (torch.float64, torch.bfloat16):
+        found = []
+        monkeypatch.setattr(composition, "aten", in_16_bits(found))
+        given = [x.bfloat16().to(dtype) for x in (q, k, v)]
+        out, lse = composition.forward(*given, segments, 0.3, window)
+        got = composition.backward(
+            dout.bfloat16().to(dtype), *given, out, lse, segments, 0.3, False, window, dlse=dlse
+        )[:3]
+        if dtype == torch.float64:
+            expected = got
+    for grad, want in zip(got, expected, strict=True):
+        assert (grad - want).norm() <= 0.02 * want.norm()
+    if not with_dlse:
+        sums = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)]
+        for part, grads in zip(parts, found, strict=True):
+            for one, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
+                one.index_add_(0, torch.arange(total)[slice(None) if rows is None else rows], grad.double())
+        for grad, one in zip(got, sums, strict=True):
+            assert ((grad - one).abs() <= 2**-8 * one.abs() * (1 + 1e-5)).all()
+
+
 @pytest.mark.parametrize(
     ("lengths", "parent", "copied"),
     [
-        ([10, 90, 90], [-1, 0, 0], [False, False]),  # two levels
-        (
-            [10, 90, 5, 5],
-            [-1, 0, 1, 1],
-            [True, False, False],
-        ),  # copies of 10 three times for 100 rows, of 90 twice for 10
-        ([60, 30, 40, 40], [-1, 0, 1, 1], [False, True, False]),  # of 60 three times for 110, of 30 twice for 80
-        ([60, 0, 30, 40, 40], [-1, 0, 1, 2, 2], [False, False, True, False]),  # an empty segment takes no copies
-        ([10, 20, 0, 0], [-1, 0, 1, 1], [True, False, False]),  # no rows below the second level
+        ([10, 90, 90], [-1, 0, 0], [False] * 2),
+        # Three levels, of which the first is empty: two, in fact.
+        ([0, 10, 90, 90], [-1, 0, 1, 1], [False] * 3),
+        # As many copies as rows to merge, at each level, and 60 rows to merge of 40.
+        ([10] * 4, [-1, 0, 1, 2], [True, True, True, False]),
+        # Copies of 10 four times for 115 rows, of 90 three times for 25, of 5 twice for 20: 135 rows to merge of 125.
+        ([10, 90, 5, 10, 10], [-1, 0, 1, 2, 2], [True, False, True, False]),
+        # Three copies of 40 for 110 rows, two of 30 for 80: 80 rows to merge of 150.
+        ([40, 30, 40, 40], [-1, 0, 1, 1], [False] * 3),
+        # An empty segment takes no copies: three of 30 for 110 rows, 190 rows to merge of 140.
+        ([30, 0, 30, 40, 40], [-1, 0, 0, 2, 2], [True, True, False]),
+        # A small tree beside large groups of two levels changes nothing for them.
+        ([100, 500, 500, 1, 1, 1], [-1, 0, 0, -1, 3, 4], [False] * 3),
     ],
 )
 def test_levels_with_few_keys_are_copied(lengths, parent, copied):
     segments = Layout.from_segments(np.cumsum([0, *lengths]).tolist(), parent)._segments
     assert composition._copied(segments).tolist() == copied
+
+
+def test_copies_of_a_deep_tree_are_bounded():
+    segments = Layout.from_segments(range(401), range(-1, 399))._segments
+    calls = composition.parts(segments, CPU)
+    assert sum(int(part.cu_k[-1]) for part in calls if part.causal) <= (composition.COPIES + 1) * segments.total
+    assert composition._copied(segments).any()
