@@ -379,22 +379,21 @@ def backward(
 
     def summed(dout: torch.Tensor) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []
+        if copied:
+            dq = torch.empty(q.shape, dtype=torch.float32 if wide else q.dtype, device=q.device)
+            sums = [dq, *(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))]
         for part in calls:
             grads = gradients(part, dout)
-            if not sums and not copied:
-                sums = [grad.float() if wide else grad for grad in grads]
-                continue
-            if not sums:
-                dq = torch.empty(q.shape, dtype=torch.float32 if wide else q.dtype, device=q.device)
-                sums = [dq, *(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))]
             if not part.causal:
                 for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
                     total[rows] += grad
-                continue
-            assert isinstance(part.k_rows, torch.Tensor)
-            sums[0][slice(None) if part.q_rows is None else part.q_rows] = grads[0].to(sums[0].dtype)
-            for total, grad in zip(sums[1:], grads[1:], strict=True):
-                total.index_add_(0, part.k_rows, grad.float())  # copies: some rows more than once
+            elif copied:
+                assert isinstance(part.k_rows, torch.Tensor)
+                sums[0][slice(None) if part.q_rows is None else part.q_rows] = grads[0].to(sums[0].dtype)
+                for total, grad in zip(sums[1:], grads[1:], strict=True):
+                    total.index_add_(0, part.k_rows, grad.float())  # some rows more than once
+            else:  # the only causal call, of all rows
+                sums = [grad.float() if wide else grad for grad in grads]
         return sums
 
     with _deterministic(deterministic):
