@@ -6,6 +6,7 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test holds th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import statistics
 from collections import Counter
@@ -55,14 +56,14 @@ UPDATES = {
     "update-h200-composition": "Qwen3-0.6B, bf16, H200, FlexAttention in place of kernels",
 }
 HYBRIDS = "hybrid-step-h200", "hybrid-h200", "hybrid-decoder-h200", "hybrid-distance-h200"
-OURS, FIXED, PEER = "dualkv", "dualkv-deterministic", "fa4-3-calls"
+OURS, FIXED, PEER, CUDNN = "dualkv", "dualkv-deterministic", "fa4-3-calls", "cudnn-intervals"
 STOCK = {
     "fa4": "FlashAttention-4",
     "flex": "FlexAttention",
     "cudnn": "cuDNN's attention",
 }  # names of tools.bench.stock_attention
-VALUES_PEERS = {"cudnn-intervals": "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
-WINDOW_PEERS = "fa4-prompt-copied", "cudnn-intervals"  # of windows and chunks
+VALUES_PEERS = {CUDNN: "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
+WINDOW_PEERS = "fa4-prompt-copied", CUDNN  # of windows and chunks
 CARD = "NVIDIA H200"  # of records that name no other
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
     MAIN: (1.22, 1.10),
@@ -173,12 +174,12 @@ def speeds() -> str:
         [what, *(span(name.format(direction), figure, form) for direction in ("forward", "backward"))]
         for what, name, figure, form in (
             ("head dim 128, eight workloads: TFLOP/s", "{}", _rate, ".0f"),
-            ("the same: times as fast", "{}", _ratio, ".2f"),
-            (f"head dims {', '.join(map(str, dims))}: times as fast", "{}-head-dims", _ratio, ".2f"),
-            ("40 random shapes: times as fast", "random-{}", _ratio, ".2f"),
+            ("the same: times as fast", "{}", _over, ".2f"),
+            (f"head dims {', '.join(map(str, dims))}: times as fast", "{}-head-dims", _over, ".2f"),
+            ("random shapes: times as fast", "random-{}", _over, ".2f"),
         )
     ]
-    return markdown_table(["attention on an H200, or on the card that is named", "forward", "backward"], rows)
+    return markdown_table(["attention on an H200", "forward", "backward"], rows)
 
 
 def _card(run: dict[str, Any]) -> str:
@@ -203,28 +204,35 @@ def _recorded(run: dict[str, Any], part: str = "") -> str:
     return said + (f" The time of that run ended after {done} of {asked}." if done < asked else "")
 
 
-def _measured(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those in which ours and the peer were measured."""
-    return [r for r in results if all("sustained_ms" in r["sides"].get(name, {}) for name in (OURS, PEER))]
+def _measured(results: Sequence[dict[str, Any]], peer: str = PEER) -> list[dict[str, Any]]:
+    """Those in which ours and a peer were measured."""
+    return [r for r in results if all("sustained_ms" in r["sides"].get(name, {}) for name in (OURS, peer))]
+
+
+def _over(result: dict[str, Any], peer: str = PEER) -> float:
+    """The time of a peer over ours."""
+    ours, theirs = (result["sides"][side]["sustained_ms"] for side in (OURS, peer))
+    return float(theirs / ours)
 
 
 def _against_peer(name: str, first: str = "workload") -> str:
     """Ours and the peer, a row for each workload; `first` heads the column of their names."""
     run = _load(name)
     results = _measured(run["results"])
-    deterministic = any(FIXED in result["sides"] for result in results)
+    sides_of = [result["sides"] for result in results]
+    deterministic, beside_cudnn = (any(side in sides for sides in sides_of) for side in (FIXED, CUDNN))
     rows = []
     for result in results:
         sides = result["sides"]
         ours, peer = sides[OURS], sides[PEER]
         row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
         row += [f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
-        if deterministic:
-            fixed = sides[FIXED].get("sustained_ms")
-            row.append(f"{fixed / ours['sustained_ms']:.2f}" if fixed else "")
+        for side in itertools.compress((FIXED, CUDNN), (deterministic, beside_cudnn)):
+            row.append(f"{_over(result, side):.2f}" if _measured([result], side) else "")
         rows.append(row)
     head = [first, "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
-    return markdown_table([*head, "deterministic: time ratio"] if deterministic else head, rows) + _recorded(run)
+    head += ["deterministic: time ratio"] * deterministic + ["cuDNN, intervals: ratio"] * beside_cudnn
+    return markdown_table(head, rows) + _recorded(run)
 
 
 def aimed() -> str:
@@ -273,30 +281,29 @@ def tuned(direction: str) -> str:
 
 
 def drawn() -> str:
-    """Drawn workloads: how fast ours is against the peer, for each head dim, and what was not measured."""
+    """Drawn workloads: how fast ours is against its peers, for each head dim, and what was not measured."""
     runs = {direction: _load(f"random-{direction}") for direction in ("forward", "backward")}
     results = [result for run in runs.values() for result in run["results"]]
     measured, rows = _measured(results), []
+    head = [f"{way} over {peer}" for way in runs for peer in ("FlashAttention-4", "cuDNN")]
     for head_dim in sorted({r["workload"]["head_dim"] for r in measured}):
         row = [str(head_dim)]
-        for direction in ("fwd", "bwd"):
-            some = [r for r in measured if (r["workload"]["head_dim"], r["direction"]) == (head_dim, direction)]
-            speeds = sorted(_ratio(r) for r in some)
-            row.append(
-                f"{len(some)}: {speeds[0]:.2f}, {statistics.median(speeds):.2f}, {speeds[-1]:.2f}" if some else ""
-            )
+        for run, peer in itertools.product(runs.values(), (PEER, CUDNN)):
+            some = [r for r in _measured(run["results"], peer) if r["workload"]["head_dim"] == head_dim]
+            x = sorted(_over(r, peer) for r in some)
+            row.append(f"{len(x)}: {x[0]:.2f}, {statistics.median(x):.2f}, {x[-1]:.2f}" if x else "")
         rows.append(row)
-    head = ["head dim", "forward: workloads; slowest, median, fastest ratio", "backward: the same"]
-    slower = [f"{_drawn(r)} {_ratio(r):.2f}" for r in sorted(measured, key=_ratio) if _ratio(r) < 1]
-    said = f"Slower than the peer: {'; '.join(slower)}." if slower else "Never slower than the peer."
+    slower = [
+        f"{_drawn(r)} {_over(r, peer):.2f} over {name}"
+        for name, peer in (("FlashAttention-4", PEER), ("cuDNN", CUDNN))
+        for r in _measured(results, peer)
+        if _over(r, peer) < 1
+    ]
+    said = f"Slower than a peer: {'; '.join(slower)}." if slower else "Never slower than a peer."
     missing = len(results) - len(measured)
     said += f" Not measured: {missing} of {len(results)}." if missing else ""
     recorded = (_recorded(run, f"{direction.title()}. ") for direction, run in runs.items())
-    return markdown_table(head, rows) + f"\n\n{said}" + "".join(recorded)
-
-
-def _ratio(result: dict[str, Any]) -> float:
-    return float(result["sides"][OURS]["speed_against_reference"])
+    return markdown_table(["head dim", *head], rows) + f"\n\n{said}" + "".join(recorded)
 
 
 def _drawn(result: dict[str, Any]) -> str:
@@ -394,20 +401,15 @@ def trees(folder: Path | None = None) -> str:
         name, direction, sides = result["workload"]["name"], result["direction"], result["sides"]
         ours = sides[OURS]
         row = [f"{name}, {DIRECTIONS[direction]}", _speed(ours)]
-        for peer in ("flex", "fa4-replicated"):
-            theirs = sides.get(peer, {})
-            ratio = theirs["sustained_ms"] / ours["sustained_ms"] if "sustained_ms" in theirs else None
-            row.append(f"{_speed(theirs)}: {ratio:.2f}" if ratio else "")
+        for peer in (CUDNN, "flex", "fa4-replicated"):
+            measured = _measured([result], peer)
+            row.append(f"{_speed(sides[peer])}: {_over(result, peer):.2f}" if measured else "")
         for other in (TWO_LEVELS[name], MAIN):
             rate = rates.get((other, direction), {}).get("sustained_tflops")
             row.append(f"{rate:.0f}: {ours['sustained_tflops'] / rate:.2f}" if rate else "")
         rows.append(row)
-    head = [
-        "tree",
-        "DualKV, ms (TFLOP/s)",
-        "FlexAttention: speed-up over it",
-        "FlashAttention-4, replicated: speed-up over it",
-    ]
+    others_of = ("cuDNN, intervals", "FlexAttention", "FlashAttention-4, replicated")
+    head = ["tree", "DualKV, ms (TFLOP/s)", *(f"{peer}: speed-up over it" for peer in others_of)]
     head += ["two levels, same rollouts, TFLOP/s: ratio to it", f"{MAIN}, TFLOP/s: ratio to it"]
     return markdown_table(head, rows) + _recorded(run)
 
@@ -554,8 +556,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both", lambda result: result["workload"]["name"]),
     "peers": lambda: peers("peers", lambda result: DIRECTIONS[result["direction"]]),
-    "cudnn": lambda: two_sides("cudnn", "dualkv", "cudnn-intervals"),
-    "cudnn-backend": lambda: two_sides("cudnn-backend", "dualkv-cudnn", "cudnn-intervals"),
+    "cudnn": lambda: two_sides("cudnn", OURS, CUDNN),
+    "cudnn-backend": lambda: two_sides("cudnn-backend", "dualkv-cudnn", CUDNN),
+    "magi": lambda: two_sides("magi", OURS, "magi-ranges"),
     "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "composition-ampere": lambda: composition.table((run := _load("composition-ampere"))["results"]) + _recorded(run),
     "flex-backend": lambda: composition.table((run := _load("flex-backend"))["results"]) + _recorded(run),

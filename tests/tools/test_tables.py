@@ -70,11 +70,13 @@ def test_cudnn_is_asked_for_wherever_another_peer_is():
     assert without == {512}
 
 
-def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
+def test_drawn_workloads_slower_than_a_peer_are_named(tmp_path, monkeypatch):
     def result(i, head_dim, ratio):
         workload = {"name": f"random-1-{i}", "head_dim": head_dim, "heads": 8, "kv_heads": 2}
-        side = {"sustained_ms": 1.0, "speed_against_reference": ratio}
-        sides = {tables.OURS: side, tables.PEER: side if ratio else {"error": "not supported"}}
+        sides = {tables.OURS: {"sustained_ms": 2.0}, tables.CUDNN: {"error": "not supported"}}
+        sides[tables.PEER] = {"sustained_ms": 2.0 * ratio} if ratio else {"error": "not supported"}
+        if i == 5:
+            sides[tables.CUDNN] = {"sustained_ms": 1.8}
         return {"workload": workload, "direction": "fwd" if i % 2 else "bwd", "sides": sides}
 
     results = [result(i, 64 if i < 4 else 96, r) for i, r in enumerate([1.1, 1.2, 0.96, 1.5, 0, 2.0])]
@@ -83,10 +85,11 @@ def test_drawn_workloads_slower_than_the_peer_are_named(tmp_path, monkeypatch):
         (tmp_path / f"random-{name}.json").write_text(json.dumps(made | {"results": some}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.drawn()
-    assert "| 64 | 2: 1.20, 1.35, 1.50 | 2: 0.96, 1.03, 1.10 |" in text
-    assert "| 96 | 1: 2.00, 2.00, 2.00 |  |" in text
-    slower = "Slower than the peer: random-1-2 bwd (D=128 H=32 Hk=32 P=3077 N=6 R=62..213) 0.96. Not measured: 1 of 6."
-    assert slower in text
+    assert "| 64 | 2: 1.20, 1.35, 1.50 |  | 2: 0.96, 1.03, 1.10 |  |" in text
+    assert "| 96 | 1: 2.00, 2.00, 2.00 | 1: 0.90, 0.90, 0.90 |  |  |" in text
+    assert "Slower than a peer: random-1-2 bwd (D=128 H=32 Hk=32 P=3077 N=6 R=62..213) 0.96 over " in text
+    assert " FlashAttention-4; random-1-5 fwd (" in text
+    assert " 0.90 over cuDNN. Not measured: 1 of 6." in text
     assert "\n\nForward. Recorded 2026-01-02 at" in text
     assert "\n\nBackward. Recorded 2026-01-02 at" in text
 

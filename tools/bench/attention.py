@@ -91,6 +91,7 @@ RECORDS = {
     "d512": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} {_options('-w', _D512)}",
     "cudnn": f"-d fwd,bwd {_CUDNN} {_FEATURE_TURNS} {_options('-w', _MOST)}",
     "cudnn-backend": f"-d fwd,bwd {_BY_HAND} {_TURNS} -w {MAIN} -w g64-n8",
+    "magi": f"-d fwd,bwd -s dualkv -s magi-ranges {_FEATURE_TURNS} {_options('-w', (*EIGHT[:3], *EIGHT[4:]))}",
     "flex-backend": "-d both -s dualkv-flash -s dualkv-flex --seconds 0.5 --rounds 2"
     " -w g64-n8 -w n64-p4096-r256 -w g128-n8-short",
     "both": f"-d both {_THREE} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
