@@ -299,7 +299,7 @@ def drawn() -> str:
         for r in _measured(results, peer)
         if _over(r, peer) < 1
     ]
-    said = f"Slower than a peer: {'; '.join(slower)}." if slower else "Never slower than a peer."
+    said = f"Slower than a peer: {'; '.join(slower)}." if slower else "Never slower than a peer that was measured."
     missing = len(results) - len(measured)
     said += f" Not measured: {missing} of {len(results)}." if missing else ""
     recorded = (_recorded(run, f"{direction.title()}. ") for direction, run in runs.items())
