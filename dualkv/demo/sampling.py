@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +136,11 @@ def _sampled(
     base, head = model.base_model, model.get_output_embeddings().weight[:vocab_size]
     cache = DynamicCache(config=model.config)
 
+    kept: dict[str, Any] = {_name_of_cache(base): cache, "use_cache": True}
+
     def last_hidden(ids: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
-        return base(input_ids=ids, past_key_values=cache, use_cache=True, **images).last_hidden_state[:, -1]
+        hidden: torch.Tensor = base(input_ids=ids, **kept, **images).last_hidden_state
+        return hidden[:, -1]
 
     hidden = last_hidden(prompts.to(model.device), **images).repeat_interleave(num_responses, 0)
     # States of recurrent layers have no `batch_repeat_interleave`.
@@ -160,13 +164,18 @@ def _until(row: torch.Tensor, eos_id: int | None) -> torch.Tensor:
     return row[: int(ends[0]) + 1].clone() if len(ends) else row.clone()
 
 
+def _name_of_cache(model: torch.nn.Module) -> str:
+    """`cache` from transformers 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
 def _cache_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Of a sequence: keys and values of each token, and states of recurrent layers; as the cache of one token has."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
+    model.base_model(input_ids=token, use_cache=True, **{_name_of_cache(model.base_model): cache})
 
     def size(name: str) -> int:
         found = (getattr(layer, name, None) for layer in cache.layers)

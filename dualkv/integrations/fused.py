@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from importlib.util import find_spec
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -134,13 +134,28 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
     compiled = cache(_by_form)  # one for all layers
     for module in layers.attention_modules(decoder):
         forward = type(module).forward
-        if "forward" not in vars(module) and isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names:
-            names = dict(forward.__globals__)
+        inner = inspect.unwrap(forward)
+        if "forward" not in vars(module) and isinstance(inner, FunctionType) and ROTARY in inner.__code__.co_names:
+            names = dict(inner.__globals__)
             names[ROTARY] = rotary or compiled(names[ROTARY])
             del names["__name__"]  # a model that is compiled as a whole would look in the file instead
-            own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-            own.__kwdefaults__ = forward.__kwdefaults__
-            vars(module)["forward"] = MethodType(own, module)
+            vars(module)["forward"] = MethodType(_with_names(forward, names), module)
+
+
+def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
+    """A function with other global names; below decorators, which are kept (transformers has some that rename
+    arguments)."""
+    inner = getattr(function, "__wrapped__", None)
+    closure, own_names = function.__closure__, names
+    if inner is not None:
+        changed = CellType(_with_names(inner, names))
+        closure = tuple(changed if cell.cell_contents is inner else cell for cell in closure)
+        own_names = function.__globals__
+    own = FunctionType(function.__code__, own_names, function.__name__, function.__defaults__, closure)
+    own.__kwdefaults__ = function.__kwdefaults__
+    if inner is not None:
+        vars(own)["__wrapped__"] = changed.cell_contents
+    return own
 
 
 def _pieces(decoder: nn.Module) -> Iterator[nn.Module]:

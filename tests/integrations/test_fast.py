@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -192,7 +193,8 @@ def test_limits_that_mean_nothing_are_refused() -> None:
 
 def rotaries(model: Any) -> list[Any]:
     """The rotary embedding that each attention layer calls."""
-    return [m.forward.__globals__[fused.ROTARY] for name, m in model.named_modules() if name.endswith("self_attn")]
+    attention = [m for name, m in model.named_modules() if name.endswith("self_attn")]
+    return [inspect.unwrap(m.forward).__globals__[fused.ROTARY] for m in attention]
 
 
 def test_fast_is_undone() -> None:
@@ -220,6 +222,29 @@ def test_fast_is_undone() -> None:
     for name, module in model.get_decoder().layers.named_modules():  # transformers' notes of checkpointing stay
         noted = {"_gradient_checkpointing_func", "gradient_checkpointing"}
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
+
+
+def test_decorators_of_a_forward_stay() -> None:
+    """transformers has some that rename arguments."""
+
+    def renames(old: str) -> Any:
+        def decorate(function: Any) -> Any:
+            @wraps(function)
+            def call(*args: Any, **given: Any) -> Any:
+                return function(*args, **{"cache" if name == old else name: x for name, x in given.items()})
+
+            return call
+
+        return decorate
+
+    @renames("past_key_values")
+    @renames("cache_params")
+    def forward(x: int, *, cache: int = 0) -> Any:
+        return copy.copy((x, cache))
+
+    own = fused._with_names(forward, {"copy": type("", (), {"copy": list})})
+    assert (own(1, past_key_values=2), own(1, cache_params=3), own(4)) == ([1, 2], [1, 3], [4, 0])
+    assert (forward(1, past_key_values=2), inspect.unwrap(own).__kwdefaults__) == ((1, 2), {"cache": 0})
 
 
 def test_layers_keep_attention_again_until_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
         ({"attention_mask": torch.ones_like(IDS)}, "attention_mask came together with dualkv"),
         ({"use_cache": True}, "past_key_values or use_cache came together with dualkv"),
         ({"past_key_values": tf.DynamicCache()}, "past_key_values or use_cache came together with dualkv"),
+        ({"cache": tf.DynamicCache()}, "past_key_values or use_cache came together with dualkv"),
         ({"position_ids": torch.arange(45)[None]}, r"position_ids\[0, 11\] is 11, the layout's is 7"),
         (
             {"position_ids": POSITIONS.expand(2, 1, -1)},

@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from dualkv.integrations import flash_linear_attention, masks
+from dualkv.integrations import flash_linear_attention, layers, masks
 from dualkv.integrations.recurrent import earlier, kernels
 from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.walked import Walked
@@ -374,8 +374,9 @@ def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
         if dualkv is None:
             return own(layer, hidden_states, *args, **kwargs)
-        if kwargs.get("past_key_values") is not None:
-            raise ValueError("past_key_values came together with dualkv: packed groups run without a cache")
+        for name in layers.CACHES:
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name} came together with dualkv: packed groups run without a cache")
         return packed(layer, hidden_states, dualkv, kwargs), None
 
     @torch.compiler.disable
