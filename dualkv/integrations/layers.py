@@ -42,8 +42,6 @@ NEUTRAL = {
     "debug_io",
 }
 
-CACHES = ("past_key_values", "cache", "cache_params")  # of earlier tokens; transformers 5.24 has `cache` for the others
-
 # Attributes of attention modules that repeat an argument of their attention function, by that argument.
 REPEATED = {"s_aux": "sinks", "softcap": "attn_logit_softcapping"}
 

@@ -175,7 +175,7 @@ def _enter_decoder(
         raise ValueError(
             "attention_mask came together with dualkv: the layout says which rows see each other, leave the mask out"
         )
-    if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in layers.CACHES):
+    if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
     # With images, given positions are compared with the model's where the images are placed.
     given = None if isinstance(layout, Placed) else kwargs.get("position_ids")

@@ -7,6 +7,7 @@ chooses flash-linear-attention's kernels, and :mod:`.walked` keeps what parts of
 
 from dualkv.integrations.recurrent.earlier import without_libraries
 from dualkv.integrations.recurrent.seams import (
+    CACHES,
     INSTALLED,
     LAYER_TYPES,
     install,
@@ -19,6 +20,7 @@ from dualkv.integrations.recurrent.seams import (
 from dualkv.integrations.recurrent.walked import enter
 
 __all__ = [
+    "CACHES",
     "INSTALLED",
     "LAYER_TYPES",
     "enter",

@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from dualkv.integrations import flash_linear_attention, layers, masks
+from dualkv.integrations import flash_linear_attention, masks
 from dualkv.integrations.recurrent import earlier, kernels
 from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.walked import Walked
@@ -60,6 +60,9 @@ POINTWISE = ("NemotronHMLP", "NemotronHMoE")
 
 # Entries of `config.layer_types` for the layers above; the layers themselves are checked, not these names.
 LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe", "mamba", "attention")
+
+# Arguments of models and layers that hold what earlier calls kept; `cache` alone from transformers 5.24 on.
+CACHES = ("past_key_values", "cache", "cache_params")
 
 # Arguments by which a layer continues a sequence or separates sequences, which a layout does itself.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
@@ -374,7 +377,7 @@ def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
         if dualkv is None:
             return own(layer, hidden_states, *args, **kwargs)
-        for name in layers.CACHES:
+        for name in CACHES:
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} came together with dualkv: packed groups run without a cache")
         return packed(layer, hidden_states, dualkv, kwargs), None
