@@ -135,11 +135,20 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
     for module in layers.attention_modules(decoder):
         forward = type(module).forward
         inner = inspect.unwrap(forward)
-        if "forward" not in vars(module) and isinstance(inner, FunctionType) and ROTARY in inner.__code__.co_names:
+        if "forward" not in vars(module) and _can_be_renamed(forward) and ROTARY in inner.__code__.co_names:
             names = dict(inner.__globals__)
             names[ROTARY] = rotary or compiled(names[ROTARY])
             del names["__name__"]  # a model that is compiled as a whole would look in the file instead
             vars(module)["forward"] = MethodType(_with_names(forward, names), module)
+
+
+def _can_be_renamed(function: Any) -> bool:
+    """Whether it is a function, behind decorators that are closures over what they decorate or not decorated."""
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(function, FunctionType) or inner is None:
+        return isinstance(function, FunctionType)
+    held = inspect.getclosurevars(function).nonlocals.values()
+    return any(x is inner for x in held) and _can_be_renamed(inner)
 
 
 def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
