@@ -219,20 +219,18 @@ def _against_peer(name: str, first: str = "workload") -> str:
     """Ours and the peer, a row for each workload; `first` heads the column of their names."""
     run = _load(name)
     results = _measured(run["results"])
-    sides_of = [result["sides"] for result in results]
-    deterministic, beside_cudnn = (any(side in sides for sides in sides_of) for side in (FIXED, CUDNN))
+    more = {FIXED: "deterministic: time ratio", CUDNN: "cuDNN, intervals: ratio"}
+    more = {side: title for side, title in more.items() if any(side in result["sides"] for result in results)}
     rows = []
     for result in results:
         sides = result["sides"]
         ours, peer = sides[OURS], sides[PEER]
         row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
-        row += [f"{ours['speed_against_reference']:.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
-        for side in itertools.compress((FIXED, CUDNN), (deterministic, beside_cudnn)):
-            row.append(f"{_over(result, side):.2f}" if _measured([result], side) else "")
+        row += [f"{_over(result):.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
+        row += [f"{_over(result, side):.2f}" if _measured([result], side) else "" for side in more]
         rows.append(row)
     head = [first, "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
-    head += ["deterministic: time ratio"] * deterministic + ["cuDNN, intervals: ratio"] * beside_cudnn
-    return markdown_table(head, rows) + _recorded(run)
+    return markdown_table([*head, *more.values()], rows) + _recorded(run)
 
 
 def aimed() -> str:
@@ -248,7 +246,7 @@ def aimed() -> str:
     for name, aims in AIMED.items():
         row = [f"{name}: FlashAttention-4's time over ours"]
         for sides, aim in zip((forward[name], backward[name]), aims, strict=True):
-            row += cell(sides[OURS]["speed_against_reference"], aim, ".3f")
+            row += cell(_over({"sides": sides}), aim, ".3f")
         rows.append(row)
     row, fewer = [f"{MAIN}: TFLOP/s"], [f"{MAIN}: fewer joules a call, %"]
     for sides, rate, less in ((forward[MAIN], 725, 20), (backward[MAIN], 625, 10)):
@@ -285,17 +283,18 @@ def drawn() -> str:
     runs = {direction: _load(f"random-{direction}") for direction in ("forward", "backward")}
     results = [result for run in runs.values() for result in run["results"]]
     measured, rows = _measured(results), []
-    head = [f"{way} over {peer}" for way in runs for peer in ("FlashAttention-4", "cuDNN")]
+    named = {"FlashAttention-4": PEER, "cuDNN": CUDNN}
+    head = [f"{way} over {peer}" for way, peer in itertools.product(runs, named)]
     for head_dim in sorted({r["workload"]["head_dim"] for r in measured}):
         row = [str(head_dim)]
-        for run, peer in itertools.product(runs.values(), (PEER, CUDNN)):
+        for run, peer in itertools.product(runs.values(), named.values()):
             some = [r for r in _measured(run["results"], peer) if r["workload"]["head_dim"] == head_dim]
             x = sorted(_over(r, peer) for r in some)
             row.append(f"{len(x)}: {x[0]:.2f}, {statistics.median(x):.2f}, {x[-1]:.2f}" if x else "")
         rows.append(row)
     slower = [
         f"{_drawn(r)} {_over(r, peer):.2f} over {name}"
-        for name, peer in (("FlashAttention-4", PEER), ("cuDNN", CUDNN))
+        for name, peer in named.items()
         for r in _measured(results, peer)
         if _over(r, peer) < 1
     ]

@@ -135,7 +135,6 @@ def _sampled(
 
     base, head = model.base_model, model.get_output_embeddings().weight[:vocab_size]
     cache = DynamicCache(config=model.config)
-
     kept: dict[str, Any] = {_name_of_cache(base): cache, "use_cache": True}
 
     def last_hidden(ids: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:

@@ -135,35 +135,34 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
     for module in layers.attention_modules(decoder):
         forward = type(module).forward
         inner = inspect.unwrap(forward)
-        if "forward" not in vars(module) and _can_be_renamed(forward) and ROTARY in inner.__code__.co_names:
-            names = dict(inner.__globals__)
-            names[ROTARY] = rotary or compiled(names[ROTARY])
-            del names["__name__"]  # a model that is compiled as a whole would look in the file instead
-            vars(module)["forward"] = MethodType(_with_names(forward, names), module)
+        if "forward" in vars(module) or not isinstance(inner, FunctionType) or ROTARY not in inner.__code__.co_names:
+            continue
+        names = dict(inner.__globals__)
+        names[ROTARY] = rotary or compiled(names[ROTARY])
+        del names["__name__"]  # a model that is compiled as a whole would look in the file instead
+        if (own := _with_names(forward, names)) is not None:
+            vars(module)["forward"] = MethodType(own, module)
 
 
-def _can_be_renamed(function: Any) -> bool:
-    """Whether it is a function, behind decorators that are closures over what they decorate or not decorated."""
+def _with_names(function: Any, names: dict[str, Any]) -> FunctionType | None:
+    """A function with other global names. Decorators around it are kept: transformers has some that rename arguments.
+    None if one of them is no closure over what it decorates."""
+    if not isinstance(function, FunctionType):
+        return None
+    code, name, defaults, closure = (
+        function.__code__, function.__name__, function.__defaults__, function.__closure__
+    )  # fmt: skip
     inner = getattr(function, "__wrapped__", None)
-    if not isinstance(function, FunctionType) or inner is None:
-        return isinstance(function, FunctionType)
-    held = inspect.getclosurevars(function).nonlocals.values()
-    return any(x is inner for x in held) and _can_be_renamed(inner)
-
-
-def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
-    """A function with other global names; below decorators, which are kept (transformers has some that rename
-    arguments)."""
-    inner = getattr(function, "__wrapped__", None)
-    closure, own_names = function.__closure__, names
-    if inner is not None:
-        changed = CellType(_with_names(inner, names))
-        closure = tuple(changed if cell.cell_contents is inner else cell for cell in closure)
-        own_names = function.__globals__
-    own = FunctionType(function.__code__, own_names, function.__name__, function.__defaults__, closure)
+    if inner is None:
+        own = FunctionType(code, names, name, defaults, closure)
+    else:
+        changed = _with_names(inner, names)
+        if changed is None or all(cell.cell_contents is not inner for cell in closure or ()):
+            return None
+        cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
+        own = FunctionType(code, function.__globals__, name, defaults, cells)
+        vars(own)["__wrapped__"] = changed
     own.__kwdefaults__ = function.__kwdefaults__
-    if inner is not None:
-        vars(own)["__wrapped__"] = changed.cell_contents
     return own
 
 

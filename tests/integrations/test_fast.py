@@ -242,10 +242,10 @@ def test_decorators_of_a_forward_stay() -> None:
     def forward(x: int, *, cache: int = 0) -> Any:
         return copy.copy((x, cache))
 
-    assert fused._can_be_renamed(forward)
-    assert not fused._can_be_renamed(partial(forward))
-    assert not fused._can_be_renamed(wraps(forward)(lambda *given: given))
+    assert fused._with_names(partial(forward), {}) is None
+    assert fused._with_names(wraps(forward)(lambda *given: given), {}) is None
     own = fused._with_names(forward, {"copy": type("", (), {"copy": list})})
+    assert own is not None
     assert (own(1, past_key_values=2), own(1, cache_params=3), own(4)) == ([1, 2], [1, 3], [4, 0])
     assert (forward(1, past_key_values=2), inspect.unwrap(own).__kwdefaults__) == ((1, 2), {"cache": 0})
 

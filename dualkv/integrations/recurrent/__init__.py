@@ -5,9 +5,8 @@ leads the recurrent layers of transformers' models to these (:mod:`.earlier`: th
 chooses flash-linear-attention's kernels, and :mod:`.walked` keeps what parts of a walked tree start from.
 """
 
-from dualkv.integrations.recurrent.earlier import without_libraries
+from dualkv.integrations.recurrent.earlier import CACHES, without_libraries
 from dualkv.integrations.recurrent.seams import (
-    CACHES,
     INSTALLED,
     LAYER_TYPES,
     install,

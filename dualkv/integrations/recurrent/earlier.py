@@ -192,7 +192,7 @@ def _gated(own: Forward, conv: Forward, rule: Forward, layer: Any, x: Tensor, la
 # ---------------------------------------------------------------- Mamba-2 and short convolutions
 def _mamba2(conv: Forward, scan: Forward, layer: Any, hidden_states: Tensor, layout: Any, **kwargs: Any) -> Tensor:
     """[1, T, C] -> [1, T, C]. Falcon-H1 scales what goes in, and may have no norm behind the scan."""
-    _refuse_cache(kwargs)
+    refuse_cache(kwargs)
     states, dtype = layer.n_groups * layer.ssm_state_size, hidden_states.dtype
     projected = layer.in_proj(hidden_states * getattr(layer, "ssm_in_multiplier", 1))
     if hasattr(layer, "mup_vector"):
@@ -226,7 +226,7 @@ def _steps(layer: Any, dt: Tensor) -> Tensor:
 
 def _short(conv: Forward, layer: Any, hidden_states: Tensor, layout: Any, **kwargs: Any) -> Tensor:
     """[1, T, C] -> [1, T, C]."""
-    _refuse_cache(kwargs)
+    refuse_cache(kwargs)
     b, c, x = layer.in_proj(hidden_states).transpose(-1, -2).chunk(3, -2)
     out = c * _convolved(conv, layer.conv, b * x, None, layout, kwargs)
     return layer.out_proj(out.transpose(-1, -2).contiguous())
@@ -242,8 +242,13 @@ def _convolved(
     return found
 
 
-def _refuse_cache(given: dict[str, Any]) -> None:
-    for name in ("cache_params", "past_key_values"):
+# Arguments of models and layers that hold what earlier calls kept; `cache` alone from transformers 5.24 on.
+CACHES = ("past_key_values", "cache", "cache_params")
+
+
+def refuse_cache(given: dict[str, Any]) -> None:
+    """Raises ValueError for a cache beside a layout."""
+    for name in CACHES:
         if given.get(name) is not None:
             raise ValueError(f"{name} came together with dualkv: packed groups run without a cache")
 

@@ -61,9 +61,6 @@ POINTWISE = ("NemotronHMLP", "NemotronHMoE")
 # Entries of `config.layer_types` for the layers above; the layers themselves are checked, not these names.
 LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe", "mamba", "attention")
 
-# Arguments of models and layers that hold what earlier calls kept; `cache` alone from transformers 5.24 on.
-CACHES = ("past_key_values", "cache", "cache_params")
-
 # Arguments by which a layer continues a sequence or separates sequences, which a layout does itself.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
 BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -377,9 +374,7 @@ def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
         if dualkv is None:
             return own(layer, hidden_states, *args, **kwargs)
-        for name in CACHES:
-            if kwargs.get(name) is not None:
-                raise ValueError(f"{name} came together with dualkv: packed groups run without a cache")
+        earlier.refuse_cache(kwargs)
         return packed(layer, hidden_states, dualkv, kwargs), None
 
     @torch.compiler.disable
