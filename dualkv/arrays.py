@@ -23,7 +23,7 @@ MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums
 def positive(name: str, value: int) -> int:
     """`value` as an integer of 1 or more; TypeError or ValueError for others."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and (value.ndim or value.dtype == torch.bool)):
             raise TypeError
         number = operator.index(value)
     except TypeError:

@@ -183,10 +183,14 @@ BAD = [
     ),
     _attention(TypeError, "window|2.5|integer", window=2.5),
     _attention(TypeError, "window|True|integer", window=True),
+    _attention(TypeError, "window|tensor|True|integer", window=torch.tensor(True)),
+    _attention(TypeError, "chunk|tensor|8|integer", chunk=torch.tensor([8])),
     _attention(TypeError, "softmax_scale|str|number", softmax_scale="1"),
     _attention(TypeError, "chunk|'8'|integer", chunk="8"),
     _attention(TypeError, "softcap|str|number", softcap="50"),
     _attention(TypeError, "sinks|list|torch.Tensor", sinks=[0.0] * 4),
+    _attention(TypeError, "sinks|torch.sparse_coo|torch.strided", sinks=torch.zeros(4).to_sparse()),
+    _attention(TypeError, "k|torch.sparse_coo|torch.strided", k=GOOD.to_sparse()),
 ]  # fmt: skip
 
 

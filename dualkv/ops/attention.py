@@ -197,10 +197,12 @@ def checked(
 
 
 def check_local(name: str, x: object) -> None:
-    """Raise TypeError for an x that is not a tensor, and for a DTensor."""
+    """Raise TypeError for an x that is not a tensor, for a DTensor, and for a sparse or nested tensor."""
     distributed = sys.modules.get("torch.distributed.tensor")  # if it is not imported, x is no DTensor
     if not isinstance(x, torch.Tensor) or (distributed is not None and isinstance(x, distributed.DTensor)):
         raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor (of a DTensor its .to_local())")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} is {x.layout}, expected a dense tensor (torch.strided)")
 
 
 def casts(device: torch.device) -> bool:
