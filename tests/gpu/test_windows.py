@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ OTHERS = [
     {"chunk": 100, "softcap": 20.0},
     {"window": 200, "sinks": True, "softcap": 5.0},
 ]
+APART = (5, 6, 20)  # GQA ratios that long windows and chunks take apart
 OF_HEAD_DIMS = dict.fromkeys(HEAD_DIMS, OTHERS) | {512: [OTHERS[0], OTHERS[1], OTHERS[-1]]}
 
 
@@ -50,6 +53,8 @@ def kernels(compile_all):
                     specs += [forward_spec("bf16", d, 4, trees, "+".join(kept), short) for short in (False, True)]
                 for fixed in (False, True):
                     specs += backward_specs("bf16", d, fixed, features=(*kept, *["dlse"] * fixed)).present
+    for ratio, features in itertools.product(APART, ("window", "window+sinks", "window+softcap")):
+        specs.append(forward_spec("bf16", 128, ratio, True, features))
     compile_all(specs)
 
 
@@ -131,6 +136,15 @@ def test_sinks_and_softcapping(name, head_dim, features):
 @pytest.mark.parametrize("ratio", [2, 5, 8, 16])
 def test_gqa_ratios(ratio):
     check(LAYOUTS["one group"], {"window": 70, "sinks": True}, 64, ratio, 1)
+
+
+@pytest.mark.parametrize("ratio", APART)
+def test_heads_that_long_windows_and_chunks_take_apart(ratio):
+    """Beyond 1,024 keys: one head a tile, two, four."""
+    layout = Layout.from_lengths([1100, 700], [[600, 513], [1, 900]])
+    for features in ({"window": 1300}, {"chunk": 1200, "sinks": True}, {"chunk": 1100, "softcap": 20.0}):
+        for deterministic in (False, True):
+            check(layout, features, 128, ratio, 1, deterministic=deterministic)
 
 
 def test_fp16():
