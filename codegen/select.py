@@ -73,7 +73,7 @@ def select(
     Args:
         shapes: head dims and GQA ratios.
         dtypes: "bf16", "fp16".
-        directions: of DIRECTIONS. Backwards have the kernels of both kinds of layouts, of short segments and of others.
+        directions: of DIRECTIONS. Both have the kernels of both kinds of layouts, of short segments and of others.
         gradients: of codegen.spec.GRADIENTS, the gradients that backwards compute.
         deterministic: also the kernels of deterministic backwards.
         trees: also the forward's kernels for layouts deeper than two levels (the backward's kernels serve any layout).
@@ -113,8 +113,11 @@ def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
     which = ((True, False), (True, True)) if window else ((False, False), (True, False)) if trees else ((False, False),)
     head_dim, head_dim_v = shape.native
     return [
-        forward_spec(dtype, head_dim, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features), short, head_dim_v)
+        forward_spec(
+            dtype, head_dim, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features), short, head_dim_v, few_keys
+        )
         for deep, short in which
+        for few_keys in (False, True)
     ]
 
 

@@ -168,7 +168,7 @@ def _native(head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
 
 def forward_spec(
     dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = "", short: bool = False,
-    head_dim_v: int | None = None,
+    head_dim_v: int | None = None, few_keys: bool = False,
 ) -> KernelSpec[ForwardTile]:  # fmt: skip
     """The forward kernel that runs a head dim (a multiple of 8 up to 512) and a GQA ratio, by the table of tiles.
 
@@ -177,10 +177,11 @@ def forward_spec(
         features: see :class:`KernelSpec`.
         short: see `forward_tile`.
         head_dim_v: of values; None: `head_dim`.
+        few_keys: see `forward_tile`; not of trees.
     """
     operation, (native, native_v), named = FORWARDS[trees], _native(head_dim, head_dim_v), features.split("+")
     packed = packed_heads(heads_per_kv, long_window="window" in named and not short)
-    tile = forward_tile(head_dim, named, short, head_dim_v)
+    tile = forward_tile(head_dim, named, short, head_dim_v, few_keys and not trees)
     return KernelSpec(operation, dtype, native, packed, tile, features=features, head_dim_v=native_v)
 
 
@@ -238,8 +239,13 @@ def table() -> list[KernelSpec]:
     dtype and GQA ratio, but neither changes how that forward differs from the other one: one a head dim is listed. The
     forward of MIXED head dims is listed with MIXED_RATIOS.
     """
-    forward = [forward_spec(dtype, d, h) for d in HEAD_DIMS for h in range(1, MAX_PACKED_HEADS + 1) for dtype in DTYPES]
-    forward += [forward_spec(t, d, h, head_dim_v=of_v) for d, of_v in MIXED for h in MIXED_RATIOS for t in DTYPES]
+    forward = [
+        forward_spec(dtype, d, h, head_dim_v=of_v, few_keys=few_keys)
+        for d, of_v in HEAD_DIM_PAIRS
+        for h in (range(1, MAX_PACKED_HEADS + 1) if d == of_v else MIXED_RATIOS)
+        for dtype in DTYPES
+        for few_keys in (False, True)
+    ]
     trees = [forward_spec(DTYPES[0], d, 4, trees=True, head_dim_v=of_v) for d, of_v in HEAD_DIM_PAIRS]
     backward = [
         spec
@@ -250,7 +256,7 @@ def table() -> list[KernelSpec]:
         for few_keys in (False, True)
         for spec in backward_specs(dtype, d, fixed, gradients, head_dim_v=of_v, few_keys=few_keys).present
     ]
-    return forward + trees + list(dict.fromkeys(backward))
+    return list(dict.fromkeys(forward + trees + backward))
 
 
 def canonical_json(value: Any) -> str:

@@ -68,6 +68,13 @@ SHORT_WINDOW_TILES = WINDOW_TILES | {  # up to SHORT_WINDOW: a cluster's CTAs se
 SHORT_WINDOW_SINKS_TILES = SHORT_WINDOW_TILES | {  # sinks take registers: with 64 keys ptxas spills
     256: ForwardTile(tile_n=48, cluster=1),
 }
+FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
+FEW_KEYS_COST = 1.1  # time by the plan with clusters, over that of CTAs without; from here on these gain
+FEW_KEYS_FORWARD_TILES: Tiles = {  # from FEW_KEYS_ROWS and FEW_KEYS_COST on: where segments are short, a cluster's CTAs
+    # see other keys. At head dims 192 and 256 they are slower alone all the same.
+    head_dims: replace(FORWARD_TILES[head_dims], cluster=1)
+    for head_dims in (96, 128, (192, 128))
+}
 SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
     64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
 }
@@ -123,15 +130,20 @@ def packed_heads(heads_per_kv: int, long_window: bool = False) -> int:
 
 
 def forward_tile(
-    head_dim: int, features: Collection[str] = (), short: bool = False, head_dim_v: int | None = None
-) -> ForwardTile:
+    head_dim: int, features: Collection[str] = (), short: bool = False, head_dim_v: int | None = None,
+    few_keys: bool = False,
+) -> ForwardTile:  # fmt: skip
     """The forward's tile for head dims (any that :func:`kernel_head_dims` takes); GQA ratios share it.
 
     Args:
         features: see codegen.spec.KernelSpec.
         short: the window or chunk is of SHORT_WINDOW keys or fewer.
+        few_keys: the CTAs of a cluster see other keys, as with short segments. Nothing changes with a window or
+            softcapping.
     """
     tiles = SOFTCAP_TILES if "softcap" in features else FORWARD_TILES
+    if few_keys and not {"window", "softcap"} & set(features):
+        tiles = FORWARD_TILES | FEW_KEYS_FORWARD_TILES
     if "window" in features:
         of_short = SHORT_WINDOW_SINKS_TILES if "sinks" in features else SHORT_WINDOW_TILES
         tiles = of_short if short else WINDOW_TILES
@@ -178,7 +190,6 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
 FEW_KEYS_WALK = 1.03  # query rows that clusters of two walk, over those that CTAs without clusters walk
-FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
 FEW_KEYS_TILES: dict[HeadDims, BackwardTile] = {  # from FEW_KEYS_ROWS and FEW_KEYS_WALK on: where segments are short,
     # fewer rows see the keys of both CTAs of a cluster
     head_dim: replace(BACKWARD_TILES[head_dim], cluster=1)

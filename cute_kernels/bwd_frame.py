@@ -100,7 +100,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         locks: [lock_words(H * nm)] int32, zeros from the preprocess: LOCKS of each query block, the first of which is
             not 0 once something was added to the block's dQ; last the counter of items begun, used if deterministic.
             May be empty where dQ is not asked, and beyond head dim 128 unless deterministic.
-        work: [n, 11] int32, the items of `dualkv.plan_backward` in order (fields: abi.BackwardFields).
+        work: [n, 11] int32, the items of `dualkv.ops.plan.backward` in order (fields: abi.BackwardFields).
         visible_end: [T] int32.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.

@@ -196,14 +196,17 @@ def _counted(folder: Path) -> str:
 
 
 def _ready(dtype: str, head_dim: int, head_dim_v: int) -> Ready:
+    def serves(ratio: int) -> bool:
+        kinds = (forward_spec(dtype, head_dim, ratio, head_dim_v=head_dim_v, few_keys=x) for x in (False, True))
+        return all(store.where(spec) for spec in kinds)
+
     def whole(deterministic: bool) -> bool:
         kinds = [
             backward_specs(dtype, head_dim, deterministic, head_dim_v=head_dim_v, few_keys=x) for x in (False, True)
         ]
         return all(store.where(spec) for specs in kinds for spec in specs.present)
 
-    every = range(1, MAX_PACKED_HEADS + 1)
-    ratios = [h for h in every if store.where(forward_spec(dtype, head_dim, h, head_dim_v=head_dim_v))]
+    ratios = [ratio for ratio in range(1, MAX_PACKED_HEADS + 1) if serves(ratio)]
     return Ready(dtype, head_dim, head_dim_v, ratios, whole(False), whole(True))
 
 

@@ -14,7 +14,16 @@ import torch
 from codegen import store
 from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec, joined
 from codegen.store import Kernel
-from codegen.tiles import FEW_KEYS_ROWS, FEW_KEYS_WALK, BackwardTile, ForwardTile, backward_tile
+from codegen.tiles import (
+    FEW_KEYS_COST,
+    FEW_KEYS_ROWS,
+    FEW_KEYS_WALK,
+    BackwardTile,
+    ForwardTile,
+    backward_tile,
+    forward_tile,
+    packed_heads,
+)
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
 from dualkv.layout import Segments
 from dualkv.ops.plan import backward as plan_backward
@@ -58,6 +67,27 @@ def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
         return plan_backward.rows_walked(segments, of_two) >= FEW_KEYS_WALK * plan_backward.rows_walked(segments, alone)
 
     return segments.cached("few_keys", gains)
+
+
+def few_keys_forward(
+    segments: Segments, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None
+) -> bool:
+    """Whether the forward of a call without trees or a window takes CTAs without clusters, for like reasons."""
+    of_two, alone = (_forward_tile(head_dim, head_dim_v, few) for few in (False, True))
+    if of_two == alone or segments.total * kv_heads < FEW_KEYS_ROWS:
+        return False
+
+    def gains() -> bool:
+        packed = packed_heads(heads_per_kv)
+        cost, least = (plan_forward.cost_walked(segments, tile, packed) for tile in (of_two, alone))
+        return cost >= FEW_KEYS_COST * least
+
+    return segments.cached(("few_keys", of_two, heads_per_kv), gains)
+
+
+@cache
+def _forward_tile(head_dim: int, head_dim_v: int | None, few_keys: bool) -> ForwardTile:
+    return forward_tile(head_dim, head_dim_v=head_dim_v, few_keys=few_keys)
 
 
 # ---------------------------------------------------------------- plans on a device
@@ -133,7 +163,7 @@ class ForwardTiles:
             )
             self.tables = [_upload(made.regions, device), visible_end]
         else:
-            work = plan_forward.forward_work(segments, tokens, tile_n)
+            work = plan_forward.made_work(segments, tokens, tile_n)
             self.cost, near_rows = plan_forward.tile_cost(work, tile_n), plan_forward.L2_ROWS
             self.tables = [
                 segments.cached(
@@ -251,11 +281,11 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 @cache
 def _kernel(
     dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False, features: str = "",
-    short: bool = False, head_dim_v: int | None = None,
+    short: bool = False, head_dim_v: int | None = None, few_keys: bool = False,
 ) -> tuple[KernelSpec[ForwardTile], Kernel]:  # fmt: skip
-    """The specification and the loaded kernel for these; independent of a batch's lengths."""
+    """The specification and the loaded kernel for these; independent of the batch but for `few_keys`."""
     _refuse_capture(device, "the kernel is not loaded")
-    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features, short, head_dim_v)
+    spec = forward_spec(DTYPES[dtype], head_dim, heads_per_kv, trees, features, short, head_dim_v, few_keys=few_keys)
     return spec, store.load(spec)
 
 
@@ -320,15 +350,17 @@ def forward(
     Raises:
         RuntimeError: the kernel cannot be compiled or loaded, or a first call is inside a CUDA graph capture.
     """
-    device, (rows, heads, head_dim) = q.device, q.shape
+    device, (rows, heads, head_dim), (_, kv_heads, head_dim_v) = q.device, q.shape, v.shape
     trees = segments.max_depth > 2 or window is not None
     features = {"window": window, "sinks": sinks, "softcap": softcap}
     named = joined(*(name for name, x in features.items() if x is not None))
     short = window is not None and window.short
-    spec, kernel = _kernel(q.dtype, head_dim, heads // k.shape[1], device, trees, named, short, v.shape[2])
-    planned = forward_plan(segments, device, spec, heads, k.shape[1], window)
+    per_kv = heads // kv_heads
+    few = not trees and few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v)
+    spec, kernel = _kernel(q.dtype, head_dim, per_kv, device, trees, named, short, head_dim_v, few)
+    planned = forward_plan(segments, device, spec, heads, kv_heads, window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    out = q.new_empty((rows, heads, v.shape[2]))
+    out = q.new_empty((rows, heads, head_dim_v))
     lse = q.new_empty((heads, rows), dtype=torch.float32)
     if segments.silent is not None:  # no tile has the rows that ask nothing
         out.zero_()

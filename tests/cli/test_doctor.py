@@ -19,17 +19,21 @@ from dualkv.integrations import flash_linear_attention as fla
 from dualkv.ops import cudnn
 from tests.codegen import stand_in
 
+FORWARDS = [forward_spec("bf16", 128, 4, few_keys=few_keys) for few_keys in (False, True)]
+
 
 def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
     assert doctor._kernels()[0] == []
     many, few = (backward_specs("bf16", 128, few_keys=few_keys).present for few_keys in (False, True))
-    for specs, whole in ((many, False), (few, True)):
-        for _ in store.fill([forward_spec("bf16", 128, 4), *specs], store.cache_dir()):
+    for specs, ratios, whole in ((FORWARDS[:1], [], False), (many, [], False), (few, [], True), (FORWARDS, [4], True)):
+        for _ in store.fill(specs, store.cache_dir()):
             pass
         store.cache_dir().chmod(0o700)
-        assert doctor._kernels()[0] == [doctor.Ready("bf16", 128, 128, [4], whole, False)]
+        some = [doctor.Ready("bf16", 128, 128, ratios, whole, False)] if ratios or whole else []
+        assert doctor._kernels()[0] == some
     there = tmp_path / "there"
-    for _ in store.fill([forward_spec("bf16", 128, 8), forward_spec("fp16", 64, 1)], there):
+    others = [forward_spec("bf16", 128, 8, few_keys=few_keys) for few_keys in (False, True)]
+    for _ in store.fill([*others, forward_spec("fp16", 64, 1)], there):
         pass
     monkeypatch.setenv("DUALKV_KERNEL_DIR", str(there))
     ready, lookup, wrong = doctor._kernels()
@@ -38,7 +42,7 @@ def test_kernels_that_are_ready(compiles, monkeypatch, tmp_path):
         doctor.Ready("fp16", 64, 64, [1], False, False),
     ]
     assert (
-        f"looked for in DUALKV_KERNEL_DIR={there} (2 kernels), then the cache {store.cache_dir()} (7 kernels)" in lookup
+        f"looked for in DUALKV_KERNEL_DIR={there} (3 kernels), then the cache {store.cache_dir()} (8 kernels)" in lookup
     )
     assert re.search(r"compiled at their first use by nvidia-cutlass-dsl 4.8.\d of this environment", lookup)
     assert wrong == []
@@ -151,12 +155,12 @@ def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "_private", lambda: private)
     found = doctor.examine()
     assert found.compiler == f"nvidia-cutlass-dsl absent in the private toolchain {tmp_path / 'toolchain'}"
-    entry = store.add(forward_spec("bf16", 128, 4), package)
+    entry, _ = (store.add(spec, package) for spec in FORWARDS)
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(toolchain, "_private", lambda: "there is no private toolchain")
     found = doctor.examine()
-    assert "looked for in the wheel dualkv-kernels None (1 kernel), then the cache" in found.lookup
+    assert "looked for in the wheel dualkv-kernels None (2 kernels), then the cache" in found.lookup
     assert "others are refused: nothing here compiles kernels" in found.lookup
     assert found.kernels == [doctor.Ready("bf16", 128, 128, [4], False, False)]
     assert found.healthy
@@ -165,7 +169,7 @@ def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
 
 
 def test_the_command_prints_them(compiles, monkeypatch, capsys):
-    for _ in store.fill([forward_spec("bf16", 96, 7)], store.cache_dir()):
+    for _ in store.fill([forward_spec("bf16", 96, 7, few_keys=x) for x in (False, True)], store.cache_dir()):
         pass
     store.cache_dir().chmod(0o700)
     monkeypatch.setattr(sys, "argv", ["dualkv", "doctor"])

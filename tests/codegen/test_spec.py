@@ -8,12 +8,21 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from codegen import toolchain
 from codegen.spec import GRADIENTS, TILES, KernelSpec, backward_specs, forward_spec, table
-from codegen.tiles import FEW_KEYS_TILES, HEAD_DIM_PAIRS, HEAD_DIMS, MIXED, MIXED_RATIOS, ForwardTile
+from codegen.tiles import (
+    FEW_KEYS_FORWARD_TILES,
+    FEW_KEYS_TILES,
+    HEAD_DIM_PAIRS,
+    HEAD_DIMS,
+    MIXED,
+    MIXED_RATIOS,
+    ForwardTile,
+)
 
 SPEC = forward_spec("bf16", 128, 4)
 
@@ -24,6 +33,7 @@ def test_json_round_trip_and_symbols_over_the_whole_table():
     both = len(HEAD_DIMS) * (forward + preprocess + main + partial_sum + postprocess)
     both += len(MIXED) * (len(MIXED_RATIOS) + preprocess + main + partial_sum + postprocess)
     both += len(FEW_KEYS_TILES) * (main + partial_sum)
+    both += sum(forward if head_dims in HEAD_DIMS else len(MIXED_RATIOS) for head_dims in FEW_KEYS_FORWARD_TILES)
     trees = len(HEAD_DIM_PAIRS)  # of one dtype and ratio
     assert len(specs) == len(set(specs)) == 2 * both + trees
     for spec in specs:
@@ -84,6 +94,22 @@ def test_rows_that_see_few_keys_have_kernels_of_their_own():
     few = backward_specs("bf16", 120, few_keys=True)
     assert few == backward_specs("bf16", 128, few_keys=True)
     assert few.main.tile.cluster == few.partial_sum.tile.cluster == 1
+
+
+def test_forwards_whose_rows_see_few_keys_have_kernels_of_their_own():
+    """Only where the table has a tile for them, and neither of trees nor with a window or softcapping."""
+    known = set(table())
+    for (head_dim, of_v), ratio in itertools.product(HEAD_DIM_PAIRS, MIXED_RATIOS):
+        for trees, features in ((0, ""), (0, "sinks"), (0, "softcap"), (1, ""), (1, "window"), (1, "window+sinks")):
+            many, few = (
+                forward_spec("fp16", head_dim, ratio, bool(trees), features, head_dim_v=of_v, few_keys=x)
+                for x in (False, True)
+            )
+            native = head_dim if head_dim == of_v else (head_dim, of_v)
+            assert (few != many) == (native in FEW_KEYS_FORWARD_TILES and not trees and features in ("", "sinks"))
+            assert few.tile == replace(many.tile, cluster=1 if few != many else many.tile.cluster)
+            assert features or trees or few in known
+    assert forward_spec("bf16", 120, 4, few_keys=True) == forward_spec("bf16", 128, 4, few_keys=True)
 
 
 def test_parts_of_the_gradients_have_the_kernels_that_they_need():

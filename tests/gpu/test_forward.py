@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,7 @@ LONG = Layout.from_lengths([1999], [[1000, 3, 700, 176]])
 def kernels(compile_all):
     specs = [forward_spec(dtype, d, h) for d in HEAD_DIMS for dtype, h in KINDS]
     specs += [forward_spec("bf16", 128, h) for h in range(1, 17)] + [forward_spec("bf16", 64, 11)]
+    specs += [forward_spec("bf16", 128, h, few_keys=True) for h in (1, 2)]
     compile_all(specs + [forward_spec("bf16", 512, h) for h in WIDEST_RATIOS])
 
 
@@ -49,8 +51,10 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
 
 def run(q, k, v, layout, num_sms=None):
     """(out, lse) of the kernel, into outputs filled with NaN."""
-    spec, kernel = hopper._kernel(q.dtype, q.shape[2], q.shape[1] // k.shape[1], q.device, layout.depth > 2)
-    plan = hopper.forward_plan(layout._segments, q.device, spec, q.shape[1], k.shape[1])
+    segments, trees, shape = layout._segments, layout.depth > 2, (q.shape[2], q.shape[1] // k.shape[1])
+    few_keys = not trees and hopper.few_keys_forward(segments, *shape, k.shape[1])
+    spec, kernel = hopper._kernel(q.dtype, *shape, q.device, trees, few_keys=few_keys)
+    plan = hopper.forward_plan(segments, q.device, spec, q.shape[1], k.shape[1])
     out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device="cuda")
     sms = num_sms or hopper._num_sms(q.device)
@@ -104,6 +108,18 @@ def test_tails(head_dim):
     lengths = range(1, 2 * 128 + 2)
     layout = Layout.from_lengths(lengths, [[(37 * n) % 131, (11 * n) % 67] for n in lengths])
     check(*inputs(layout, 4, 1, head_dim), layout)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_many_groups_whose_rows_see_few_keys(seed, ratio):
+    """Enough of them that the layout takes CTAs without clusters; lengths from a quarter to 7/4 of their mean."""
+    draw = np.random.default_rng(seed)
+    prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
+    responses[::5, 3], prompts[7] = 0, 1
+    layout = Layout.from_lengths(prompts, responses)
+    assert hopper.few_keys_forward(layout._segments, 128, ratio, 8)
+    check(*inputs(layout, 8 * ratio, 8), layout)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from codegen.tiles import FEW_KEYS_ROWS, FEW_KEYS_WALK
+from codegen.tiles import FEW_KEYS_COST, FEW_KEYS_ROWS, FEW_KEYS_WALK, forward_tile
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
@@ -266,6 +266,79 @@ def test_windows_and_softcapping_keep_their_tile_where_rows_see_few_keys(launche
         hopper.backward(*inputs, segments(layout), 0.1, False, window=window, softcap=softcap)
         assert launches[1][0] == backward_specs("bf16", 128, features=features).main
         assert launches[1][0].tile.cluster == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "ratios"),
+    [
+        (([200] * 128, [[150] * 8] * 128), 8, (1, 2)),  # GQA ratios that take CTAs without clusters, of 1, 2, 4 and 8
+        (([200] * 128, [[150] * 8] * 128), 1, (1, 2)),
+        (([200] * 32, [[150] * 8] * 32), 1, ()),  # few rows
+        (([610] * 64, [[390, 430] * 4] * 64), 8, (1, 2)),
+        (([2400] * 8, [[1600] * 8] * 8), 8, (1,)),
+        (([4096] * 4, [[2048] * 8] * 4), 8, ()),
+        (([8192], [[2048] * 32]), 8, ()),
+    ],
+)
+def test_layouts_whose_clusters_see_other_keys(lengths, kv_heads, ratios):
+    seg = segments(Layout.from_lengths(*lengths))
+    assert tuple(r for r in (1, 2, 4, 8) if hopper.few_keys_forward(seg, 128, r, kv_heads)) == ratios
+    for head_dim, of_v in ((64, None), (192, None), (256, None), (512, None)):
+        assert not hopper.few_keys_forward(seg, head_dim, 1, kv_heads, of_v), "which have no tile for it"
+    assert hopper.few_keys_forward(seg, 192, 1, kv_heads, 128) == (1 in ratios)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (120, 120), (192, 128)])
+def test_the_forward_of_few_keys_has_a_kernel_and_a_plan_of_its_own(launches, monkeypatch, head_dim, head_dim_v):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
+    for lengths, few in (
+        (([100], [[77]]), False),
+        (([9000], [[64] * 3]), False),
+        (([40] * 9, [[60] * 4] * 9), True),
+    ) * 2:
+        layout = Layout.from_lengths(*lengths)
+        seg = segments(layout)
+        launches.clear()
+        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, head_dim, head_dim_v=head_dim_v), seg, 0.1)
+        ((spec, arguments),) = launches
+        assert spec == forward_spec("bf16", head_dim, 2, head_dim_v=head_dim_v, few_keys=few)
+        assert spec.tile.cluster == 2 - few
+        expected = plan_forward.forward_work(seg, spec.tile.tokens(2), spec.tile.tile_n)
+        assert np.array_equal(arguments[5].numpy(), expected)
+    assert len(launches.loaded) == 2
+
+
+def test_trees_windows_and_softcapping_keep_their_forward_where_clusters_see_other_keys(launches, monkeypatch):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    monkeypatch.setattr(hopper, "FEW_KEYS_COST", 0)
+    two, three = Layout.from_lengths([300], [[77, 200]]), Layout.from_segments([0, 300, 377, 577], [-1, 0, 1])
+    for layout, features, more in (
+        (two, (), {}),
+        (two, ("window",), {"window": Window(40)}),
+        (two, ("softcap",), {"softcap": 30.0}),
+        (three, (), {}),
+    ):
+        launches.clear()
+        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, 128), segments(layout), 0.1, **more)
+        alone = layout is two and not more
+        assert launches[0][0].tile == forward_tile(128, features, few_keys=alone)
+    assert forward_tile(128, few_keys=True) != forward_tile(128)
+
+
+def test_where_few_keys_of_forwards_begin():
+    """From what a plan says each tile's CTAs walk, with clusters and without."""
+    for length in (100, 400, 700, 1000, 1300, 2000, 3000):
+        seg = segments(Layout.from_lengths([length] * 64, [[length // 2] * 8] * 64))
+        cost = {
+            tile.cluster: plan_forward.tile_cost(
+                plan_forward.forward_work(seg, tile.tokens(2), tile.tile_n), tile.tile_n
+            ).sum() * tile.cluster
+            for tile in (forward_tile(128), forward_tile(128, few_keys=True))
+        }  # fmt: skip
+        assert hopper.few_keys_forward(seg, 128, 2, 8) == (cost[2] >= FEW_KEYS_COST * cost[1])
+    for rows in (FEW_KEYS_ROWS // 8 - 2, FEW_KEYS_ROWS // 8):
+        seg = segments(Layout.from_lengths([1] * (rows // 2), [[1]] * (rows // 2)))
+        assert hopper.few_keys_forward(seg, 128, 1, 8) == (rows * 8 == FEW_KEYS_ROWS)
 
 
 def assert_same(got, want):

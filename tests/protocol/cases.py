@@ -386,14 +386,14 @@ class Outputs:
 def forward(
     name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
     parents: list[int] | None = None, window: Window | None = None, features: tuple[str, ...] = (), short: bool = True,
-    head_dim_v: int | None = None,
+    head_dim_v: int | None = None, few_keys: bool = False,
 ) -> Case:  # fmt: skip
     """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles.
 
     features: besides a window.
     """
     has = (*([] if window is None else ["window"]), *features)
-    config, of_v = tiles.forward_tile(head_dim, has, short, head_dim_v), head_dim_v or head_dim
+    config, of_v = tiles.forward_tile(head_dim, has, short, head_dim_v, few_keys), head_dim_v or head_dim
     packed = tiles.packed_heads(heads // kv_heads)
     tokens = config.tokens(packed)
     if parents is None:
@@ -489,6 +489,8 @@ def cases() -> list[Case]:
         dims, more = (f"d{d}", {}) if of_v == d else (f"d{d}v{of_v}", {"head_dim_v": of_v})
         more |= {"heads": 4, "kv_heads": 1}
         found.append(forward(f"fwd {dims}", d, ([130, 30], [[40, 7], [10]]), **more))
+        if tiles.native_key(d, of_v) in tiles.FEW_KEYS_FORWARD_TILES:
+            found.append(forward(f"fwd {dims} few keys", d, ([130, 30], [[40, 7], [10]]), **more, few_keys=True))
         lengths, parents = [70, 30, 50, 20, 10, 20], [-1, 0, 1, 1, 0, -1]
         found.append(forward(f"fwd_paths {dims}", d, lengths, **more, parents=parents))
         window, lengths, parents = Window(size=40), [130, 90, 20, 0, 70], [-1, 0, 1, 0, 0]

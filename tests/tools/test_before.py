@@ -23,6 +23,7 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "open_entry", lambda path, spec, symbol: f"{path.name} {symbol}")
     monkeypatch.setattr(store, "load", store.load)
     monkeypatch.setattr(store, "load_all", store.load_all)
+    monkeypatch.setattr(hopper, "forward_spec", hopper.forward_spec)
     monkeypatch.setattr(hopper, "backward_specs", hopper.backward_specs)
     monkeypatch.setattr(before.Kernels, "current", None)
     return tmp_path
@@ -38,16 +39,23 @@ def test_the_earlier_kernels_decide_whether_layouts_choose_a_tile(entries, monke
     given = "bf16", 128, deterministic, "qkv", (), None
     many, few = (backward_specs(*given, few_keys=few_keys) for few_keys in (False, True))
     assert many.main.tile.cluster != few.main.tile.cluster
+    forwards = [forward_spec("bf16", 128, 2, few_keys=few_keys) for few_keys in (False, True)]
+    assert forwards[0].tile.cluster != forwards[1].tile.cluster
     for lookup in (hopper._kernel, hopper._backward_kernels):
         monkeypatch.setattr(lookup, "cache_clear", lambda: None, raising=False)
-    for there, chosen in ((many, many), (few, few)):
-        for spec in there.present:
+    for there, chosen, first in ((many, many, forwards[0]), (few, few, forwards[1])):
+        for spec in (*there.present, first):
             (entries / spec.symbol).mkdir(exist_ok=True)
             record = {"spec": spec.to_dict(), "symbol": spec.symbol}
             (entries / spec.symbol / "kernel.json").write_text(json.dumps(record))
-        old = before.Kernels("before", before.earlier(entries), before.earlier_specs(entries))
-        for side, expected in ((before.Kernels("now", lambda spec: "new"), few), (old, chosen)):
+        old = before.Kernels("before", before.earlier(entries), *before.earlier_specs(entries))
+        for side, expected, forward in (
+            (before.Kernels("now", lambda spec: "new"), few, forwards[1]),
+            (old, chosen, first),
+        ):
             side.use()
+            assert hopper.forward_spec("bf16", 128, 2, few_keys=True) == forward
+            assert hopper.forward_spec("bf16", 128, 2, few_keys=False) == forwards[0]
             assert hopper.backward_specs(*given, few_keys=True) == expected
             assert hopper.backward_specs(*given, few_keys=False) == many
         assert store.load_all(chosen.present) == [f"{spec.symbol} {spec.symbol}" for spec in chosen.present]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from codegen.tiles import BACKWARD_TILES, FEW_KEYS_TILES
+from codegen.tiles import BACKWARD_TILES, FEW_KEYS_FORWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES
 from dualkv.bench.workloads import parse
+from dualkv.ops import hopper
 from tools import filed
 from tools.ncu import collect, metrics
 from tools.ncu.__main__ import app
@@ -132,9 +133,16 @@ def test_a_job_profiles_the_kernels_that_its_layout_takes(monkeypatch):
     short, long = (Job(parse(name), "bwd") for name in ("g128-n8-short", "n32-p8192-r2048"))
     assert short.specs()["bwd"].tile == FEW_KEYS_TILES[128] != BACKWARD_TILES[128]
     assert long.specs()["bwd"].tile == BACKWARD_TILES[128]
-    for table in (BACKWARD_TILES, FEW_KEYS_TILES):
+    of_forwards = [Job(job.workload, "fwd") for job in (short, long)]
+    found = [job.specs()["fwd"].tile for job in of_forwards]
+    assert found == [FEW_KEYS_FORWARD_TILES[128], FORWARD_TILES[128]]
+    for table in (BACKWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES, FEW_KEYS_FORWARD_TILES):
         for head_dim, tile in table.copy().items():
             monkeypatch.setitem(table, head_dim, tile)  # put back afterwards
     tuned = Job(short.workload, "bwd", tile={"tile_m": 64})
     tuned.use_tile()
     assert tuned.specs()["bwd"].tile == replace(long.specs()["bwd"].tile, tile_m=64) == BACKWARD_TILES[128]
+    tuned = Job(short.workload, "fwd", tile={"tile_n": 48})
+    tuned.use_tile()
+    assert tuned.specs()["fwd"].tile == replace(of_forwards[1].specs()["fwd"].tile, tile_n=48) == FORWARD_TILES[128]
+    hopper._forward_tile.cache_clear()

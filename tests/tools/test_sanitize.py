@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from codegen.tiles import BACKWARD_TILES, FEW_KEYS_WALK, FORWARD_TILES, HEAD_DIMS, backward_tile, forward_tile
+from codegen.tiles import BACKWARD_TILES, FORWARD_TILES, HEAD_DIMS, backward_tile, forward_tile
 from dualkv.ops import hopper
 from tools import filed
 from tools.bench import record
@@ -36,11 +36,12 @@ def test_edges_are_those_of_the_tiles():
 
 
 def test_every_tile_of_a_native_head_dim_runs():
-    """Of the backward those without clusters too, of windows those beyond the short ones."""
+    """Those without clusters too, of windows those beyond the short ones."""
     for head_dim in HEAD_DIMS:
         tried = [case.specs() for case in cases.cases(head_dim, "memcheck")]
         forward, backward = {specs[0].tile for specs in tried}, {specs[2].tile for specs in tried}
         assert {forward_tile(head_dim, ["window"], short) for short in (False, True)} <= forward
+        assert {forward_tile(head_dim, few_keys=few) for few in (False, True)} <= forward
         assert {
             backward_tile(head_dim, fixed, few_keys=few) for fixed in (False, True) for few in (False, True)
         } <= backward
@@ -71,11 +72,16 @@ def test_windows_are_shorter_than_what_they_are_tried_on(tool):
 
 def test_a_case_of_few_keys_runs_the_kernels_that_it_names(monkeypatch):
     ran = {}
-    monkeypatch.setattr(target, "run_case", lambda case, _: ran.update({case.name: hopper.FEW_KEYS_WALK}))
+
+    def least():
+        return [getattr(hopper, name) for name in target.FEW_KEYS]
+
+    before = least()
+    monkeypatch.setattr(target, "run_case", lambda case, _: ran.update({case.name: least()}))
     monkeypatch.setattr(target.torch.cuda, "init", lambda: None)
     monkeypatch.setattr(target.torch.cuda, "synchronize", lambda: None)
     target.main("memcheck", "64")
-    assert ran == {case.name: 0 if case.few_keys else FEW_KEYS_WALK for case in cases.cases(64, "memcheck")}
+    assert ran == {case.name: [0] * 3 if case.few_keys else before for case in cases.cases(64, "memcheck")}
     assert len(ran) == len(list(cases.cases(64, "memcheck"))), "no two cases of one name"
 
 

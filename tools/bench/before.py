@@ -17,7 +17,7 @@ import torch
 import typer
 
 from codegen import precompiled, store
-from codegen.spec import TILES, BackwardSpecs, KernelSpec, backward_specs
+from codegen.spec import TILES, BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
@@ -62,16 +62,17 @@ class Kernels:
         self,
         name: str,
         load: Callable[[KernelSpec], Kernel],
-        specs: Callable[..., BackwardSpecs] = backward_specs,
+        forward: Callable[..., KernelSpec] = forward_spec,
+        backward: Callable[..., BackwardSpecs] = backward_specs,
     ) -> None:
-        self.name, self.load, self.specs = name, load, specs
+        self.name, self.load, self.forward, self.backward = name, load, forward, backward
 
     def use(self) -> None:
         if Kernels.current != self.name:
             Kernels.current = self.name
             store.load = self.load  # type: ignore[assignment]
             store.load_all = lambda specs: [self.load(spec) for spec in specs]
-            hopper.backward_specs = self.specs
+            hopper.forward_spec, hopper.backward_specs = self.forward, self.backward
             hopper._kernel.cache_clear()
             hopper._backward_kernels.cache_clear()
 
@@ -103,15 +104,21 @@ def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
     return load
 
 
-def earlier_specs(folder: Path) -> Callable[..., BackwardSpecs]:
-    """`backward_specs` as the earlier kernels have it: without a tile for short segments, if none has it."""
-    known, todays = set(kernels_in(folder)), cast(Callable[..., BackwardSpecs], backward_specs)
+def earlier_specs(folder: Path) -> tuple[Callable[..., KernelSpec], Callable[..., BackwardSpecs]]:
+    """`forward_spec` and `backward_specs` as the earlier kernels have them: tiles for short segments if any are."""
+    known = set(kernels_in(folder))
+    of_forward: Callable[..., KernelSpec] = forward_spec
+    of_backward = cast(Callable[..., BackwardSpecs], backward_specs)
 
-    def specs(*given: Any, few_keys: bool) -> BackwardSpecs:
-        found = todays(*given, few_keys=few_keys)
-        return found if known.issuperset(found.present) else todays(*given)
+    def forward(*given: Any, few_keys: bool) -> KernelSpec:
+        found = of_forward(*given, few_keys=few_keys)
+        return found if found in known else of_forward(*given)
 
-    return specs
+    def backward(*given: Any, few_keys: bool) -> BackwardSpecs:
+        found = of_backward(*given, few_keys=few_keys)
+        return found if known.issuperset(found.present) else of_backward(*given)
+
+    return forward, backward
 
 
 def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, pause: float) -> list[float]:
@@ -149,7 +156,7 @@ def main(
     json_to: OptionalJsonPath = None,
 ) -> None:
     """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
-    kernels = [Kernels(BEFORE, earlier(folder), earlier_specs(folder)), Kernels(NOW, store.load)]
+    kernels = [Kernels(BEFORE, earlier(folder), *earlier_specs(folder)), Kernels(NOW, store.load)]
     results: list[dict[str, Any]] = []
     record = Record(json_to)
     load, load_all = store.load, store.load_all
@@ -167,7 +174,8 @@ def main(
                 del made, before, now
                 torch.cuda.empty_cache()
     finally:
-        store.load, store.load_all, hopper.backward_specs = load, load_all, backward_specs
+        store.load, store.load_all = load, load_all
+        hopper.forward_spec, hopper.backward_specs = forward_spec, backward_specs
     by_direction: dict[str, list[float]] = {}
     for r in results:
         by_direction.setdefault(r["direction"], []).append(r["speed"])

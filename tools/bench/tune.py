@@ -21,7 +21,7 @@ import typer
 
 from codegen import KernelError, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
-from codegen.tiles import FEW_KEYS_TILES, HeadDims
+from codegen.tiles import FEW_KEYS_FORWARD_TILES, FEW_KEYS_TILES, HeadDims
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
@@ -71,6 +71,7 @@ class Candidate:
         """Make it the table's entry; what was chosen by the one before is forgotten."""
         if self.table[self.head_dim] is not self.tile:
             self.table[self.head_dim] = self.tile
+            hopper._forward_tile.cache_clear()
             hopper._kernel.cache_clear()
             hopper._backward_kernels.cache_clear()
 
@@ -180,7 +181,8 @@ def main(
         groups: Workload = parse(workload)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    FEW_KEYS_TILES.clear()  # in this process: workloads of short segments take the candidates too
+    for table in (FEW_KEYS_TILES, FEW_KEYS_FORWARD_TILES):  # in this process: workloads of short segments take the
+        table.clear()  # candidates too
     record, filed_results = Record(json_to), list[dict[str, Any]]()
     for d in dims:
         try:

@@ -61,18 +61,20 @@ class Job:
             table = TABLES[self.direction]
             table[self.native] = changed(table[self.native], self.tile)
             tiles.FEW_KEYS_TILES.clear()
+            tiles.FEW_KEYS_FORWARD_TILES.clear()
+            hopper._forward_tile.cache_clear()
 
     def specs(self) -> dict[str, KernelSpec]:
         """By operation, in the order of their launches."""
-        w = self.workload
+        w, layout = self.workload, self.workload.layout()
+        segments, ratio, more = segments_of(layout.offsets, layout.parent), w.heads // w.kv_heads, dict[str, Any]()
         if self.direction == "fwd":
-            found: tuple[KernelSpec, ...] = (
-                forward_spec(w.dtype, w.head_dim, w.heads // w.kv_heads, w.layout().depth > 2, head_dim_v=w.head_dim_v),
-            )
+            trees = layout.depth > 2
+            few_keys = not trees and hopper.few_keys_forward(segments, w.head_dim, ratio, w.kv_heads, w.head_dim_v)
+            more = {"head_dim_v": w.head_dim_v, "few_keys": few_keys}
+            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, ratio, trees, **more),)
         else:
-            layout = w.layout()
-            few_keys = hopper.few_keys(segments_of(layout.offsets, layout.parent), w.kv_heads, None)
-            more: dict[str, Any] = {"head_dim_v": w.head_dim_v, "few_keys": few_keys}
+            more = {"head_dim_v": w.head_dim_v, "few_keys": hopper.few_keys(segments, w.kv_heads, None)}
             found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic, **more).present)
         return {spec.operation: spec for spec in found}
 

@@ -50,7 +50,7 @@ class Case:
         features: "window" and those of OPTIONS.
         head_dim_v: of v, if it is another one.
         window: keys of the window, if that is one of the features.
-        few_keys: the backward takes CTAs without clusters (up to head dim 128).
+        few_keys: CTAs without clusters, where there are kernels of them.
         lse_grad: the log-sum-exp has a gradient too.
     """
 
@@ -88,7 +88,8 @@ class Case:
         window, named = "window" in self.features, joined(*self.features)
         trees = window or LAYOUTS[self.layout].depth > 2
         short = window and self.window <= tiles.SHORT_WINDOW
-        forward = forward_spec(self.dtype, self.head_dim, heads // kv_heads, trees, named, short, of_v)
+        of_forward = trees, named, short, of_v, self.few_keys
+        forward = forward_spec(self.dtype, self.head_dim, heads // kv_heads, *of_forward)
         return [forward, *backward.present]
 
 
@@ -120,8 +121,13 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
                 yield Case(layout, head_dim, "bf16", deterministic, few_keys=True)
         for gradients in ("q", "kv"):
             yield Case(prompt, head_dim, gradients=gradients, few_keys=True)
+    elif kernel_head_dim(head_dim) in tiles.FEW_KEYS_FORWARD_TILES:
+        for layout in (edges, prompt):
+            yield Case(layout, head_dim, few_keys=True)
     for of_v in (of_v for of_qk, of_v in tiles.MIXED if of_qk == head_dim):
         for layout in (edges, prompt, "tree"):
             for deterministic in (False, True):
                 yield Case(layout, head_dim, "bf16", deterministic, head_dim_v=of_v)
         yield Case(edges, head_dim, "bf16", True, features=("window", "sinks"), head_dim_v=of_v)
+        if (head_dim, of_v) in tiles.FEW_KEYS_FORWARD_TILES:
+            yield Case(edges, head_dim, head_dim_v=of_v, few_keys=True)

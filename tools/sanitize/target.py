@@ -18,6 +18,7 @@ from tools.sanitize.cases import LAYOUTS, OPTIONS, Case, cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = "cuda"
+FEW_KEYS = ("FEW_KEYS_ROWS", "FEW_KEYS_WALK", "FEW_KEYS_COST")  # of ops.hopper, from which on kernels have no clusters
 MARK, END, FAILED = "@@ case: ", "@@ end", "@@ failed: "
 
 
@@ -78,8 +79,8 @@ def main(tool: str, what: str) -> None:
         # initcheck does not see what the copy engine stores. What was filled before counts as initialized: outputs of
         # the forward, and the backward's workspace where the copy engine stores in it. So what is reported of the
         # backward is about what its own kernels leave to each other.
-        rows, walk = (0, 0) if case.few_keys else (hopper.FEW_KEYS_ROWS, hopper.FEW_KEYS_WALK)
-        with patch.multiple(hopper, FEW_KEYS_ROWS=rows, FEW_KEYS_WALK=walk):
+        least: dict[str, Any] = {name: 0 if case.few_keys else getattr(hopper, name) for name in FEW_KEYS}
+        with patch.multiple(hopper, **least):
             announced(case.name, lambda case=case: run_case(case, tool == "initcheck"))  # type: ignore[misc]
 
 

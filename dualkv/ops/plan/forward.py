@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from codegen.tiles import ForwardTile
 from cute_kernels.abi import ForwardFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.layout import Segments
@@ -55,6 +56,11 @@ def forward_work(segments: Segments, tokens: int, tile_n: int) -> Table:
         table = work[begin : ends[groups.stop - 1]]
         _tiles(table, part, roots[groups] - first, first_row[groups], group_end[groups], count[groups], tokens, tile_n)
     return work
+
+
+def made_work(segments: Segments, tokens: int, tile_n: int) -> Table:
+    """:func:`forward_work`, computed once for a layout."""
+    return segments.cached(("forward_work", tokens, tile_n), lambda: forward_work(segments, tokens, tile_n))
 
 
 def _parts(group_begin: Rows, count: IntArray) -> Iterator[slice]:
@@ -119,6 +125,12 @@ def tile_cost(work: Table, tile_n: int) -> Rows:
     own = _blocks(work[:, items.OWN_BEGIN], work[:, items.ROW_END], tile_n)
     masked = work[:, items.CONTEXT_MASKED] + work[:, items.OWN_MASKED]
     return context + own + np.where(work[:, items.STRADDLES], MASKED_COST_OF_SOME, MASKED_COST) * masked
+
+
+def cost_walked(segments: Segments, tile: ForwardTile, packed_heads: int) -> float:
+    """Time that all warp groups of a tile's CTAs take for one head group, in unmasked blocks of one of them."""
+    tokens = tile.tokens(packed_heads)
+    return float(tile_cost(made_work(segments, tokens, tile.tile_n), tile.tile_n).sum()) * tile.parts
 
 
 def segment_begin(segments: Segments) -> npt.NDArray[np.int32]:
