@@ -22,8 +22,10 @@ MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums
 
 def positive(name: str, value: int) -> int:
     """`value` as an integer of 1 or more; TypeError or ValueError for others."""
+    if isinstance(value, torch.Tensor) and (value.ndim or value.dtype == torch.bool):  # its values may be on a GPU
+        raise TypeError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}, expected an integer")
     try:
-        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and (value.ndim or value.dtype == torch.bool)):
+        if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)
     except TypeError:
