@@ -72,7 +72,8 @@ def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
 def few_keys_forward(
     segments: Segments, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None
 ) -> bool:
-    """Whether the forward of a call without trees or a window takes CTAs without clusters, for like reasons."""
+    """Whether the forward of a call takes CTAs without clusters: it has enough rows, and clusters would walk too many
+    blocks for rows that do not see them. Of two-level layouts; a window and softcapping change nothing by it."""
     of_two, alone = (_forward_tile(head_dim, head_dim_v, few) for few in (False, True))
     if of_two == alone or segments.total * kv_heads < FEW_KEYS_ROWS:
         return False

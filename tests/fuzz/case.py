@@ -8,6 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 import dualkv
 from codegen.tiles import HEAD_DIMS, MIXED, kernel_head_dims
 from dualkv import Layout
-from dualkv.ops import backends
+from dualkv.ops import backends, hopper
 from tests.fuzz import dense
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -78,6 +79,7 @@ class Case:
     lse_grad: bool = False
     head_dim_v: int | None = None  # None: that of q and k
     backend: str | None = None  # None: the first that serves the call
+    few_keys: bool = False  # our kernels are those of many short segments, whatever the lengths are
 
     def to_json(self):
         return json.dumps(asdict(self), indent=1)
@@ -187,6 +189,7 @@ CUDNN_SHARE = 0.1  # of calls that it could run
 # (tests/gpu/test_forward.py) cuDNN's is held to 2e-4 (tests/gpu/test_backends.py); and a sink rescales an out that was
 # rounded before. Nobody has looked for the smallest bound that holds.
 CUDNN_BOUNDS = 2.0
+FEW_KEYS_SHARE = 0.3  # of calls on a GPU
 
 
 def _features(rng, lengths):
@@ -413,6 +416,12 @@ def _poisoned(wanted):
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
+def _few_keys(wanted):
+    """Layouts are taken for ones that are large enough for kernels of short segments, and gain by them; or for none."""
+    least = {"FEW_KEYS_ROWS": 0 if wanted else 2**62, "FEW_KEYS_WALK": 0, "FEW_KEYS_COST": 0}
+    return patch.multiple(hopper, **least)
+
+
 def _attention(case):
     """-> call() -> {name: tensor}; dense results by name; which results must repeat bit for bit."""
     layout = Layout.from_segments([0, *np.cumsum(case.lengths).tolist()], case.parent, case.device)
@@ -496,7 +505,7 @@ def run(case):
         call, want, exact = _attention(case) if case.kind == "attention" else _compat_call(case)
     except torch.OutOfMemoryError as error:
         raise NoMemory from error
-    with _poisoned(case.deterministic and case.device == "cuda"):
+    with _poisoned(case.deterministic and case.device == "cuda"), _few_keys(case.few_keys):
         got = call()
         again = call() if case.device == "cuda" and exact else got
     worst = 0.0
@@ -544,7 +553,7 @@ def _simpler(case):
     for name, value in (
         ("backend", None), ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False),
         ("scale", None), ("window", None), ("chunk", None), ("sinks", None), ("softcap", None), ("lse_grad", False),
-        ("needs", "qkv"), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
+        ("needs", "qkv"), ("few_keys", False), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
         ("head_dim_v", None), ("head_dim", 64 if case.device == "cuda" else 8),
     ):  # fmt: skip
         if base[name] != value:
@@ -571,4 +580,6 @@ def reduce(case, fails, tries=1000):
 
 def seeded(seed, index, device):
     """Case `index` of a run: the same whatever ran before it."""
-    return draw(random.Random(f"{seed}/{index}/{device}"), device)
+    rng = random.Random(f"{seed}/{index}/{device}")
+    case = draw(rng, device)  # first: such cases stay those of their seeds
+    return replace(case, few_keys=device == "cuda" and rng.random() < FEW_KEYS_SHARE)

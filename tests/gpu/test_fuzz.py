@@ -25,9 +25,17 @@ from tests.fuzz.case import (
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
     kinds = [(dtype, d) for dtype in ("bf16", "fp16") for d in HEAD_DIMS]
-    compile_all(forward_spec(*kind, ratio) for kind in kinds for ratio in gpu_ratios(*kind))
+    compile_all(
+        forward_spec(*kind, ratio, few_keys=few)
+        for kind in kinds
+        for ratio in gpu_ratios(*kind)
+        for few in (False, True)
+    )
     compile_all(forward_spec(*kind, ratio, trees=True) for kind in kinds for ratio in TREE_RATIOS)
-    compile_all(s for kind in kinds for fixed in (False, True) for s in backward_specs(*kind, fixed).present)
+    fixed_few = list(itertools.product((False, True), repeat=2))
+    compile_all(
+        s for kind in kinds for fixed, few in fixed_few for s in backward_specs(*kind, fixed, few_keys=few).present
+    )
     compile_all(feature_specs())
 
 
@@ -38,11 +46,12 @@ def feature_specs():
     sets = [names for n in range(len(every) + 1) for names in itertools.combinations(every, n)]
     for ((dtype, (head_dim, of_v)), ratios), features in itertools.product(GPU_FEATURES.items(), sets):
         for trees in (False, True) if "window" not in features else (True,):
-            for ratio, short in itertools.product(ratios, (False, True)):
-                spec = forward_spec(dtype, head_dim, ratio, trees, joined(*features), short, of_v)
+            for ratio, short, few in itertools.product(ratios, (False, True), (False, True)):
+                spec = forward_spec(dtype, head_dim, ratio, trees, joined(*features), short, of_v, few)
                 found[spec.symbol] = spec
-        for fixed, more in itertools.product((False, True), ((), ("dlse",))):
-            for spec in backward_specs(dtype, head_dim, fixed, features=features + more, head_dim_v=of_v).present:
+        for fixed, more, few in itertools.product((False, True), ((), ("dlse",)), (False, True)):
+            asked = {"features": features + more, "head_dim_v": of_v, "few_keys": few}
+            for spec in backward_specs(dtype, head_dim, fixed, **asked).present:
                 found[spec.symbol] = spec
     return found.values()
 
