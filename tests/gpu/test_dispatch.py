@@ -140,14 +140,16 @@ def test_nothing_compiles_or_loads_when_the_batch_changes(only_the_kernel):
 def test_nothing_compiles_or_loads_when_batches_of_few_and_many_keys_take_turns(only_the_kernel, monkeypatch):
     monkeypatch.setattr(hopper, "FEW_KEYS_WALK", 1.3)
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2)
-    seen = []
+    seen, forwards = [], []
     for prompt, response in ((300, 20), (500, 77), (30, 20), (400, 1), (600, 30), (50, 77)):
         layout = Layout.from_lengths([prompt, 5], [[response] * 3, [7]])
         q, k, v = inputs(layout)
         dout = torch.randn_like(q)
         check_grads(grads(q, k, v, dout, layout), q, k, v, dout, layout)
         seen.append((hopper.few_keys(layout._segments, 2, None), dict(store.counts), dict(store._loaded)))
+        forwards.append(hopper.few_keys_forward(layout._segments, 128, 4, 2))
     assert [few for few, *_ in seen] == [True, False] * 2 + [False, True]
+    assert forwards == [True, False] + [True] * 4
     assert all(after[1:] == seen[1][1:] for after in seen[2:])
 
 
