@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 FEATURED = [
     *(Shape(64, 8, features) for features in (("window",), ("window", "sinks"), ("sinks",))),
     Shape(96, 1, ("window",)),
-    *(Shape(128, 4, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
+    *(Shape(128, 4, features) for features in (("window",), ("softcap",), ("window", "softcap"), ("sinks",))),
     *(Shape(192, 8, ("window", "sinks"), head_dim_v) for head_dim_v in (None, 128)),
     *(Shape(256, 2, features) for features in (("window",), ("softcap",), ("window", "softcap"))),
     *(Shape(head_dim, 1, ("dlse",)) for head_dim in (64, 128, 256)),

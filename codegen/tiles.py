@@ -69,9 +69,9 @@ SHORT_WINDOW_SINKS_TILES = SHORT_WINDOW_TILES | {  # sinks take registers: with 
     256: ForwardTile(tile_n=48, cluster=1),
 }
 FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
-FEW_KEYS_COST = 1.15  # time by the plan with clusters, over that of CTAs without; from here on these gain
+FEW_KEYS_COST = 1.15  # time by the plan with clusters, over that of CTAs without: from here on most layouts gain
 FEW_KEYS_FORWARD_TILES: Tiles = {  # from FEW_KEYS_ROWS and FEW_KEYS_COST on: where segments are short, a cluster's CTAs
-    # see other keys. At head dims 192 and 256 they are slower alone all the same.
+    # see other keys. Head dims 192 and 256 gain and lose by it.
     head_dims: replace(FORWARD_TILES[head_dims], cluster=1)
     for head_dims in (96, 128, (192, 128))
 }

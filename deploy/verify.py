@@ -37,7 +37,7 @@ def of_few_keys(forward: KernelSpec) -> bool:
 
 def run(forward: KernelSpec, backward: bool, on: str = "cuda") -> float:
     """One call of the kernel, with its features, against the reference on the CPU in fp32: largest difference, relative
-    to largest values. Few short segments stand for as many as its kind of layouts has."""
+    to largest values. With a kernel of short segments this small layout is taken for a large one."""
     layout = dualkv.Layout.from_lengths([200, 3], [[70, 1, 129], [40]])
     generator = torch.Generator().manual_seed(0)
     heads, rows = forward.packed_heads, layout.num_tokens

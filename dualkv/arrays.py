@@ -14,6 +14,7 @@ import torch
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IntArray = npt.NDArray[np.int64]
+INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 # Decorates what makes tensors that are kept for later calls: a backward cannot save those made in inference mode.
 outside_inference_mode = torch.inference_mode(False)
@@ -21,8 +22,10 @@ MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums
 
 
 def positive(name: str, value: int) -> int:
-    """`value` as an integer of 1 or more; TypeError or ValueError for others."""
-    if isinstance(value, torch.Tensor) and (value.ndim or value.dtype == torch.bool):  # its values may be on a GPU
+    """`value`, which may be a tensor [] of integers, as an integer of 1 or more; TypeError or ValueError for others."""
+    if isinstance(value, torch.Tensor) and (
+        value.ndim or value.dtype not in INTEGERS
+    ):  # not printed: it may be on a GPU
         raise TypeError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}, expected an integer")
     try:
         if isinstance(value, bool):

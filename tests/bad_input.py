@@ -184,6 +184,7 @@ BAD = [
     _attention(TypeError, "window|2.5|integer", window=2.5),
     _attention(TypeError, "window|True|integer", window=True),
     _attention(TypeError, "window|torch.bool|()|integer", window=torch.tensor(True)),
+    _attention(TypeError, "window|torch.float32|()|integer", window=torch.tensor(5.0)),
     _attention(TypeError, "chunk|torch.int64|(1,)|integer", chunk=torch.tensor([8])),
     _attention(TypeError, "softmax_scale|str|number", softmax_scale="1"),
     _attention(TypeError, "chunk|'8'|integer", chunk="8"),
@@ -191,6 +192,7 @@ BAD = [
     _attention(TypeError, "sinks|list|torch.Tensor", sinks=[0.0] * 4),
     _attention(TypeError, "sinks|torch.sparse_coo|torch.strided", sinks=torch.zeros(4).to_sparse()),
     _attention(TypeError, "k|torch.sparse_coo|torch.strided", k=GOOD.to_sparse()),
+    _attention(TypeError, "v|nested|torch.strided", v=torch.nested.nested_tensor([GOOD[:3], GOOD[3:]])),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 import dualkv
 from codegen import store
 from codegen.spec import backward_specs, forward_spec
+from dualkv.ops import hopper
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -96,6 +97,24 @@ def test_verify_runs_a_kernel_with_its_features(features, monkeypatch):
     monkeypatch.setattr(dualkv, "attention", attention)
     assert run(forward_spec("bf16", 64, 2, features=features), True, "cpu") < 2e-2
     assert asked == [set(filter(None, features.split("+")))] * 2
+
+
+@pytest.mark.parametrize("few_keys", [False, True])
+def test_verify_runs_a_kernel_of_short_segments_as_such(few_keys, monkeypatch):
+    chosen = []
+
+    def attention(q, k, v, layout, own=dualkv.attention, **options):
+        heads, kv_heads = q.shape[1], k.shape[1]
+        chosen.append(hopper.few_keys_forward(layout._segments, q.shape[2], heads // kv_heads, kv_heads))
+        chosen.append(hopper.few_keys_backward(layout._segments, kv_heads, None))
+        return own(q, k, v, layout, **options)
+
+    verify = runpy.run_path(str(DEPLOY / "verify.py"))
+    monkeypatch.setattr(dualkv, "attention", attention)
+    forward = forward_spec("bf16", 96, 2, few_keys=few_keys)
+    assert verify["of_few_keys"](forward) == few_keys
+    assert verify["run"](forward, False, "cpu") < 2e-2
+    assert chosen == [few_keys] * 4
 
 
 def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():

@@ -149,10 +149,11 @@ def heads_of_config(config: Any, where: str) -> Heads:
 def _heads(config: dict[str, Any], where: str) -> Heads:
     """Of a model's layers, or of one with its own fields, without features."""
     if config.get("model_type") == "dbrx":  # which has names of its own
-        attention = config.get("attn_config") or {}
-        names = {"num_attention_heads": "n_heads", "hidden_size": "d_model"}
+        names, attention = {"num_attention_heads": "n_heads", "hidden_size": "d_model"}, config.get("attn_config") or {}
+        if not isinstance(attention, dict):
+            raise ValueError(f"{where} has attn_config={attention!r}, expected an object")
         config = config | {name: config.get(own) for name, own in names.items()}
-        config["num_key_value_heads"] = attention.get("kv_n_heads")
+        config["num_key_value_heads"] = attention.get("kv_n_heads", 1)
     heads = config.get("num_attention_heads", config.get("n_head"))
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
     head_dim, head_dim_v = config.get("head_dim"), config.get("v_head_dim")

@@ -201,8 +201,9 @@ def check_local(name: str, x: object) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")  # if it is not imported, x is no DTensor
     if not isinstance(x, torch.Tensor) or (distributed is not None and isinstance(x, distributed.DTensor)):
         raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor (of a DTensor its .to_local())")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} is {x.layout}, expected a dense tensor (torch.strided)")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else x.layout
+        raise TypeError(f"{name} is {kind}, expected a dense tensor (torch.strided)")
 
 
 def casts(device: torch.device) -> bool:

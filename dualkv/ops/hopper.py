@@ -56,7 +56,7 @@ def device_unsupported(device: torch.device) -> str | None:
     return None if capability == CAPABILITY else f"compute capability {capability[0]}.{capability[1]}"
 
 
-def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
+def few_keys_backward(segments: Segments, kv_heads: int, window: Window | None) -> bool:
     """Whether the backward of a call takes CTAs without clusters: it has enough rows, and clusters would walk too many
     of them."""
     if window is not None or segments.total * kv_heads < FEW_KEYS_ROWS:
@@ -70,12 +70,15 @@ def few_keys(segments: Segments, kv_heads: int, window: Window | None) -> bool:
 
 
 def few_keys_forward(
-    segments: Segments, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None
-) -> bool:
-    """Whether the forward of a call takes CTAs without clusters: it has enough rows, and clusters would walk too many
-    blocks for rows that do not see them. Of two-level layouts; a window and softcapping change nothing by it."""
+    segments: Segments, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None,
+    window: Window | None = None,
+) -> bool:  # fmt: skip
+    """Whether the forward of a call takes CTAs without clusters: it has enough rows, and by the plan clusters would
+    take too long. Never with a window or in layouts deeper than two levels, whose kernel is another one."""
+    if window is not None or segments.max_depth > 2 or segments.total * kv_heads < FEW_KEYS_ROWS:
+        return False
     of_two, alone = (_forward_tile(head_dim, head_dim_v, few) for few in (False, True))
-    if of_two == alone or segments.total * kv_heads < FEW_KEYS_ROWS:
+    if of_two == alone:
         return False
 
     def gains() -> bool:
@@ -357,7 +360,7 @@ def forward(
     named = joined(*(name for name, x in features.items() if x is not None))
     short = window is not None and window.short
     per_kv = heads // kv_heads
-    few = not trees and few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v)
+    few = few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v, window)
     spec, kernel = _kernel(q.dtype, head_dim, per_kv, device, trees, named, short, head_dim_v, few)
     planned = forward_plan(segments, device, spec, heads, kv_heads, window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
@@ -404,7 +407,7 @@ def backward(
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
     asked = {"window": window, "sinks": sinks, "softcap": softcap, "dlse": dlse}
     features = tuple(name for name, value in asked.items() if value is not None)
-    few = few_keys(segments, kv_heads, window)
+    few = few_keys_backward(segments, kv_heads, window)
     specs, kernels = _backward_kernels(
         q.dtype, head_dim, deterministic, gradients, device, features, v.shape[2], few
     )  # fmt: skip

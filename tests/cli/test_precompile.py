@@ -201,10 +201,19 @@ def test_kernels_of_a_configuration_are_those_that_packed_calls_ask_for(monkeypa
     assert asked <= shapes
 
 
+def test_a_configuration_of_dbrx(tmp_path):
+    """With the names of its own config.json; of KV heads transformers' default is 1."""
+    config = {"model_type": "dbrx", "n_heads": 48, "d_model": 6144, "attn_config": {"kv_n_heads": 8}}
+    for attention, kv_heads in (({"kv_n_heads": 8}, 8), ({}, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"attn_config": attention}))
+        assert heads_of(str(tmp_path)) == Heads(48, kv_heads, 128)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         ([], "is no configuration of a model"),
+        ({"model_type": "dbrx", "attn_config": [1]}, r"has attn_config=\[1\], expected an object"),
         ({}, "has num_attention_heads=None, expected an integer of 1 or more"),
         ({"num_attention_heads": 8}, "has head_dim=None"),
         ({"num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 3}, "8 query heads for 3 KV heads"),

@@ -51,6 +51,7 @@ SPECS = sorted(
     {forward_spec("bf16", d, 4) for d in HEAD_DIMS}
     | {forward_spec("bf16", 128, 7), forward_spec("fp16", 128, 4), backward_specs("fp16", 128).main}
     | {forward_spec("bf16", d, 4, trees=True) for d in (64, 256)}
+    | {forward_spec("bf16", d, 4, few_keys=True) for d in (96, 128)}
     | {backward_specs("bf16", d).main for d in HEAD_DIMS}
     | {backward_specs("bf16", d, deterministic=True).main for d in (128, 256)}
     | set(backward_specs("bf16", 128, few_keys=True).present)
@@ -70,6 +71,7 @@ SAMPLE = {
 }
 KINDS = SAMPLE | {
     forward_spec("bf16", 128, 7),
+    forward_spec("bf16", 128, 4, few_keys=True),
     forward_spec("bf16", 512, 4),
     *(s for s in MOST if s.operation == "fwd_paths" and s.head_dim == 256 and s.tile.cluster == 1),
     *(s for s in MOST if s.operation == "bwd" and s.head_dim == 256),

@@ -417,9 +417,8 @@ def _poisoned(wanted):
 
 
 def _few_keys(wanted):
-    """Layouts are taken for ones that are large enough for kernels of short segments, and gain by them; or for none."""
-    least = {"FEW_KEYS_ROWS": 0 if wanted else 2**62, "FEW_KEYS_WALK": 0, "FEW_KEYS_COST": 0}
-    return patch.multiple(hopper, **least)
+    """All layouts take the kernels of short segments, or none does."""
+    return patch.multiple(hopper, FEW_KEYS_ROWS=0 if wanted else 2**62, FEW_KEYS_WALK=0, FEW_KEYS_COST=0)
 
 
 def _attention(case):

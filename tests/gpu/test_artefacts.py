@@ -80,7 +80,7 @@ runpy.run_path("deploy/verify.py", run_name="__main__")
 
 
 def test_forward_and_backward_run_without_the_compiler(folder, tmp_path):
-    """deploy/verify.py compares every head dim's kernels with the reference, those of short segments too."""
+    """deploy/verify.py compares every head dim's kernels with the reference, and forwards of short segments."""
     said = run(WITHOUT_COMPILER, DUALKV_KERNEL_DIR=str(folder), DUALKV_JIT="0", DUALKV_CACHE_DIR=str(tmp_path / "none"))
     assert said.count("forward and backward, largest relative difference") == len(HEAD_DIMS) + sum(
         isinstance(head_dims, int) for head_dims in FEW_KEYS_FORWARD_TILES

@@ -216,7 +216,7 @@ def test_many_groups_whose_rows_see_few_keys(seed, deterministic):
     prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
     responses[::5, 3], prompts[7] = 0, 1
     layout = Layout.from_lengths(prompts, responses)
-    assert hopper.few_keys(layout._segments, 8, None)
+    assert hopper.few_keys_backward(layout._segments, 8, None)
     check(*inputs(layout, 16, 8, seed=seed), layout, deterministic)
 
 

@@ -146,7 +146,7 @@ def test_nothing_compiles_or_loads_when_batches_of_few_and_many_keys_take_turns(
         q, k, v = inputs(layout)
         dout = torch.randn_like(q)
         check_grads(grads(q, k, v, dout, layout), q, k, v, dout, layout)
-        seen.append((hopper.few_keys(layout._segments, 2, None), dict(store.counts), dict(store._loaded)))
+        seen.append((hopper.few_keys_backward(layout._segments, 2, None), dict(store.counts), dict(store._loaded)))
         forwards.append(hopper.few_keys_forward(layout._segments, 128, 4, 2))
     assert [few for few, *_ in seen] == [True, False] * 2 + [False, True]
     assert forwards == [True, False] + [True] * 4

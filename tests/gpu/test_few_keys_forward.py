@@ -21,7 +21,8 @@ of_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(compile_all):
-    specs = [forward_spec(t, d, h, few_keys=True) for t in DTYPES for d in HEAD_DIMS for h in (1, 3, 4, 8)]
+    specs = [forward_spec(t, d, h, few_keys=True) for t in DTYPES for d in HEAD_DIMS for h in (1, 4)]
+    specs += [forward_spec("bf16", d, 8, few_keys=True) for d in HEAD_DIMS]
     specs += [forward_spec("bf16", 128, h, few_keys=True) for h in range(1, 17)]
     specs += [forward_spec("bf16", d, 4, features="sinks", few_keys=True) for d in HEAD_DIMS]
     for d, of_v in PAIRS:
@@ -57,9 +58,10 @@ def test_layouts(name, head_dim, dtype):
     fwd.test_layouts(name, head_dim, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("ratio", [r for r in (*range(1, 17), 17, 24) if r not in (*fwd.WIDEST_RATIOS, 11)])
+@pytest.mark.parametrize("ratio", [*range(1, 17), 17, 24])
 def test_gqa_ratios(ratio):
-    fwd.test_gqa_ratios(ratio)
+    for name in ("ragged groups", "many in a tile"):
+        fwd.check(*fwd.inputs(fwd.LAYOUTS[name], 3 * ratio, 3), fwd.LAYOUTS[name])
 
 
 @pytest.mark.parametrize("head_dim", range(72, 129, 8))

@@ -49,12 +49,11 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16):
     return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
 
 
-def run(q, k, v, layout, num_sms=None):
+def run(q, k, v, layout, num_sms=None, few_keys=False):
     """(out, lse) of the kernel, into outputs filled with NaN."""
-    segments, trees, shape = layout._segments, layout.depth > 2, (q.shape[2], q.shape[1] // k.shape[1])
-    few_keys = not trees and hopper.few_keys_forward(segments, *shape, k.shape[1])
-    spec, kernel = hopper._kernel(q.dtype, *shape, q.device, trees, few_keys=few_keys)
-    plan = hopper.forward_plan(segments, q.device, spec, q.shape[1], k.shape[1])
+    kind = q.dtype, q.shape[2], q.shape[1] // k.shape[1], q.device, layout.depth > 2
+    spec, kernel = hopper._kernel(*kind, few_keys=few_keys)
+    plan = hopper.forward_plan(layout._segments, q.device, spec, q.shape[1], k.shape[1])
     out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device="cuda")
     sms = num_sms or hopper._num_sms(q.device)
@@ -62,10 +61,10 @@ def run(q, k, v, layout, num_sms=None):
     return out, lse
 
 
-def check(q, k, v, layout, num_sms=None):
+def check(q, k, v, layout, num_sms=None, few_keys=False):
     """The bound of the issue: twice plain PyTorch's error in the same dtype; and the same bits every time."""
-    out, lse = run(q, k, v, layout, num_sms)
-    for a, b in zip(run(q, k, v, layout, num_sms), (out, lse), strict=True):
+    out, lse = run(q, k, v, layout, num_sms, few_keys)
+    for a, b in zip(run(q, k, v, layout, num_sms, few_keys), (out, lse), strict=True):
         assert torch.equal(a, b)
     scale = q.shape[2] ** -0.5
     arguments = layout.offsets, layout.parent, scale
@@ -118,8 +117,11 @@ def test_many_groups_whose_rows_see_few_keys(seed, ratio):
     prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
     responses[::5, 3], prompts[7] = 0, 1
     layout = Layout.from_lengths(prompts, responses)
+    q, k, v = inputs(layout, 8 * ratio, 8)
     assert hopper.few_keys_forward(layout._segments, 128, ratio, 8)
-    check(*inputs(layout, 8 * ratio, 8), layout)
+    check(q, k, v, layout, few_keys=True)
+    called = hopper.forward(q, k, v, layout._segments, 128**-0.5)
+    assert all(map(torch.equal, called, run(q, k, v, layout, few_keys=True)))
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7])

@@ -37,6 +37,10 @@ def kernels(compile_all):
         s for kind in kinds for fixed, few in fixed_few for s in backward_specs(*kind, fixed, few_keys=few).present
     )
     compile_all(feature_specs())
+    parts = itertools.product(("q", "kv", "k", "v"), fixed_few)  # of bf16 at head dim 128
+    compile_all(
+        s for part, (fixed, few) in parts for s in backward_specs("bf16", 128, fixed, part, few_keys=few).present
+    )
 
 
 def feature_specs():

@@ -204,25 +204,25 @@ def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head
 )
 def test_layouts_whose_rows_see_few_keys(lengths, kv_heads, few):
     seg = segments(Layout.from_lengths(*lengths))
-    assert hopper.few_keys(seg, kv_heads, None) == few
-    assert not hopper.few_keys(seg, kv_heads, Window(128))
-    assert not hopper.few_keys(seg, kv_heads, Window(chunk=10**6))
+    assert hopper.few_keys_backward(seg, kv_heads, None) == few
+    assert not hopper.few_keys_backward(seg, kv_heads, Window(128))
+    assert not hopper.few_keys_backward(seg, kv_heads, Window(chunk=10**6))
 
 
 def test_where_few_keys_begin_and_end():
     for rows in (FEW_KEYS_ROWS // 8 - 1, FEW_KEYS_ROWS // 8):
         seg = segments(Layout.from_lengths([1] * rows, [[]] * rows))
-        assert hopper.few_keys(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
+        assert hopper.few_keys_backward(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
     found = []
     for length in range(1280, 8000, 1280):  # blocks of 80 rows begin with the segment
         of_two, alone = (sum(-(-(length - key) // 80) for key in range(0, length, keys)) for keys in (256, 128))
         seg = segments(Layout.from_lengths([length] * 64, [[]] * 64))
-        assert hopper.few_keys(seg, 8, None) == (2 * of_two >= FEW_KEYS_WALK * alone)
-        found.append(hopper.few_keys(seg, 8, None))
+        assert hopper.few_keys_backward(seg, 8, None) == (2 * of_two >= FEW_KEYS_WALK * alone)
+        found.append(hopper.few_keys_backward(seg, 8, None))
     assert set(found) == {False, True}
     for leaves, few in ((10, True), (1000, False)):
         tree = Layout.from_segments(*binary_tree(5, 3000, leaves))
-        assert hopper.few_keys(segments(tree), 64, None) == few
+        assert hopper.few_keys_backward(segments(tree), 64, None) == few
 
 
 @pytest.mark.parametrize("gradients", ["qkv", "q", "kv"])

@@ -105,7 +105,7 @@ def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:
 
 
 def earlier_specs(folder: Path) -> tuple[Callable[..., KernelSpec], Callable[..., BackwardSpecs]]:
-    """`forward_spec` and `backward_specs` as the earlier kernels have them: tiles for short segments if any are."""
+    """`forward_spec` and `backward_specs` as the earlier kernels have them, for short segments too."""
     known = set(kernels_in(folder))
     of_forward: Callable[..., KernelSpec] = forward_spec
     of_backward = cast(Callable[..., BackwardSpecs], backward_specs)

@@ -181,8 +181,8 @@ def main(
         groups: Workload = parse(workload)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    for table in (FEW_KEYS_TILES, FEW_KEYS_FORWARD_TILES):  # in this process: workloads of short segments take the
-        table.clear()  # candidates too
+    FEW_KEYS_TILES.clear()  # in this process: workloads of short segments take the candidates too
+    FEW_KEYS_FORWARD_TILES.clear()
     record, filed_results = Record(json_to), list[dict[str, Any]]()
     for d in dims:
         try:

@@ -69,12 +69,11 @@ class Job:
         w, layout = self.workload, self.workload.layout()
         segments, ratio, more = segments_of(layout.offsets, layout.parent), w.heads // w.kv_heads, dict[str, Any]()
         if self.direction == "fwd":
-            trees = layout.depth > 2
-            few_keys = not trees and hopper.few_keys_forward(segments, w.head_dim, ratio, w.kv_heads, w.head_dim_v)
+            few_keys = hopper.few_keys_forward(segments, w.head_dim, ratio, w.kv_heads, w.head_dim_v)
             more = {"head_dim_v": w.head_dim_v, "few_keys": few_keys}
-            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, ratio, trees, **more),)
+            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, ratio, layout.depth > 2, **more),)
         else:
-            more = {"head_dim_v": w.head_dim_v, "few_keys": hopper.few_keys(segments, w.kv_heads, None)}
+            more = {"head_dim_v": w.head_dim_v, "few_keys": hopper.few_keys_backward(segments, w.kv_heads, None)}
             found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic, **more).present)
         return {spec.operation: spec for spec in found}
 

@@ -121,9 +121,6 @@ def cases(head_dim: int, tool: str) -> Iterator[Case]:
                 yield Case(layout, head_dim, "bf16", deterministic, few_keys=True)
         for gradients in ("q", "kv"):
             yield Case(prompt, head_dim, gradients=gradients, few_keys=True)
-    elif kernel_head_dim(head_dim) in tiles.FEW_KEYS_FORWARD_TILES:
-        for layout in (edges, prompt):
-            yield Case(layout, head_dim, few_keys=True)
     for of_v in (of_v for of_qk, of_v in tiles.MIXED if of_qk == head_dim):
         for layout in (edges, prompt, "tree"):
             for deterministic in (False, True):

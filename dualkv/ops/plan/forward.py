@@ -128,7 +128,7 @@ def tile_cost(work: Table, tile_n: int) -> Rows:
 
 
 def cost_walked(segments: Segments, tile: ForwardTile, packed_heads: int) -> float:
-    """Time that all warp groups of a tile's CTAs take for one head group, in unmasked blocks of one of them."""
+    """Time that a layout's tiles take for one head group, times the warp groups of a tile. In blocks without a mask."""
     tokens = tile.tokens(packed_heads)
     return float(tile_cost(made_work(segments, tokens, tile.tile_n), tile.tile_n).sum()) * tile.parts
 
