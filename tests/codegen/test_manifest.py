@@ -112,7 +112,7 @@ def test_kernel_is_as_recorded(described, spec):
 
 def test_the_sample_has_every_operation():
     assert set(SPECS) > KINDS > SAMPLE
-    assert len(KINDS) == len(SAMPLE) + 9
+    assert len(KINDS) == len(SAMPLE) + 10
     assert {spec.operation for spec in SAMPLE} == set(TILES)
 
 
