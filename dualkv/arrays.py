@@ -14,7 +14,6 @@ import torch
 Lengths = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 TokenIds = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IntArray = npt.NDArray[np.int64]
-INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 # Decorates what makes tensors that are kept for later calls: a backward cannot save those made in inference mode.
 outside_inference_mode = torch.inference_mode(False)
@@ -23,9 +22,7 @@ MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums
 
 def positive(name: str, value: int) -> int:
     """`value`, which may be a tensor [] of integers, as an integer of 1 or more; TypeError or ValueError for others."""
-    if isinstance(value, torch.Tensor) and (
-        value.ndim or value.dtype not in INTEGERS
-    ):  # not printed: it may be on a GPU
+    if isinstance(value, torch.Tensor) and (value.ndim or not _is_integer(value)):  # not printed: it may be on a GPU
         raise TypeError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}, expected an integer")
     try:
         if isinstance(value, bool):
@@ -36,6 +33,10 @@ def positive(name: str, value: int) -> int:
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
     return number
+
+
+def _is_integer(x: torch.Tensor) -> bool:
+    return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
 
 
 def int_array(name: str, values: Lengths) -> IntArray:
@@ -124,7 +125,7 @@ def check_integers(name: str, ids: object) -> None:
     """Raise TypeError for anything but a tensor of integers."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got a {type(ids).__name__}")
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+    if not _is_integer(ids):
         raise TypeError(f"{name} must hold integers, got {ids.dtype}")
 
 

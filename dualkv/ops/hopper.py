@@ -66,7 +66,7 @@ def few_keys_backward(segments: Segments, kv_heads: int, window: Window | None) 
         of_two, alone = (backward_tile(128, few_keys=few) for few in (False, True))  # other head dims have as many keys
         return plan_backward.rows_walked(segments, of_two) >= FEW_KEYS_WALK * plan_backward.rows_walked(segments, alone)
 
-    return segments.cached("few_keys", gains)
+    return segments.cached("few_keys_backward", gains)
 
 
 def few_keys_forward(
@@ -77,21 +77,16 @@ def few_keys_forward(
     take too long. Never with a window or in layouts deeper than two levels, whose kernel is another one."""
     if window is not None or segments.max_depth > 2 or segments.total * kv_heads < FEW_KEYS_ROWS:
         return False
-    of_two, alone = (_forward_tile(head_dim, head_dim_v, few) for few in (False, True))
-    if of_two == alone:
-        return False
 
     def gains() -> bool:
+        of_two, alone = (forward_tile(head_dim, head_dim_v=head_dim_v, few_keys=few) for few in (False, True))
+        if of_two == alone:
+            return False
         packed = packed_heads(heads_per_kv)
         cost, least = (plan_forward.cost_walked(segments, tile, packed) for tile in (of_two, alone))
         return cost >= FEW_KEYS_COST * least
 
-    return segments.cached(("few_keys", of_two, heads_per_kv), gains)
-
-
-@cache
-def _forward_tile(head_dim: int, head_dim_v: int | None, few_keys: bool) -> ForwardTile:
-    return forward_tile(head_dim, head_dim_v=head_dim_v, few_keys=few_keys)
+    return segments.cached(("few_keys_forward", head_dim, head_dim_v, heads_per_kv), gains)
 
 
 # ---------------------------------------------------------------- plans on a device

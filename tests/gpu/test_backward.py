@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
 from dualkv.ops import hopper
 from tests import oracle
+from tests.gpu.test_forward import many_groups
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAYOUTS = {
@@ -211,11 +211,7 @@ def test_tails(head_dim):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_many_groups_whose_rows_see_few_keys(seed, deterministic):
-    """Enough of them that the layout takes a tile of its own; lengths from a quarter to 7/4 of their mean."""
-    draw = np.random.default_rng(seed)
-    prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
-    responses[::5, 3], prompts[7] = 0, 1
-    layout = Layout.from_lengths(prompts, responses)
+    layout = many_groups(seed)
     assert hopper.few_keys_backward(layout._segments, 8, None)
     check(*inputs(layout, 16, 8, seed=seed), layout, deterministic)
 

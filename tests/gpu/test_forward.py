@@ -112,11 +112,7 @@ def test_tails(head_dim):
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_many_groups_whose_rows_see_few_keys(seed, ratio):
-    """Enough of them that the layout takes CTAs without clusters; lengths from a quarter to 7/4 of their mean."""
-    draw = np.random.default_rng(seed)
-    prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
-    responses[::5, 3], prompts[7] = 0, 1
-    layout = Layout.from_lengths(prompts, responses)
+    layout = many_groups(seed)
     q, k, v = inputs(layout, 8 * ratio, 8)
     assert hopper.few_keys_forward(layout._segments, 128, ratio, 8)
     check(q, k, v, layout, few_keys=True)
@@ -229,6 +225,14 @@ def test_slices_and_strides():
             assert torch.equal(got, want)
         by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
         check(*by_head, layout)
+
+
+def many_groups(seed):
+    """Enough of them that both directions take CTAs without clusters; lengths from a quarter to 7/4 of their mean."""
+    draw = np.random.default_rng(seed)
+    prompts, responses = draw.integers(38, 263, 24), draw.integers(25, 176, (24, 8))
+    responses[::5, 3], prompts[7] = 0, 1
+    return Layout.from_lengths(prompts, responses)
 
 
 def expected_rows(q, k, v, layout, rows):

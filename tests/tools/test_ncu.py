@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from codegen.tiles import BACKWARD_TILES, FEW_KEYS_FORWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES
 from dualkv.bench.workloads import parse
-from dualkv.ops import hopper
 from tools import filed
 from tools.ncu import collect, metrics
 from tools.ncu.__main__ import app
@@ -145,4 +144,3 @@ def test_a_job_profiles_the_kernels_that_its_layout_takes(monkeypatch):
     tuned = Job(short.workload, "fwd", tile={"tile_n": 48})
     tuned.use_tile()
     assert tuned.specs()["fwd"].tile == replace(of_forwards[1].specs()["fwd"].tile, tile_n=48) == FORWARD_TILES[128]
-    hopper._forward_tile.cache_clear()

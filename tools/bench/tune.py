@@ -71,7 +71,6 @@ class Candidate:
         """Make it the table's entry; what was chosen by the one before is forgotten."""
         if self.table[self.head_dim] is not self.tile:
             self.table[self.head_dim] = self.tile
-            hopper._forward_tile.cache_clear()
             hopper._kernel.cache_clear()
             hopper._backward_kernels.cache_clear()
 

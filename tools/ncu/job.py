@@ -62,7 +62,6 @@ class Job:
             table[self.native] = changed(table[self.native], self.tile)
             tiles.FEW_KEYS_TILES.clear()
             tiles.FEW_KEYS_FORWARD_TILES.clear()
-            hopper._forward_tile.cache_clear()
 
     def specs(self) -> dict[str, KernelSpec]:
         """By operation, in the order of their launches."""
