@@ -22,7 +22,17 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
 from tools import filed, zoo_rows
-from tools.bench import claims, cold_start, composition, features, host_time, megatron_costs, trace_rows, verl_rows
+from tools.bench import (
+    claims,
+    cold_start,
+    composition,
+    features,
+    host_time,
+    megatron_costs,
+    trace_rows,
+    tune_rows,
+    verl_rows,
+)
 from tools.bench.record import NO_MEMORY, commit_of, runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
@@ -262,20 +272,8 @@ def aimed() -> str:
     return markdown_table(["", "forward: target", "reached", "backward: target", "reached"], rows)
 
 
-def tuned(direction: str) -> str:
-    """Tile configurations: milliseconds at each GQA ratio, and the speed over that of the table's entry."""
-    run = _load(f"tune-{direction}-h200")
-    ratios = list(dict.fromkeys(result["gqa"] for result in run["results"]))
-    rows: dict[tuple[int, str], dict[int, str]] = {}
-    for result in run["results"]:
-        stands = next(iter(result["sides"].values())).get("sustained_ms")  # the entry as it is comes first
-        for name, side in result["sides"].items():
-            ms, cells = side.get("sustained_ms"), rows.setdefault((result["head_dim"], name), {})
-            speed = f" ({stands / ms:.3f})" if ms and stands and ms != stands else ""
-            cells[result["gqa"]] = f"{ms:.2f}{speed}" if ms else ""
-    head = ["head dim", "tile", *(f"GQA {ratio}" for ratio in ratios)]
-    body = [[str(d), name, *(cells.get(ratio, "") for ratio in ratios)] for (d, name), cells in rows.items()]
-    return markdown_table(head, body) + _recorded(run)
+def tuned(name: str, rows: Callable[[dict[str, Any]], str] = tune_rows.tiles) -> str:
+    return rows(run := _load(f"tune-{name}-h200")) + _recorded(run)
 
 
 def drawn() -> str:
@@ -564,6 +562,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "tuned-fwd": lambda: tuned("fwd"),
     "tuned-bwd": lambda: tuned("bwd"),
+    "tuned-fwd-short": lambda: tuned("fwd-short", tune_rows.without_clusters),
     "sanitizers": sanitizers,
     "host": lambda: host_time.markdown(_load("host-h200")),
     "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-moe", "moe")),

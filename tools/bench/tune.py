@@ -1,4 +1,4 @@
-"""`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns, by head dim and GQA ratio.
+"""`python -m tools.bench.tune -d bwd --head-dim 96`: tile configurations in turns, by head dim, workload and GQA ratio.
 
 What the table of `codegen/tiles.py` is held to: what is fastest over the ratios of a head dim belongs there.
 Candidates are changes of its entries, for every layout; without `--tile` those below. They are compiled side by side
@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Annotated, Any
 
 import torch
@@ -158,7 +159,9 @@ def main(
         list[str] | None, typer.Option(help="Native ones, such as 128 and 192/128. Default: all.")
     ] = None,
     gqa: Annotated[list[int] | None, typer.Option(help="GQA ratios. Default: 1, 4 and 8.")] = None,
-    workload: Annotated[str, typer.Option("-w", help="By name or lengths, at 32 heads.")] = MAIN,
+    workload: Annotated[
+        list[str] | None, typer.Option("-w", help=f"By name or lengths, at 32 heads. Default: {MAIN}.")
+    ] = None,
     tile: Annotated[
         list[str] | None, typer.Option(help="NAME=NUMBER,...: fields that differ from the table's.")
     ] = None,
@@ -177,7 +180,7 @@ def main(
     if odd := [ratio for ratio in ratios if ratio < 1 or 32 % ratio]:
         raise typer.BadParameter(f"--gqa is {odd[0]}, expected divisors of 32 heads")
     try:
-        groups: Workload = parse(workload)
+        workloads = [parse(text) for text in workload or [MAIN]]
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
     FEW_KEYS_TILES.clear()  # in this process: workloads of short segments take the candidates too
@@ -192,10 +195,10 @@ def main(
         print(f"D={d} {direction}: {len(ready)} of {len(tried)} to time", flush=True)
         results = []
         try:
-            for ratio in () if only_compile else ratios:
+            for groups, ratio in () if only_compile else product(workloads, ratios):
                 of_qk, of_v = pair(known[d])
                 shape = groups.with_shape(heads=32, kv_heads=32 // ratio, head_dim=of_qk, head_dim_v=of_v)
-                results.append(_timed(shape, direction, ready, seconds, rounds))
+                results.append({"groups": groups.name} | _timed(shape, direction, ready, seconds, rounds))
                 print(markdown_table(("tile", "ms", "TFLOP/s", "J", "MHz"), _rows(results[-1])) + "\n", flush=True)
         finally:
             entry.use()
@@ -203,9 +206,8 @@ def main(
             best, gain = fastest(results)
             print(f"D={d} {direction}: {best}, {gain:.3f} times the speed of the table's\n", flush=True)
             filed_results += map(figures, results)
-    if filed_results:
-        turns = {"workload": groups.name, "direction": direction, "seconds": seconds, "rounds": rounds}
-        record.write({"settings": turns, "results": filed_results})
+            turns = {"direction": direction, "seconds": seconds, "rounds": rounds}
+            record.write({"settings": turns, "results": filed_results})
 
 
 def _timed(
@@ -224,11 +226,12 @@ def _timed(
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """What is filed of a result: lengths and turns are the same in all of them."""
+    """What is filed of a result: turns are the same in all of them."""
     w, kept = result["workload"], ("sustained_ms", "error")
     by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
     of_v = {"head_dim_v": w["head_dim_v"]} if w.get("head_dim_v") else {}
-    return {"head_dim": w["head_dim"], **of_v, "gqa": w["heads"] // w["kv_heads"], "sides": by_name}
+    shape = {"head_dim": w["head_dim"], **of_v, "gqa": w["heads"] // w["kv_heads"]}
+    return {"workload": result["groups"], **shape, "sides": by_name}
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
