@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,9 @@ MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums
 
 def positive(name: str, value: int) -> int:
     """`value`, which may be a tensor [] of integers, as an integer of 1 or more; TypeError or ValueError for others."""
-    if isinstance(value, torch.Tensor) and (value.ndim or not _is_integer(value)):  # not printed: it may be on a GPU
-        raise TypeError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}, expected an integer")
+    if isinstance(value, torch.Tensor) and (value.ndim or value.is_meta or not _is_integer(value)):
+        kind = f"{value.dtype} {'meta ' * value.is_meta}tensor"  # its value is not printed: it may be on a GPU
+        raise TypeError(f"{name} is a {kind} of shape {tuple(value.shape)}, expected an integer")
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -33,6 +35,15 @@ def positive(name: str, value: int) -> int:
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
     return number
+
+
+def positive_gib(name: str, value: float) -> float:
+    """`value` if it is a finite number above 0; TypeError or ValueError for others."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected a number of GiB")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}, expected a positive number of GiB")
+    return value
 
 
 def _is_integer(x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 import dualkv
 from dualkv import Layout, logprobs
-from dualkv.ops import compat, composition, hopper, reference
+from dualkv.ops import compat, composition, cudnn, flex, hopper, reference
 
 LAYOUT = Layout.from_lengths([3], [[2]])
 GOOD = torch.zeros(5, 4, 16)
@@ -183,6 +183,9 @@ BAD = [
     ),
     _attention(TypeError, "window|2.5|integer", window=2.5),
     _attention(TypeError, "window|True|integer", window=True),
+    _attention(TypeError, "window|torch.int64|meta|integer", window=torch.tensor(5, device="meta")),
+    _attention(ValueError, "softcap|2^-20|2^10", softcap=10**400),
+    *(_attention(TypeError, f"deterministic|{x!r}|True|False", deterministic=x) for x in (None, 1, "yes")),
     _attention(TypeError, "window|torch.bool|()|integer", window=torch.tensor(True)),
     _attention(TypeError, "window|torch.float32|()|integer", window=torch.tensor(5.0)),
     _attention(TypeError, "chunk|torch.int64|(1,)|integer", chunk=torch.tensor([8])),
@@ -335,7 +338,8 @@ BAD_ON_CPU = [
 def nothing_runs(monkeypatch):
     """Whatever computes fails: errors come before any work."""
     with monkeypatch.context() as patch:
-        places = [(module, name) for module in (reference, composition, hopper) for name in ("forward", "backward")]
+        modules = reference, composition, flex, cudnn, hopper
+        places = [(module, name) for module in modules for name in ("forward", "backward")]
         for module, name in [*places, (compat, "_unmasked"), (logprobs._HeadLogProbs, "apply")]:
             patch.setattr(module, name, lambda *arguments: pytest.fail("something ran"))
         yield

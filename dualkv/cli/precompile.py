@@ -15,7 +15,7 @@ from codegen.select import DIRECTIONS, NAMES, Shape, select
 from codegen.spec import DTYPES, FORWARDS, GRADIENTS, KernelSpec
 from codegen.tiles import HEAD_DIMS
 from dualkv import __version__
-from dualkv.models import CONFIGS
+from dualkv.models import CONFIGS, WITH_WINDOWS_IN_FULL_LAYERS
 from dualkv.progress import Track, untracked
 
 
@@ -88,7 +88,6 @@ OF_LATENT_HEADS = {"qk_nope_head_dim", "qk_rope_head_dim"}
 # Model types; no field of a config.json says so.
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "hy_v4")
 WITH_SINKS_IN_WINDOWS = ("mimo_v2_flash",)  # whose window layers have twice the KV heads, too
-WITH_WINDOWS_IN_FULL_LAYERS = ("minimax",)  # where there is a sliding_window
 
 
 # ---------------------------------------------------------------- models
@@ -129,7 +128,11 @@ def heads_of_config(config: Any, where: str) -> Heads:
     """
     if not isinstance(config, dict):
         raise ValueError(f"{where} is no configuration of a model, expected an object with num_attention_heads")
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
+    kinds = config.get("layer_types") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(kinds, list | None):
+        name, value = ("text_config", config) if not isinstance(config, dict) else ("layer_types", kinds)
+        raise ValueError(f"{where} has {name}={value!r}, expected {'an object' if name == 'text_config' else 'a list'}")
     if feature := _not_computed(config):
         raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
     shape, features, others = _heads(config, where), _features(config), list[Heads]()

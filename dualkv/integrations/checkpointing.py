@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dualkv.arrays import positive_gib
 from dualkv.integrations import fused, layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -115,16 +116,8 @@ def _fits(decoder: nn.Module) -> list[_Fit]:
     return [hook for hook in decoder._forward_pre_hooks.values() if isinstance(hook, _Fit)]
 
 
-def refuse_limit(memory: float) -> None:
-    """Raises TypeError for a limit that is no number, and ValueError for one that is not positive."""
-    if not isinstance(memory, (int, float)) or isinstance(memory, bool):
-        raise TypeError(f"memory is {memory!r}, expected a number of GiB")
-    if not memory > 0:
-        raise ValueError(f"memory is {memory}, expected a positive number of GiB")
-
-
 def _refuse_memory(memory: float, device: torch.device) -> None:
-    refuse_limit(memory)
+    positive_gib("memory", memory)
     if device.type != "cuda":
         raise ValueError(f"memory is {memory} GiB for a model on {device}, expected a model on a GPU")
     if _ranks() > 1:

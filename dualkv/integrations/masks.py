@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function
 
+from dualkv.models import WITH_WINDOWS_IN_FULL_LAYERS
+
 # An attention mask of this shape holds no token: no call but a packed one has it.
 REQUEST = (1, 0)
 
@@ -22,6 +24,11 @@ FULL = 1 << 29
 CHUNKED = 1 << 30
 # Of a causal mask that the model wants made, to change it or to hand it to an indexer.
 WANTED = FULL - 1
+# What an answer says of any longer window or chunk: activations of a path of so many tokens fit on no GPU.
+LONGEST = FULL - 1
+
+
+FIELDS = "sliding_window", "attention_chunk_size"  # of configurations, as of Visible
 
 
 class Visible(NamedTuple):
@@ -42,10 +49,12 @@ def by_config(config: Any) -> list[Visible]:
     Models choose by these fields, each in its own code. One entry serves all layers of a configuration without a list.
     """
     config = config.get_text_config()
-    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    window, chunk = (getattr(config, name, None) for name in FIELDS)
     kinds = {"sliding_attention": Visible(window=window), "chunked_attention": Visible(chunk=chunk)}
     other = Visible(window=window)  # of models that have one kind of layers only
     types = getattr(config, "layer_types", None)
+    if config.model_type in WITH_WINDOWS_IN_FULL_LAYERS:
+        kinds["full_attention"] = other
     return [kinds.get(kind, Visible()) for kind in types] if types else [other]
 
 
@@ -77,11 +86,10 @@ def answer(
     size = 0
     if not use_vmap and mask_function is causal_mask_function:
         size = FULL if allow_is_causal_skip else WANTED
-    elif not use_vmap and allow_is_causal_skip and type(local_size) is int and 0 < local_size < FULL:
-        windows = local_size == getattr(config, "sliding_window", None)
-        chunks = local_size == getattr(config, "attention_chunk_size", None)
+    elif not use_vmap and allow_is_causal_skip and type(local_size) is int and local_size > 0:
+        windows, chunks = (local_size == getattr(config, name, None) for name in FIELDS)
         if windows != chunks:
-            size = local_size + (FULL if windows else CHUNKED)
+            size = min(local_size, LONGEST) + (FULL if windows else CHUNKED)
     return torch.empty(1, 1, 0, size, device=device)
 
 

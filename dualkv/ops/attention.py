@@ -115,10 +115,13 @@ def attention(
         ValueError: shapes, strides, devices or a layout that do not match; a scale or cap out of range; a window or
             chunk below 1, or both.
         TypeError: dtypes that differ or are not supported; a layout that is not a Layout; a window or chunk that is not
-            an integer; a scale or cap that is not a number; a backend that is not a string.
+            an integer; a scale or cap that is not a number; a `deterministic` that is not a bool; a backend that is
+            not a string.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic is {deterministic!r}, expected True or False")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
     call = checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
@@ -193,6 +196,8 @@ def checked(
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     else:
         dispatch.check_scale(softmax_scale)
+    if softcap is not None:
+        dispatch.check_softcap(softcap)
     return Call(q, k, v, float(softmax_scale), window, chunk, sinks, None if softcap is None else float(softcap))
 
 

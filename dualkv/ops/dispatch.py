@@ -103,6 +103,12 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
 
 
+def check_softcap(softcap: float) -> None:
+    """Raise ValueError for a cap that the kernels cannot take."""
+    if not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
+        raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^10")
+
+
 def check_features(
     q: torch.Tensor, window: int | None, chunk: int | None, sinks: torch.Tensor | None, softcap: float | None
 ) -> Window | None:
@@ -112,8 +118,8 @@ def check_features(
         ValueError: a cap out of range, sinks of another shape or device, a window or chunk below 1, or both.
         TypeError: sinks of another dtype.
     """
-    if softcap is not None and not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
-        raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^10")
+    if softcap is not None:
+        check_softcap(softcap)
     if sinks is not None:
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {tuple(q.shape[1:2])}")

@@ -77,12 +77,13 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
 def test_the_check_has_every_kind_of_call():
     """Those that one backend or another computes in a way of its own."""
     made = list(check.cases())
-    assert len({case.name for case in made}) == len(made) <= 12
+    assert len({case.name for case in made}) == len(made) <= 13
     features = {name for case in made for name in case.features}
     assert features == {"window", "chunk", "sinks", "lse", "softcap", "deterministic"}
     assert {case.dtype for case in made} == {torch.bfloat16, torch.float16} == set(check.BOUNDS)
     assert {1, 2, 8} <= {case.layout.num_groups for case in made}
     pairs = {case.heads[2:] for case in made}
     assert (192, 128) in pairs
+    assert any(case.heads == (16, 4, 192, 128) and {"window", "sinks"} <= {*case.features} for case in made)
     assert any(d != of_v and max(d, of_v) <= 128 for d, of_v in pairs)
     assert any(case.layout.depth > 2 and "chunk" in case.features for case in made)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import dualkv
-from codegen.tiles import HEAD_DIMS, MIXED, kernel_head_dims
+from codegen.tiles import HEAD_DIMS, MIXED, SHORT_WINDOW, kernel_head_dims
 from dualkv import Layout
 from dualkv.ops import backends, hopper
 from tests.fuzz import dense
@@ -190,6 +190,7 @@ CUDNN_SHARE = 0.1  # of calls that it could run
 # rounded before. Nobody has looked for the smallest bound that holds.
 CUDNN_BOUNDS = 2.0
 FEW_KEYS_SHARE = 0.3  # of calls on a GPU
+LONG_SHARE = 0.3  # of calls on a GPU with a window or chunks: of more than SHORT_WINDOW keys, where tiles are others
 
 
 def _features(rng, lengths):
@@ -581,4 +582,15 @@ def seeded(seed, index, device):
     """Case `index` of a run: the same whatever ran before it."""
     rng = random.Random(f"{seed}/{index}/{device}")
     case = draw(rng, device)  # first: such cases stay those of their seeds
-    return replace(case, few_keys=device == "cuda" and rng.random() < FEW_KEYS_SHARE)
+    case = replace(case, few_keys=device == "cuda" and rng.random() < FEW_KEYS_SHARE)
+    return _longer(rng, case) if device == "cuda" and (case.window or case.chunk) else case
+
+
+def _longer(rng, case):
+    """Sometimes with longer segments, and a window or chunks of more than SHORT_WINDOW keys that hide some of them."""
+    if rng.random() >= LONG_SHARE:
+        return case
+    lengths = rng.randint(1, 1100), rng.randint(1100, 1700), rng.randint(1, 900)
+    size = rng.randint(SHORT_WINDOW + 1, sum(lengths[:2]) - 1)
+    sizes = {name: size for name in ("window", "chunk") if getattr(case, name)}
+    return replace(case, lengths=lengths, parent=(-1, 0, 0), **sizes)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from codegen.tiles import SHORT_WINDOW, kernel_head_dims
 from dualkv.ops import backends, reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz import case as drawing
@@ -258,6 +259,20 @@ def test_reduction_ends_where_nothing_simpler_fails():
     case = seeded("reduce", 1, "cpu")
     assert reduce(case, lambda other: False) == case
     assert sum(reduce(case, lambda other: True).lengths) == 0
+
+
+def test_long_windows_are_drawn():
+    """For the tiles that windows and chunks of more keys have, at every kind of call with features."""
+    sizes = {"window": 0, "chunk": 0}
+    kinds = set()
+    for index in range(5000):
+        case = seeded("long", index, "cuda")
+        for name in sizes:
+            if SHORT_WINDOW < (getattr(case, name) or 0) < sum(case.lengths[:2]):
+                sizes[name] += 1
+                kinds.add((case.dtype, kernel_head_dims(*case.head_dims)))
+    assert min(sizes.values()) > 40
+    assert kinds == set(GPU_FEATURES)
 
 
 def test_some_calls_are_drawn_for_cudnn(monkeypatch):

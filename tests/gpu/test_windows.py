@@ -55,6 +55,9 @@ def kernels(compile_all):
                     specs += backward_specs("bf16", d, fixed, features=(*kept, *["dlse"] * fixed)).present
     for ratio, features in itertools.product(APART, ("window", "window+sinks", "window+softcap")):
         specs.append(forward_spec("bf16", 128, ratio, True, features))
+    for features in (("window",), ("window", "sinks")):
+        specs.append(forward_spec("bf16", 192, 4, True, "+".join(features), False, 128))
+        specs += backward_specs("bf16", 192, features=features, head_dim_v=128).present
     compile_all(specs)
 
 
@@ -160,6 +163,9 @@ def test_gradient_of_lse_alone(head_dim):
 def test_long_paths():
     """Many tiles and key blocks, split items, windows that end within responses."""
     layout = Layout.from_lengths([3000], [[700] * 3])
-    for head_dim, window in ((64, 128), (128, 1024), (256, 512), (256, 1024), (256, 1025), (512, 512)):
+    windows = (64, 128), (96, 1025), (128, 1024), (192, 1500), (256, 512), (256, 1024), (256, 1025), (512, 512)
+    for head_dim, window in windows:
         check(layout, {"window": window}, head_dim, 4, 1)
+    for features in ({"window": 1025}, {"chunk": 1500, "sinks": True}):
+        check(layout, features, 192, 4, 1, head_dim_v=128)
     check(layout, {"window": 1500, "softcap": 20.0}, 256, 4, 1)  # windows above 1,024 have another tile at head dim 256

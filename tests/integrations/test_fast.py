@@ -187,6 +187,8 @@ def test_limits_that_mean_nothing_are_refused() -> None:
         recompute_layers(make_model(), memory="40")
     with pytest.raises(ValueError, match="memory is -1, expected a positive number of GiB"):
         recompute_layers(make_model(), memory=-1)
+    with pytest.raises(ValueError, match="memory is inf, expected a positive number of GiB"):
+        recompute_layers(make_model(), memory=float("inf"))
     with pytest.raises(ValueError, match="memory is 40 GiB for a model on cpu, expected a model on a GPU"):
         recompute_layers(make_model(), memory=40)
 

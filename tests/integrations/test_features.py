@@ -136,6 +136,19 @@ def test_shares_of_ranks_are_the_whole(tmp_path: Path) -> None:
             assert_close(parameter, sum(found[name][1][parameter] for found in ranks), gradient, 1e-5)
 
 
+@pytest.mark.parametrize(("name", "field"), [("mistral", "sliding_window"), ("llama4", "attention_chunk_size")])
+def test_the_size_of_windows_and_chunks(name: str, field: str) -> None:
+    """Any from 1 on: one that is longer than every path hides nothing."""
+    ids, logits = token_ids(LAYOUT), []
+    for size in (1000, masks.LONGEST, 2**29, 10**9):
+        model = enable(make_featured(name, size).eval(), check=False)
+        logits.append(model(input_ids=ids, dualkv=LAYOUT).logits)
+    assert all(torch.equal(one, logits[0]) for one in logits)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"Model is configured with {field}={size}, expected 1 or more"):
+            enable(make_featured(name, size))
+
+
 # ---------------------------------------------------------------- around the decoder
 def test_log_probs_of_a_capped_head_without_logits() -> None:
     model = make_featured("gemma2", 5, final_logit_softcapping=0.5).eval()

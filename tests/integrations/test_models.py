@@ -86,6 +86,15 @@ def test_layers_are_named_with_their_features(name: str, expected: list[str], wr
     assert (found.layers, found.refusals) == (expected, [])
 
 
+def test_a_window_that_the_code_of_a_model_alone_puts_into_full_layers(written: Any) -> None:
+    kinds = ["full_attention", "linear_attention"]
+    config = {"model_type": "minimax", "num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 512}
+    for window, says in ((512, ", window 512"), (None, "")):
+        full, recurrent = models.examine(written(config | {"sliding_window": window})).layers
+        assert full == f"1 x MiniMaxAttention, head dim 128, 4 query heads a KV head{says}"
+        assert recurrent == "1 x MiniMaxLightningAttention, recurrent"
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["dualkv", "doctor", "--model", *arguments])
     with pytest.raises(SystemExit) as exit:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from dualkv.arrays import positive_gib
 from dualkv.data.gain import pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.trees import PackedSequences, pack_tree
-from dualkv.integrations import checkpointing, models
+from dualkv.integrations import models
 from dualkv.integrations.experts import load_balancing_loss
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.prefixes import PrefixTree, read_sequences
@@ -48,7 +49,7 @@ def refuse_prompt_learning(model: Any) -> None:
 def refuse_memory(fast: bool, memory: float | None) -> None:
     """Raises TypeError for a limit that is no number, and ValueError for one that is not positive or without `fast`."""
     if memory is not None:
-        checkpointing.refuse_limit(memory)
+        positive_gib("memory", memory)
         if not fast:
             raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
 

@@ -65,7 +65,8 @@ def of_full_attention(config: Any) -> Any:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     if getattr(text, "layer_types", None) and set(by_config(text)) != {Visible()}:
-        text.layer_types = ["full_attention"] * len(text.layer_types)
+        windows = {"sliding_attention", "chunked_attention"}
+        text.layer_types = ["full_attention" if kind in windows else kind for kind in text.layer_types]
     return config
 
 
