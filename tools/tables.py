@@ -73,6 +73,7 @@ STOCK = {
     "cudnn": "cuDNN's attention",
 }  # names of tools.bench.stock_attention
 VALUES_PEERS = {CUDNN: "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
+SLOW_PEERS = VALUES_PEERS | {"flex": "FlexAttention"}  # of the slow shapes
 WINDOW_PEERS = "fa4-prompt-copied", CUDNN  # of windows and chunks
 CARD = "NVIDIA H200"  # of records that name no other
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
@@ -353,7 +354,7 @@ def beside(name: str, peers: dict[str, str]) -> str:
         cells = [_speed(side) if "sustained_ms" in side else "not measured" for side in sides]
         cells.append(f"{best / ours:.2f}" if ours and best else "")
         rows.append([f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}", *cells])
-    last = "speed over it" if len(peers) == 1 else "speed over the better"
+    last = f"speed over {({1: 'it', 2: 'the better'}).get(len(peers), 'the best')}"
     return markdown_table(["workload", "DualKV, ms (TFLOP/s)", *peers.values(), last], rows) + _recorded(run)
 
 
@@ -537,6 +538,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
     "values": lambda: beside("values", VALUES_PEERS),
+    "slow": lambda: beside("slow", SLOW_PEERS),
     "d512": lambda: beside("d512", {"flex": "FlexAttention"}),
     "feature-costs": lambda: features.costs(_load("features")),
     "feature-errors": lambda: features.exactness(_load("features")),

@@ -408,7 +408,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     shared prompt once; the replicated sequences count it once a response.
 
     Wrapped models (DDP, FSDP, PEFT, `torch.compile`) may be enabled before or after the wrapping. A second call only
-    sets `deterministic` again.
+    sets `deterministic` and `fast` again.
 
     Images and videos of prompts run packed in the models of :data:`dualkv.integrations.media.FAMILIES`: pass
     `**batch.media` too.

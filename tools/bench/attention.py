@@ -57,6 +57,7 @@ _THREE = f"{_TWO} -s cudnn-intervals"
 _PEERS = _options("-s", ["dualkv", *tables.WINDOW_PEERS])
 _CUDNN = _options("-s", ["dualkv", "cudnn-intervals"])
 _VALUES_PEERS = _options("-s", ["dualkv", *tables.VALUES_PEERS])
+_SLOW_PEERS = _options("-s", ["dualkv", *tables.SLOW_PEERS])
 _MOST = *SLOW, *EIGHT, f"{MAIN}-d256-gqa4"
 _BY_HAND = _options("-s", ["dualkv-cudnn", "cudnn-intervals"])
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
@@ -90,6 +91,7 @@ RECORDS = {
     "values": f"-d fwd,bwd {_VALUES_PEERS} {_FEATURE_TURNS} {_options('-w', _VALUES)}",
     "d512": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} {_options('-w', _D512)}",
     "cudnn": f"-d fwd,bwd {_CUDNN} {_FEATURE_TURNS} {_options('-w', _MOST)}",
+    "slow": f"-d fwd,bwd {_SLOW_PEERS} {_SHORT_TURNS} {_options('-w', SLOW)}",
     "cudnn-backend": f"-d fwd,bwd {_BY_HAND} {_TURNS} -w {MAIN} -w g64-n8",
     "magi": f"-d fwd,bwd -s dualkv -s magi-ranges {_FEATURE_TURNS} {_options('-w', (*EIGHT[:3], *EIGHT[4:]))}",
     "flex-backend": "-d both -s dualkv-flash -s dualkv-flex --seconds 0.5 --rounds 2"
