@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,8 @@ MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums
 def positive(name: str, value: int) -> int:
     """`value`, which may be a tensor [] of integers, as an integer of 1 or more; TypeError or ValueError for others."""
     if isinstance(value, torch.Tensor) and (value.ndim or value.is_meta or not _is_integer(value)):
-        kind = f"{value.dtype} {'meta ' * value.is_meta}tensor"  # its value is not printed: it may be on a GPU
+        # Its value is not printed: it may be on a GPU.
+        kind = f"{value.dtype} meta tensor" if value.is_meta else f"{value.dtype} tensor"
         raise TypeError(f"{name} is a {kind} of shape {tuple(value.shape)}, expected an integer")
     try:
         if isinstance(value, bool):
@@ -37,13 +39,18 @@ def positive(name: str, value: int) -> int:
     return number
 
 
-def positive_gib(name: str, value: float) -> float:
-    """`value` if it is a finite number above 0; TypeError or ValueError for others."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, expected a number of GiB")
+def check_gib(name: str, value: float) -> None:
+    """Raise TypeError or ValueError for a `value` that is not a finite number above 0."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}, expected a number of GiB")
     if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}, expected a positive number of GiB")
-    return value
+        raise ValueError(f"{name} is {value}, expected a finite number of GiB above 0")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise TypeError for a `value` that is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}, expected True or False")
 
 
 def _is_integer(x: torch.Tensor) -> bool:

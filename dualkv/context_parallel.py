@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import outside_inference_mode
+from dualkv.arrays import check_bool, outside_inference_mode
 from dualkv.context_plan import Stage, rows_of, shares, stages
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention
@@ -67,6 +67,7 @@ class ContextShard(Shard):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """As :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this rank's rows."""
+        check_bool("deterministic", deterministic)
         call = self._checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
         if self.world_size == 1:
             return super().attention(

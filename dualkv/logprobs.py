@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import IntArray, positions, positive, positive_gib
+from dualkv.arrays import IntArray, check_gib, positions, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
@@ -155,7 +155,7 @@ def _checked(
 
 
 def _refuse_memory(memory: float, device: torch.device) -> None:
-    positive_gib("memory", memory)
+    check_gib("memory", memory)
     if device.type != "cuda":
         raise ValueError(f"memory is {memory} GiB for tensors on {device}, expected tensors on a GPU")
 

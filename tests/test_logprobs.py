@@ -187,12 +187,12 @@ def test_as_many_logits_as_the_limit_allows_are_kept(monkeypatch):
 
 def test_limits_that_mean_nothing_are_refused():
     for memory, why in (
-        (0, "memory is 0, expected a positive"), (float("inf"), "memory is inf, expected a positive"),
+        (0, "memory is 0, expected a finite"), (float("inf"), "memory is inf, expected a finite"),
         (8, "memory is 8 GiB for tensors on cpu"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=why):
             response_logprobs(*inputs(some_batch()), some_batch(), memory=memory)
-    with pytest.raises(TypeError, match="memory is '40', expected a number of GiB"):
+    with pytest.raises(TypeError, match="memory is a str, expected a number of GiB"):
         response_logprobs(*inputs(some_batch()), some_batch(), memory="40")
 
 

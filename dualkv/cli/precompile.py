@@ -129,10 +129,11 @@ def heads_of_config(config: Any, where: str) -> Heads:
     if not isinstance(config, dict):
         raise ValueError(f"{where} is no configuration of a model, expected an object with num_attention_heads")
     config = config.get("text_config") or config
-    kinds = config.get("layer_types") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or not isinstance(kinds, list | None):
-        name, value = ("text_config", config) if not isinstance(config, dict) else ("layer_types", kinds)
-        raise ValueError(f"{where} has {name}={value!r}, expected {'an object' if name == 'text_config' else 'a list'}")
+    if not isinstance(config, dict):
+        raise ValueError(f"{where} has text_config={config!r}, expected an object")
+    types = config.get("layer_types") or []
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"{where} has layer_types={types!r}, expected a list of strings")
     if feature := _not_computed(config):
         raise ValueError(f"{where} asks for {feature}, which dualkv does not compute")
     shape, features, others = _heads(config, where), _features(config), list[Heads]()
@@ -141,7 +142,7 @@ def heads_of_config(config: Any, where: str) -> Heads:
     if config.get("model_type") in WITH_SINKS_IN_WINDOWS:
         others.append(shape._replace(kv_heads=2 * shape.kv_heads, features=("window", "sinks")))
         features = ()
-    kinds = dict(enumerate(config.get("layer_types") or []))
+    kinds = dict(enumerate(types))
     for layer, fields in _of_single_layers(config).items():  # as transformers writes them
         if (OF_HEADS | OF_LATENT_HEADS) & set(fields):
             own = _heads(config | {"head_dim": shape.head_dim} | fields, f"{where}, layer {layer},")

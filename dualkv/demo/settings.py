@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dualkv.arrays import positive_gib
+from dualkv.arrays import check_gib
 from dualkv.grpo import ALGORITHMS, Algorithm
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +99,7 @@ class DemoSettings:
         if self.memory is not None:
             if not self.fast:
                 raise ValueError(f"memory is {self.memory} GiB without fast, which it limits")
-            positive_gib("memory", self.memory)
+            check_gib("memory", self.memory)
         if self.device is not None:
             kind = self.device.partition(":")[0]
             if kind not in ("cpu", "cuda"):

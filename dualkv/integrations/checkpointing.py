@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dualkv.arrays import positive_gib
+from dualkv.arrays import check_gib
 from dualkv.integrations import fused, layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -117,7 +117,7 @@ def _fits(decoder: nn.Module) -> list[_Fit]:
 
 
 def _refuse_memory(memory: float, device: torch.device) -> None:
-    positive_gib("memory", memory)
+    check_gib("memory", memory)
     if device.type != "cuda":
         raise ValueError(f"memory is {memory} GiB for a model on {device}, expected a model on a GPU")
     if _ranks() > 1:

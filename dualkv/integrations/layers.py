@@ -188,7 +188,7 @@ def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
             " position bias, which dualkv.attention does not compute"
         )
     window = given.get("sliding_window")
-    if window is not None and min(window, masks.LONGEST) != visible.window:
+    if window is not None and (min(window, masks.LONGEST) if type(window) is int else window) != visible.window:
         sees = "all keys" if visible == masks.Visible() else ", ".join(_shown(*x) for x in visible._asdict().items())
         raise ValueError(f"{layer} uses sliding_window={window!r}, and its mask says {sees}: expected one meaning")
     for name, attribute in REPEATED.items():
@@ -283,10 +283,6 @@ def objections(model: nn.Module) -> Iterator[str]:
             yield f"{name} carries a recurrent state along the rows, which would mix packed responses"
         if getattr(config, "is_encoder_decoder", False):
             yield f"{name} is an encoder-decoder model, dualkv.attention is causal self-attention only"
-        for visible in dict.fromkeys(masks.by_config(config)):
-            for field, size in zip(masks.FIELDS, visible, strict=True):
-                if isinstance(size, int) and size < 1:
-                    yield f"{name} is configured with {field}={size}, expected 1 or more"
         if config.output_attentions:
             yield f"{name} is configured with output_attentions=True, dualkv.attention makes no weights"
         if config._attn_implementation is None:

@@ -24,9 +24,8 @@ FULL = 1 << 29
 CHUNKED = 1 << 30
 # Of a causal mask that the model wants made, to change it or to hand it to an indexer.
 WANTED = FULL - 1
-# What an answer says of any longer window or chunk: activations of a path of so many tokens fit on no GPU.
+# What an answer says of any longer window or chunk, behind FULL or CHUNKED: a path of so many tokens fits on no GPU.
 LONGEST = FULL - 1
-
 
 FIELDS = "sliding_window", "attention_chunk_size"  # of configurations, as of Visible
 
@@ -86,8 +85,10 @@ def answer(
     size = 0
     if not use_vmap and mask_function is causal_mask_function:
         size = FULL if allow_is_causal_skip else WANTED
-    elif not use_vmap and allow_is_causal_skip and type(local_size) is int and local_size > 0:
+    elif not use_vmap and allow_is_causal_skip and type(local_size) is int:
         windows, chunks = (local_size == getattr(config, name, None) for name in FIELDS)
+        if (windows or chunks) and local_size < 1:
+            raise ValueError(f"{FIELDS[chunks]} is {local_size}, expected 1 or more")
         if windows != chunks:
             size = min(local_size, LONGEST) + (FULL if windows else CHUNKED)
     return torch.empty(1, 1, 0, size, device=device)

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from dualkv.arrays import check_bool
 from dualkv.branches import Branch
 from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
@@ -433,11 +434,13 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
-            recurrent layers have no right backward on this GPU.
+            recurrent layers have no right backward on this GPU; a window or chunks of less than 1 key.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
             match their placeholders or that the model is not known to run packed, a token count or positions other than
             the layout's, and a path longer than the keys that an indexer selects.
+        TypeError: `deterministic` is not a bool.
     """
+    check_bool("deterministic", deterministic)
     layers.refuse(model)
     inner = layers.decoders(model)
     disable(model)

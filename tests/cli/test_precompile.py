@@ -214,7 +214,8 @@ def test_a_configuration_of_dbrx(tmp_path):
     [
         ([], "is no configuration of a model"),
         ({"text_config": [1]}, r"has text_config=\[1\], expected an object"),
-        ({"layer_types": 5}, "has layer_types=5, expected a list"),
+        ({"layer_types": 5}, "has layer_types=5, expected a list of strings"),
+        ({"layer_types": [5, "full_attention"]}, "has layer_types=.*, expected a list of strings"),
         ({"model_type": "dbrx", "attn_config": [1]}, r"has attn_config=\[1\], expected an object"),
         ({}, "has num_attention_heads=None, expected an integer of 1 or more"),
         ({"num_attention_heads": 8}, "has head_dim=None"),

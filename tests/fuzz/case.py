@@ -581,7 +581,7 @@ def reduce(case, fails, tries=1000):
 def seeded(seed, index, device):
     """Case `index` of a run: the same whatever ran before it."""
     rng = random.Random(f"{seed}/{index}/{device}")
-    case = draw(rng, device)  # first: such cases stay those of their seeds
+    case = draw(rng, device)
     case = replace(case, few_keys=device == "cuda" and rng.random() < FEW_KEYS_SHARE)
     return _longer(rng, case) if device == "cuda" and (case.window or case.chunk) else case
 

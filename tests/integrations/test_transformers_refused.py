@@ -102,6 +102,12 @@ def test_models_that_cannot_be_packed_are_refused(case: str) -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.parametrize("given", [None, 1, "yes"])
+def test_deterministic_is_a_bool(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"deterministic is a {type(given).__name__}, expected True or False"):
+        enable(make_model(), deterministic=given)
+
+
 def test_a_layer_of_another_kind_is_refused() -> None:
     model = make_model()
 
@@ -131,6 +137,10 @@ CONTRADICTIONS = {
     "a window beside a mask of all keys": (
         lambda: change("gpt_oss", sliding_window=5),
         r"layer 1 \(GptOssAttention\) uses sliding_window=5, and its mask says all keys: expected one meaning",
+    ),
+    "a window that is no integer": (
+        lambda: change("gpt_oss", sliding_window=(5, 0)),
+        r"layer 1 \(GptOssAttention\) uses sliding_window=\(5, 0\), and its mask says all keys: expected one meaning",
     ),
     "a window of another size than the mask's": (
         lambda: change("ministral", sliding_window=4),

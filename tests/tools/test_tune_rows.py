@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from tools.bench import tune_rows
+from tools.bench import tune, tune_rows
 
 WORKLOAD = ";".join(["100:8x50"] * 4)
 
 
 def result(gqa: int, of_two: float, alone: float, **of_v: int) -> dict:
-    sides = {"as it stands": {"sustained_ms": of_two}, "cluster=1": {"sustained_ms": alone}}
-    return {"workload": WORKLOAD, "head_dim": 128, **of_v, "gqa": gqa, "sides": sides}
+    """As `tune` files it, of what the benchmark returns."""
+    sides = {"as it stands": {"sustained_ms": of_two, "rounds": []}, "cluster=1": {"sustained_ms": alone}}
+    shape = {"name": "with heads", "heads": 32, "kv_heads": 32 // gqa, "head_dim": 128, "head_dim_v": None} | of_v
+    return tune.figures({"groups": WORKLOAD, "workload": shape, "sides": sides})
 
 
 def test_tiles_stand_beside_the_entry():
     lost = result(4, 3.0, 3.0)
     lost["sides"]["cluster=1"] = {"error": "OutOfMemoryError"}
-    *_, entry, other = tune_rows.tiles({"results": [result(1, 2.0, 1.6), lost]}).splitlines()
+    results = [result(1, 2.0, 1.6), lost, result(1, 5.0, 4.0, head_dim_v=64)]
+    *_, entry, other, of_v, _ = tune_rows.tiles({"results": results}).splitlines()
     assert entry == "| 128 | as it stands | 2.00 | 3.00 |"
     assert other == "| 128 | cluster=1 | 1.60 (1.250) |  |"
+    assert of_v == "| 128/64 | as it stands | 5.00 |  |"
 
 
 def test_clusters_stand_beside_what_the_plan_says():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from dualkv.arrays import positive_gib
+from dualkv.arrays import check_gib
 from dualkv.data.gain import pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.trees import PackedSequences, pack_tree
@@ -49,7 +49,7 @@ def refuse_prompt_learning(model: Any) -> None:
 def refuse_memory(fast: bool, memory: float | None) -> None:
     """Raises TypeError for a limit that is no number, and ValueError for one that is not positive or without `fast`."""
     if memory is not None:
-        positive_gib("memory", memory)
+        check_gib("memory", memory)
         if not fast:
             raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
 

@@ -121,6 +121,15 @@ def test_flops_of_windows_are_not_counted_twice() -> None:
     assert full.flops(counter) - windows.flops(counter) == pytest.approx(less, rel=1e-6)
 
 
+def test_recurrent_layers_beside_windows_stay_recurrent() -> None:
+    from transformers import MiniMaxConfig
+
+    kinds = ["full_attention", "linear_attention"]
+    config = MiniMaxConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=512)
+    assert Visible(window=512) in by_config(config)
+    assert of_full_attention(config).layer_types == kinds
+
+
 def test_flops_are_verls_for_replicated_rollouts() -> None:
     from transformers import Qwen3Config
     from verl.utils.flops_counter import FlopsCounter
