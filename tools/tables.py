@@ -21,7 +21,7 @@ from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
-from tools import filed, zoo_rows
+from tools import filed, matrix_rows, zoo_rows
 from tools.bench import (
     claims,
     cold_start,
@@ -522,6 +522,7 @@ def _verl(*names: str) -> list[verl_rows.Row]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
+    "matrix": lambda: matrix_rows.table(_load("matrix")),
     "zoo": lambda: zoo_rows.table(_load("zoo")),
     "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
     "zoo-features": lambda: zoo_rows.with_features(_load("zoo")),

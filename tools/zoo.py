@@ -117,7 +117,7 @@ def _failed(error: Exception) -> Result:
 def _compare(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
     """The outcome of a small model without its self-check."""
     try:
-        model = _small(cls, config)
+        model = small(cls, config)
         expected = [replicated(model, layout) for layout in LAYOUTS]
     except Exception as error:
         return _failed(error)
@@ -133,16 +133,17 @@ def _compare(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
 
 
 @torch.no_grad()
-def _small(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    small = shrink(config, sizes=SIZES)
-    small.dtype = torch.float32
+def small(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model in small, in fp32 on the CPU; equal arguments, equal weights."""
+    config = shrink(config, sizes=SIZES)
+    config.dtype = torch.float32
     torch.manual_seed(SEED)
-    model = cls(small).eval()
+    model = cls(config).eval()
     selfcheck.randomize(model, SEED)
     return model
 
 
-def _inputs(model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """Random token ids [1, T] that are no special ones, and a weight of each row [T]."""
     vocabulary = model.get_input_embeddings().num_embeddings
     draw = torch.Generator().manual_seed(SEED)
@@ -150,38 +151,41 @@ def _inputs(model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.randn(layout.num_tokens, generator=draw)
 
 
-def _loss(logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def loss(logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Not linear in the logits [T, V]; weight [T]."""
     return (logits.logsumexp(-1) * weight).sum() - (logits[:, 0] * weight).sum()
 
 
-def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, value: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    loss.backward()
+    value.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 Computed = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
 
-def replicated(model: Any, layout: Layout) -> Computed:
-    """Logits of each sequence run by itself, and the gradients of a loss in which each packed row counts once."""
-    ids, weight = _inputs(model, layout)
-    logits, loss, seen = [], torch.zeros(()), set[int]()
+def replicated(model: Any, layout: Layout, given: tuple[torch.Tensor, torch.Tensor] | None = None) -> Computed:
+    """Logits of each sequence run by itself, and the gradients of a loss in which each packed row counts once.
+
+    given: token ids and weights other than those of :func:`inputs`.
+    """
+    ids, weight = given or inputs(model, layout)
+    logits, total, seen = [], torch.zeros(()), set[int]()
     for path in selfcheck.sequence_rows(layout):
         out = model(input_ids=ids[:, path], use_cache=False).logits[0]
         first = [i for i, row in enumerate(path) if row not in seen]
-        loss = loss + _loss(out[first], weight[[path[i] for i in first]])
+        total = total + loss(out[first], weight[[path[i] for i in first]])
         seen.update(path)
         logits.append(out.detach())
-    return logits, _gradients(model, loss)
+    return logits, gradients(model, total)
 
 
 def packed(model: Any, layout: Layout) -> Computed:
     """The same of one packed call of the enabled model."""
-    ids, weight = _inputs(model, layout)
+    ids, weight = inputs(model, layout)
     out = model(input_ids=ids, dualkv=layout).logits[0]
-    return [out[path].detach() for path in selfcheck.sequence_rows(layout)], _gradients(model, _loss(out, weight))
+    return [out[path].detach() for path in selfcheck.sequence_rows(layout)], gradients(model, loss(out, weight))
 
 
 def difference(got: Computed, expected: Computed) -> float:

@@ -16,8 +16,8 @@ def table(run: dict[str, Any]) -> str:
     for kind, result in run["types"].items():
         kinds.setdefault((result["outcome"], result.get("reason", "")), []).append(kind)
     order = sorted(kinds, key=lambda key: (OUTCOMES.index(key[0]), -len(kinds[key]), key[1]))
-    rows = [[*key, str(len(kinds[key])), _names(kinds[key])] for key in order]
-    return f"{_recorded(run)}:\n\n{markdown_table(['', 'reason', 'number', 'model types'], rows)}"
+    rows = [[*key, str(len(kinds[key])), names(kinds[key])] for key in order]
+    return f"{recorded(run)}:\n\n{markdown_table(['', 'reason', 'number', 'model types'], rows)}"
 
 
 def newer(known: dict[str, Any], run: dict[str, Any]) -> str:
@@ -31,21 +31,21 @@ def newer(known: dict[str, Any], run: dict[str, Any]) -> str:
             changes.setdefault((was, result["outcome"], result.get("reason", "")), []).append(kind)
     for kind in sorted(before.keys() - run["types"].keys()):
         changes.setdefault((before[kind]["outcome"], "not there", ""), []).append(kind)
-    rows = [[*key, _names(kinds)] for key, kinds in sorted(changes.items())]
+    rows = [[*key, names(kinds)] for key, kinds in sorted(changes.items())]
     header = [f"in {version}", f"in {run['transformers']}", "reason", "model types"]
-    return f"{_recorded(run)}: {counts}. What differs:\n\n{markdown_table(header, rows)}"
+    return f"{recorded(run)}: {counts}. What differs:\n\n{markdown_table(header, rows)}"
 
 
 def with_features(run: dict[str, Any]) -> str:
     """The types with windows, chunks, sinks or softcapping."""
-    return _names(kind for kind, found in run["types"].items() if found.get("features"))
+    return names(kind for kind, found in run["types"].items() if found.get("features"))
 
 
-def _recorded(run: dict[str, Any]) -> str:
+def recorded(run: dict[str, Any]) -> str:
     processes = "one process" if run["workers"] == 1 else f"{run['workers']} processes"
     where = f"transformers {run['transformers']}, {run['date'][:10]}, commit {run['commit'][:7]}"
     return f"{where}, {run['seconds'] / 60:.0f} minutes in {processes}"
 
 
-def _names(kinds: Iterable[str]) -> str:
+def names(kinds: Iterable[str]) -> str:
     return ", ".join(f"`{kind}`" for kind in kinds)
