@@ -1,4 +1,8 @@
-"""Folders that code is loaded from, and who may write to them."""
+"""Folders that code is loaded from, and who may write to them.
+
+What this package writes and reads later gets its mode here, whatever the umask. Under umask 002, the default of
+accounts on Ubuntu, files and folders would be open to the group, and code is not loaded from there.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from codegen import KernelError
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+SHARED, PRIVATE, FILE = 0o755, 0o700, 0o644  # modes of folders that other users may read, of others, and of files
 
 _held: set[int] = set()  # descriptors of lock files
 
@@ -38,9 +45,39 @@ def make_cache_dir() -> Path:
         KernelError: the folder is not safe to load code from.
     """
     folder = cache_dir()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder, PRIVATE)
     check_private(folder)
     return folder
+
+
+def make_folder(folder: Path, mode: int) -> None:
+    """Create `folder`, and the parents that it lacks, with this mode. A folder that exists keeps its mode.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent, mode)
+    folder.mkdir(mode, exist_ok=True)  # another process may make it now
+    set_mode(folder, mode)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Set a file's or folder's permissions; other bits, such as the set-group-ID of a shared folder, stay."""
+    now = stat.S_IMODE(path.stat().st_mode)
+    if now & 0o777 != mode:
+        path.chmod(now & ~0o777 | mode)
+
+
+def close_to_others(tree: Path) -> None:
+    """Take from all but the owner the right to write to a folder and to all in it. Symbolic links are left alone."""
+    for folder, _, files in os.walk(tree):
+        for path in (Path(folder), *(Path(folder, name) for name in files)):
+            now = stat.S_IMODE(path.lstat().st_mode)
+            if not path.is_symlink() and now & OTHERS_WRITE:
+                path.chmod(now & ~OTHERS_WRITE)
 
 
 def check_private(folder: Path, what: str = "the kernel cache", owners: tuple[int, ...] = ()) -> None:
@@ -52,11 +89,20 @@ def check_private(folder: Path, what: str = "the kernel cache", owners: tuple[in
             f"{what} {folder} belongs to uid {info.st_uid}, this process runs as {os.geteuid()}: code is not loaded "
             "from another user's folder; use a folder of yours"
         )
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KernelError(
-            f"{what} {folder} can be written by others (mode {stat.S_IMODE(info.st_mode):o}): code is not loaded from "
-            f"there; chmod go-w {folder}"
-        )
+    if said := open_to_others(folder):
+        raise KernelError(f"{what} {folder} {said}")
+
+
+def open_to_others(path: Path) -> str | None:
+    """Why code is not loaded from a file or folder that others than its owner can write to; None if they cannot.
+
+    Raises:
+        OSError: there is none.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if not mode & OTHERS_WRITE:
+        return None
+    return f"can be written by others (mode {mode:o}): code is not loaded from there; chmod go-w {path}"
 
 
 @contextmanager

@@ -85,6 +85,7 @@ def write_manifest(folder: Path, version: str) -> dict[str, Any]:
             }
             new = folder / f".{MANIFEST}.new"
             new.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+            folders.set_mode(new, folders.FILE)
             new.replace(folder / MANIFEST)
     except OSError as e:
         raise KernelError(f"{folder / MANIFEST} cannot be written ({e.strerror or e})") from e
@@ -106,12 +107,13 @@ def emit(entry: Path, spec: KernelSpec, kinds: Iterable[str], into: Path) -> Ite
         KernelError: `kinds` has sass, and there is no nvdisasm.
     """
     for kind in kinds:
-        into.mkdir(exist_ok=True)
+        folders.make_folder(into, folders.SHARED)
         path = into / f"{spec.symbol}.{kind}"
         if kind == "sass":
             path.write_text(cubin.sass(entry / "kernel.cubin"))
         else:
             shutil.copyfile(entry / f"kernel.{kind}", path)
+        folders.set_mode(path, folders.FILE)
         yield path
 
 
@@ -151,7 +153,7 @@ def write_wheel(entries: Iterable[Path], folder: Path, version: str) -> Path:
     path = folder / f"{PACKAGE}-{version}-{tag}.whl"
     new = folder / f".{path.name}.new"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folders.make_folder(folder, folders.SHARED)
         try:
             with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
                 for name, content in files.items():
@@ -160,6 +162,7 @@ def write_wheel(entries: Iterable[Path], folder: Path, version: str) -> Path:
                     wheel.writestr(info, content, zipfile.ZIP_DEFLATED)
             if new.stat().st_size > MOST_BYTES:
                 raise KernelError(f"{path} would have {new.stat().st_size} bytes, expected at most {MOST_BYTES}")
+            folders.set_mode(new, folders.FILE)
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)

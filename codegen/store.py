@@ -1,8 +1,8 @@
 """Find compiled kernels in memory, `DUALKV_KERNEL_DIR`, the wheel dualkv-kernels and the cache, or compile them.
 
 An entry is a folder `<symbol>-<key>` with `kernel.so`, `kernel.cubin`, `kernel.ptx` and the record `kernel.json`. It
-appears by one rename. It counts only if its record fits the specification and `kernel.so` has the recorded hash and
-exports the symbol. Everything else is a miss.
+appears by one rename. It counts only if nobody but its owner can write to it, its record fits the specification and
+`kernel.so` has the recorded hash and exports the symbol. Everything else is a miss.
 
 Environment:
     DUALKV_KERNEL_DIR: folder of entries made elsewhere, never written.
@@ -218,6 +218,10 @@ def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
             must fit the machine and its driver; their compiler may be absent here.
     """
     try:
+        if path.parent != wheel_dir():  # as safe as all installed packages
+            for place in (path, path / "kernel.so"):
+                if said := folders.open_to_others(place):
+                    return said
         record = json.loads((path / "kernel.json").read_text())
         code = (path / "kernel.so").read_bytes()
         compiler = dict(record["compiler"])
@@ -248,10 +252,12 @@ def add(spec: KernelSpec, folder: Path) -> Path:
     """The entry of `spec` in `folder`, compiled if there is none. One process compiles, the others wait for it.
 
     Raises:
-        KernelError: the compile failed, or the folder cannot be written.
+        KernelError: the compile failed, or the folder cannot be written, or others can write to it.
     """
     try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask: code is loaded from it
+        folders.make_folder(folder, folders.SHARED)
+        if said := folders.open_to_others(folder):  # whoever owns it: a container may fill its host's folder
+            raise KernelError(f"the folder of kernels {folder} {said}")
         return _add(spec, folder)
     except OSError as e:
         raise KernelError(f"kernels cannot be written to {folder} ({e.strerror or e})") from e
@@ -269,8 +275,10 @@ def _add(spec: KernelSpec, folder: Path) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
         made, replaced = (folder / f".{path.name}.{what}{secrets.token_hex(4)}" for what in ("new", "old"))
         try:
-            made.mkdir(mode=0o755)
+            folders.make_folder(made, folders.SHARED)
             _make(spec, made)
+            for file in made.iterdir():
+                folders.set_mode(file, folders.FILE)
             if path.exists():  # cannot be used; a process that has it open keeps its files
                 path.rename(replaced)
             made.rename(path)

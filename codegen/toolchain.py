@@ -135,6 +135,8 @@ def _private() -> Toolchain | str:
     if not root.is_dir():
         return "there is no private toolchain"
     folders.check_private(root.parent)
+    if said := folders.open_to_others(root):
+        return f"the private toolchain {root} {said}"
     return _examined(root, root / "nvidia_cutlass_dsl")
 
 
@@ -182,6 +184,7 @@ def install() -> Toolchain:
             made = cache / f".{root.name}.new{secrets.token_hex(4)}"
             try:
                 _download(made)
+                folders.close_to_others(made)
                 _examined.cache_clear()
                 if isinstance(why_not := _examined(made, made / "nvidia_cutlass_dsl"), str):
                     raise KernelError(f"the private toolchain does not serve here: {why_not}")

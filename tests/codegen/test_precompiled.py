@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import shutil
@@ -199,15 +198,6 @@ def test_the_manifest_says_which_compiler_made_a_kernel(folder):
     assert len(kernels) == 2
     assert kernels[name]["compiler"] == compiler
     assert precompiled.check(folder, SPECS).problems == []
-
-
-def test_another_users_process_may_read_what_was_made(made):
-    """Folders for an image are not private as caches are."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in made.iterdir():
-        if path.is_dir():
-            assert path.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 # ---------------------------------------------------------------- the wheel

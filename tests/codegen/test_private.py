@@ -129,6 +129,16 @@ def test_what_does_not_serve_is_replaced(private, monkeypatch, tmp_path):
     assert toolchain.lacking() is None
 
 
+def test_one_that_others_can_write_to_is_replaced(private):
+    """As an older version installed it under umask 002."""
+    root = toolchain.install().root
+    root.chmod(0o775)
+    assert f"the private toolchain {root} can be written by others (mode 775)" in toolchain.lacking()
+    assert toolchain.install() == toolchain.found()
+    assert not root.stat().st_mode & 0o022
+    assert len(private()) == 2
+
+
 def test_a_cache_that_others_write_to_is_no_place_for_it(private, tmp_path):
     toolchain.install()
     (tmp_path / "cache").chmod(0o777)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 
-from codegen import store
+from codegen import folders, store
 from codegen.spec import KernelSpec
 from dualkv.ops import hopper
 from tests.watchdog import watchdog
@@ -46,7 +46,7 @@ def compile_all() -> Callable[[Iterable[KernelSpec]], None]:
     def fill(specs: Iterable[KernelSpec]) -> None:
         missing = [spec for spec in dict.fromkeys(specs) if store.where(spec) is None]
         if missing and store.may_compile():
-            store.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.make_cache_dir()
             for _ in store.fill(missing, store.cache_dir(), os.cpu_count() or 1):
                 pass
 

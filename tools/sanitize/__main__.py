@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.console import Console
 
-from codegen import KernelError, cubin, store
+from codegen import KernelError, cubin, folders, store
 from codegen.spec import KernelSpec
 from dualkv.ops import hopper
 from tools import filed
@@ -243,7 +243,7 @@ def main(
         raise typer.Exit(1) from None
     missing = [spec for spec in specs(dims) if store.where(spec) is None]
     if missing:
-        store.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.make_cache_dir()
         with console.status(f"compiling {len(missing)} kernels"):
             list(store.fill(missing, store.cache_dir(), os.cpu_count() or 1))
     if sanitizer is None:

@@ -1,0 +1,95 @@
+"""Whatever the umask: what the package writes, the package loads, and nobody else can write to it.
+
+Each case is a process of its own, so that the umask does not leak. One kernel a umask is compiled; the cache gets its
+files by a stand-in for a second compile, and the private toolchain its files by one for pip.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UMASKS = (0o000, 0o002, 0o022, 0o027, 0o077)
+PIP = """
+import importlib.metadata, os, shutil, sys
+from pathlib import Path
+target = Path(sys.argv[sys.argv.index("--target") + 1])
+for requirement in sys.argv[sys.argv.index(":all:") + 1 :]:
+    for file in importlib.metadata.files(requirement.partition("==")[0]):
+        here, there = Path(file.locate()), target / file
+        if here.exists() and not there.exists() and there.resolve().is_relative_to(target.resolve()):
+            there.parent.mkdir(parents=True, exist_ok=True)
+            if here.stat().st_size > 2**16:
+                there.symlink_to(here.resolve())
+            else:
+                shutil.copyfile(here, there)
+"""
+PROGRAM = """
+import os, shutil, sys
+from importlib.metadata import version
+from pathlib import Path
+from codegen import compile, precompiled, store, toolchain
+from codegen.spec import backward_specs
+from dualkv.cli import precompile
+
+work, spec = Path.cwd(), backward_specs("bf16", 64).postprocess
+made = precompile.precompile([spec], work / "for" / "image", 1, code=["ptx"], wheel=work / "of" / "wheels")
+checked = precompile.check(work / "for" / "image", [spec])
+assert (checked.kernels, checked.problems) == (1, []), checked
+os.environ["DUALKV_KERNEL_DIR"] = str(work / "for" / "image")
+store.load(spec)
+assert store.counts["kernel_dir"] == 1, store.counts
+
+there = work / "for" / "image" / made.kernels[0].entry
+def again(spec, folder):
+    for kind in ("so", "cubin", "ptx"):
+        with open(folder / f"kernel.{kind}", "wb", opener=lambda *how: os.open(*how, mode=0o777)) as file:  # as ld does
+            file.write((there / f"kernel.{kind}").read_bytes())
+    return {}
+del os.environ["DUALKV_KERNEL_DIR"]
+compile.compile_kernel = again
+store._loaded.clear()
+store.load(spec)
+assert store.where(spec) == "memory" and store.counts["compiled"] == 2, store.counts
+store._loaded.clear()
+store.load(spec)
+assert store.counts["cache"] == 1, store.counts
+
+toolchain._environment = lambda: "nvidia-cutlass-dsl 4.5.2, expected 4.8"
+toolchain.PRIVATE, toolchain.PRIVATE_FFI = version("nvidia-cutlass-dsl"), version("apache-tvm-ffi")
+toolchain._installer = lambda: [sys.executable, str(work / "pip.py"), "install"]
+assert toolchain.install() == toolchain.found()
+"""
+
+
+@pytest.mark.parametrize("umask", UMASKS, ids=lambda umask: f"{umask:03o}")
+def test_what_is_written_is_loaded_whatever_the_umask(tmp_path, umask):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "pip.py").write_text(PIP)
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("DUALKV_")}
+    ours |= {"DUALKV_CACHE_DIR": str(work / "home" / "cache" / "dualkv"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=work, env=ours, umask=umask, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = {path: path.lstat().st_mode & 0o777 for path in work.rglob("*") if not path.is_symlink()}
+    del found[work / "pip.py"]
+    assert len(found) > 100
+    others = {path: f"{mode:o}" for path, mode in found.items() if mode & 0o022}
+    assert not others
+    shared = {path: mode for path, mode in found.items() if path.relative_to(work).parts[0] in ("for", "of")}
+    unlocked = {path: mode for path, mode in shared.items() if not path.name.endswith(".lock")}
+    # Kernels for an image are made by one user and loaded by others.
+    assert {f"{mode:o}" for path, mode in unlocked.items() if path.is_dir()} == {"755"}
+    assert {f"{mode:o}" for path, mode in unlocked.items() if path.is_file()} == {"644"}
+    names = [path.name for path in unlocked]
+    for expected in ("kernel.so", "kernel.json", "manifest.json", "code"):
+        assert expected in names
+    assert {path.suffix for path in unlocked} >= {".whl", ".ptx"}
+    assert found[work / "home" / "cache"] == found[work / "home" / "cache" / "dualkv"] == 0o700
