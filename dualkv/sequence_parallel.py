@@ -6,6 +6,7 @@ all-to-all turns [rows of this rank, all heads] into [all rows, heads of this ra
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import cached_property
 from typing import Any
@@ -40,8 +41,32 @@ def padded(layout: Layout, rows: int) -> Layout:
     return Layout.from_segments(offsets, np.append(layout.parent.numpy(), -1), layout.device)
 
 
+def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks of the group if they construct other classes or layouts.
+
+    Every construction compares, also of a layout that was compared before: a rank that knew its layout would not wait
+    for one that has another. Ranks of gloo compare on the host; in a group of NCCL alone the host waits for the GPU.
+    """
+    digest = hashlib.blake2b(kind.__name__.encode(), digest_size=7)
+    for part in (layout.offsets, layout.parent):
+        digest.update(part.numpy().tobytes())
+    number = int.from_bytes(digest.digest(), "big")
+    kinds = [one.split(":")[0] for one in dist.get_backend_config(group).split(",")]
+    device = "cpu" if "cpu" in kinds else layout.device if layout.device.type in kinds else kinds[0]
+    ends = torch.tensor([number, -number], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    if ends.sum().item():
+        mine = f"this one has a {kind.__name__} of {layout.num_tokens} rows in {len(layout.parent)} segments"
+        raise ValueError(
+            f"layouts differ between the {dist.get_world_size(group)} ranks of the group ({mine}), expected the same on"
+            " all of them"
+        )
+
+
 class Shard:
     """This rank's rows of packed groups: rows `[rank * num_tokens, (rank + 1) * num_tokens)`.
+
+    All ranks of the group construct it together. They compare their layouts then, once for all calls.
 
     Attributes:
         layout: of all rows, padded; the same on every rank.
@@ -52,13 +77,26 @@ class Shard:
         layout: of all rows.
         group: as above; without one this process has all rows.
         multiple: `num_tokens` becomes a multiple of it.
+
+    Raises:
+        ValueError: this process is none of the group; on all ranks, if their layouts or multiples differ.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup | None, multiple: int = 1) -> None:
         self.group = group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        if self.rank < 0:
+            raise ValueError("this process is none of the ranks of group, expected one of them or group=None")
         self.layout = padded(layout, -layout.num_tokens % (self.world_size * multiple))
         self.num_tokens = self.layout.num_tokens // self.world_size
+        if group and self.world_size > 1:
+            _compare(type(self), self.layout, group)
+
+    @cached_property
+    def _row_counts(self) -> frozenset[int]:
+        """Of the layout with all, some or none of the segments that may pad it."""
+        nested = np.flatnonzero(self.layout.parent.numpy() >= 0)
+        return frozenset(self.layout.offsets[nested[-1] + 1 if len(nested) else 0 :].tolist())
 
     @cached_property
     @outside_inference_mode
@@ -93,12 +131,13 @@ class Shard:
             num_tokens rows along `dim`.
 
         Raises:
-            ValueError: more rows than the layout's.
+            ValueError: another number of rows.
         """
-        missing = self.layout.num_tokens - x.shape[dim]
-        if missing < 0:
+        rows, whole = x.shape[dim], self.layout.num_tokens
+        missing = whole - rows
+        if missing and rows not in self._row_counts:
             raise ValueError(
-                f"x has {x.shape[dim]} rows in dimension {dim}, expected at most {self.layout.num_tokens}, the layout's"
+                f"x has {rows} rows in dimension {dim}, expected {whole}, the layout's, or fewer by rows that pad it"
             )
         if missing:
             behind = [0] * (2 * x.dim())

@@ -70,8 +70,10 @@ def run(rank: int, folder: str) -> None:
         refusal(shard, torch.zeros(10, 12, 8), torch.zeros(10, 2, 8)),
         refusal(shard, torch.zeros(11, 12, 8), torch.zeros(11, 2, 8), sinks=torch.zeros(3)),
         said(shard.split, torch.zeros(45)),
+        said(shard.split, torch.zeros(40)),
         said(shard.gather, torch.zeros(2, 10), 1),
     ]
+    found["differing"] = differing(rank)
     rows, weights = rows_and_weights()
     mine = shard.split(rows, 1).requires_grad_()
     whole = shard.gather(mine.square(), 1)
@@ -121,6 +123,45 @@ def test_every_rank_refuses_before_it_sends(case: int, ranks: list[dict]) -> Non
     rows = (11, 1)[case % 2]
     for found in ranks:
         assert found["refused"][case] == [*(text.format(rows=rows) for _, text in WRONG), "32.000"]
+
+
+SHORTER = dualkv.Layout.from_lengths([7, 1, 5, 0], [[4, 0, 9], [2, 6], [2], [3, 3]])  # as many rows
+LONGER = dualkv.Layout.from_lengths([7, 1, 5, 0], [[4, 0, 9], [2, 6], [3], [3, 9]])
+# (what most ranks construct, what the last one does): another layout, more rows, another kind, another multiple.
+USUAL, GATHERED = (Shard, LAYOUT, 1), (ContextShard, LAYOUT, 1)
+DIFFERING: list[tuple[Any, Any]] = [
+    (USUAL, (Shard, SHORTER, 1)),
+    (GATHERED, (ContextShard, SHORTER, 1)),
+    (USUAL, (Shard, LONGER, 1)),
+    (GATHERED, (ContextShard, LONGER, 1)),
+    (USUAL, GATHERED),
+    (USUAL, (Shard, LAYOUT, 4)),
+]
+
+
+def differing(rank: int) -> list[str]:
+    """What a rank says where the last one differs, and of a group that it may not be in; then the sum of a right call:
+    the ranks are in step."""
+    found = []
+    for usual, odd in DIFFERING:
+        kind, layout, multiple = odd if rank == RANKS - 1 else usual
+        found.append(said(kind, layout, dist.group.WORLD, multiple))
+    found.append(said(Shard, LAYOUT, dist.new_group([0, 1])))
+    right = Shard(LAYOUT, dist.group.WORLD).attention(torch.ones(11, 4, 8), *[torch.ones(11, 2, 8)] * 2)
+    return [*found, f"{float(right.sum()) / 11:.3f}"]
+
+
+def test_ranks_that_differ_raise_together(ranks: list[dict]) -> None:
+    for rank, found in enumerate(ranks):
+        *differ, outside, right = found["differing"]
+        for text, pair in zip(differ, DIFFERING, strict=True):
+            kind, layout, multiple = pair[rank == RANKS - 1]
+            rows = padded(layout, -layout.num_tokens % (RANKS * multiple)).num_tokens
+            assert text.startswith("layouts differ between the 4 ranks of the group")
+            assert f"a {kind.__name__} of {rows} rows" in text
+        expected = "nothing raised" if rank < 2 else "this process is none of the ranks of group"
+        assert outside.startswith(expected)
+        assert right == "32.000"
 
 
 def some_gradients() -> dict[str, list[torch.Tensor | None]]:
@@ -235,7 +276,8 @@ def test_refusals_name_heads_rows_and_sinks(ranks: list[dict]) -> None:
             "q has 12 heads and k 5, expected q's to be a multiple of k's",
             "q has 10 rows, each rank of this layout holds 11",
             "sinks has shape (3,), expected [H] = (12,)",
-            "x has 45 rows in dimension 0, expected at most 44, the layout's",
+            "x has 45 rows in dimension 0, expected 44, the layout's, or fewer by rows that pad it",
+            "x has 40 rows in dimension 0, expected 44, the layout's, or fewer by rows that pad it",
             "x has 10 rows in dimension 1, each rank of this layout holds 11",
         ]
 

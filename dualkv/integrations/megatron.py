@@ -13,7 +13,6 @@ error: its own packed format ("thd") would run all groups as one sequence.
 from __future__ import annotations
 
 import copy
-import hashlib
 from typing import Any, NamedTuple, TypeVar
 
 from dualkv.integrations import require
@@ -65,20 +64,6 @@ class _OneRank:
 ONE_RANK = _OneRank()  # one, because megatron-core caches frequencies by it
 
 
-def _check_the_same(layout: Layout, group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks of the group if their layouts differ."""
-    digest = hashlib.blake2b(layout.offsets.numpy().tobytes(), digest_size=7)
-    digest.update(layout.parent.numpy().tobytes())
-    number = int.from_bytes(digest.digest(), "big")
-    ends = torch.tensor([number, -number], device=layout.device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    if ends.sum().item():
-        raise ValueError(
-            f"layouts differ between the {dist.get_world_size(group)} context-parallel ranks (this one has"
-            f" {layout.num_tokens} rows), expected one layout on all of them"
-        )
-
-
 class PackedGroups(PackedSeqParams):
     """A layout on its way through a megatron-core model, as `packed_seq_params`.
 
@@ -122,17 +107,15 @@ class PackedGroups(PackedSeqParams):
         if cp_comm_type not in SHARDS:
             raise ValueError(f"cp_comm_type is {cp_comm_type!r}, expected {' or '.join(map(repr, SHARDS))}")
         group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
-        ranks = dist.get_world_size(group) if group else 1
-        if ranks > 1:
-            _check_the_same(layout, group)
+        ranks, rows = dist.get_world_size(group) if group else 1, layout.num_tokens
         self.length = length
         if length is not None:
             if length % (ranks * multiple):
                 raise ValueError(f"length is {length}, expected a multiple of {ranks * multiple}, which ranks share")
-            if length < layout.num_tokens:
-                raise ValueError(f"layout has {layout.num_tokens} rows, expected at most length={length}")
-            layout = padded(layout, length - layout.num_tokens)
+            layout = padded(layout, max(length - rows, 0))
         self.shard = SHARDS[cp_comm_type](layout, group, multiple)
+        if length is not None and length < rows:  # after the ranks have compared their layouts: all of them raise
+            raise ValueError(f"layout has {rows} rows, expected at most length={length}")
         longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
         super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -153,7 +136,7 @@ class PackedGroups(PackedSeqParams):
             `num_tokens` rows along `dim`.
 
         Raises:
-            ValueError: more rows than the layout's.
+            ValueError: another number of rows.
         """
         return self.shard.split(x, dim)
 

@@ -133,9 +133,10 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_context_parallel_ranks_raise_together(ranks: list[dict[str, Any]]) -> None:
     for rank, one in enumerate(ranks):
-        differ = f"layouts differ between the 2 context-parallel ranks (this one has {7 + rank % 2} rows)"
+        mine = f"this one has a Shard of 8 rows in {4 - rank % 2} segments"
+        differ = f"layouts differ between the 2 ranks of the group ({mine})"
         assert [re.split(":|, which", text)[0] for text in one["refused"]] == [
-            f"{differ}, expected one layout on all of them",
+            f"{differ}, expected the same on all of them",
             "layer 1 gets 1 sequences of 8 tokens, expected one of 4",
             "context_parallel_size is 2 and packed_seq_params NoneType, expected PackedGroups",
             "2 context-parallel ranks cannot share the 1 attention heads of a tensor-parallel rank, expected"
