@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 import torch
@@ -58,9 +58,15 @@ def flash_attn_dualkv_varlen_func(
     sequence. The call is fastest where `len_q` is P + R_0 for the first sequence and R_i for the others: then no
     row is computed in vain.
 
-    Both `cu_seqlens` are read on the host, once for each tensor as long as the tensor lives and is not written to. So
-    every layer of a model should pass the same tensors. A CUDA graph can be captured after one such call, and
-    `torch.compile` breaks its graph here; `dualkv.attention` has neither limit.
+    Both `cu_seqlens` are read on the host. For a tensor on a GPU that is a wait, once for each tensor as long as the
+    tensor lives and PyTorch counts no write to it. So every layer of a model should pass the same tensors. Every call
+    also compares them with what was read, on the GPU and without a wait. If they differ, the whole result is NaN.
+    They differ after a write that PyTorch does not count: `.data.copy_`, some collectives, the replay of a CUDA graph.
+    To pass new lengths, pass a new tensor (`cu_seqlens.clone()`), or write by `copy_` or an index outside of graphs.
+
+    A CUDA graph can be captured after one such call. It keeps the lengths of its capture: a replay with others is NaN.
+    The tensors must live as long as the graph; lengths in CPU tensors are those of the capture, whatever is written
+    there. `torch.compile` breaks its graph here. `dualkv.attention` has none of these limits.
 
     Args:
         q: [sum(len_q), H, D] queries, sequence by sequence; bf16, fp16, fp32 or fp64; D a multiple of 8 up to 512.
@@ -86,15 +92,23 @@ def flash_attn_dualkv_varlen_func(
         "q": q, "k_context": k_context, "v_context": v_context, "k_decoded": k_decoded, "v_decoded": v_decoded
     }  # fmt: skip
     _check_tensors(tensors)
-    q_lens = _lengths("cu_seqlens_q", cu_seqlens_q)
-    k_lens = _lengths("cu_seqlens_k_decoded", cu_seqlens_k_decoded)
+    q_lens = _lengths("cu_seqlens_q", cu_seqlens_q, q.device)
+    k_lens = _lengths("cu_seqlens_k_decoded", cu_seqlens_k_decoded, q.device)
     _check_lengths(q, k_context, k_decoded, q_lens, k_lens, max_seqlen_q, context_seqlen, max_seqlen_k_decoded)
     if softmax_scale is not None:
         check_scale(softmax_scale)
+    changed = _changed(cu_seqlens_q, cu_seqlens_k_decoded, q_lens, k_lens, q.device)
     if not causal:
-        return _unmasked(q, k_context, v_context, k_decoded, v_decoded, q_lens, k_lens, softmax_scale)
+        out = _unmasked(q, k_context, v_context, k_decoded, v_decoded, q_lens, k_lens, softmax_scale)
+        if changed is not None:
+            out.detach().masked_fill_(changed, torch.nan)
+        return out
     place = _placement(context_seqlen, q_lens.tobytes(), k_lens.tobytes(), q.device)
     k, v = torch.cat([k_context, k_decoded]), torch.cat([v_context, v_decoded])
+    if changed is not None:
+        # Every query sees the first token of its sequence, and 0 times NaN is NaN. No graph need record the write.
+        v.detach()[: 1 if context_seqlen else None].masked_fill_(changed, torch.nan)
+    _keep_for_graphs(cu_seqlens_q, q.device, place)
     if place.key_rows is not None:
         k, v = _gathered(k, place.key_rows), _gathered(v, place.key_rows)
     if place.query_rows is None:
@@ -186,17 +200,60 @@ def _aligned(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 # ---------------------------------------------------------------- lengths on the host
 _READ = WeakTensorKeyDictionary()  # tensors on a device -> (their version when they were read, the lengths)
+_IN_GRAPHS = WeakTensorKeyDictionary()  # tensors -> what CUDA graphs that were captured with them read besides
 
 
-def _lengths(name: str, cu_seqlens: Lengths) -> IntArray:
+def _on_device(cu_seqlens: Lengths) -> TypeGuard[torch.Tensor]:
+    return isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type != "cpu"
+
+
+def _lengths(name: str, cu_seqlens: Lengths, device: torch.device) -> IntArray:
     """The N lengths behind N+1 running sums. Waits for the device the first time it sees a tensor there."""
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
+    if not _on_device(cu_seqlens):
+        return np.diff(cumulative_array(name, cu_seqlens))
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name} is on {cu_seqlens.device} and q on {device}, expected one device, or the CPU")
+    if cu_seqlens.is_inference():
         return np.diff(cumulative_array(name, cu_seqlens))
     known = _READ.get(cu_seqlens)
     if known is None or known[0] != cu_seqlens._version:
         known = _READ[cu_seqlens] = cu_seqlens._version, np.diff(cumulative_array(name, cu_seqlens))
     lengths: IntArray = known[1]
     return lengths
+
+
+def _changed(
+    cu_seqlens_q: Lengths, cu_seqlens_k: Lengths, q_lens: IntArray, k_lens: IntArray, device: torch.device
+) -> torch.Tensor | None:
+    """[] bool on the device: whether tensors there no longer hold the lengths that were read; None if all are on the
+    host, where every call reads them.
+
+    `_version` does not say so: `.data`, collectives and replays of graphs write without counting.
+    """
+    given = [(x, lens) for x, lens in ((cu_seqlens_q, q_lens), (cu_seqlens_k, k_lens)) if _on_device(x)]
+    if not given:
+        return None
+    planned = _planned(b"".join(lens.tobytes() for _, lens in given), len(given), device)
+    _keep_for_graphs(given[0][0], device, planned)
+    now = torch.cat([x for x, _ in given]) if len(given) > 1 else given[0][0]
+    return now.ne(planned).any()
+
+
+@lru_cache(LAYOUTS_KEPT)
+@outside_inference_mode
+def _planned(lens_bytes: bytes, tensors: int, device: torch.device) -> torch.Tensor:
+    """[tensors * (N+1)] int64: the running sums behind the lengths [tensors, N]."""
+    lens = np.frombuffer(lens_bytes, np.int64).reshape(tensors, -1)
+    sums = np.concatenate([np.zeros((tensors, 1), np.int64), np.cumsum(lens, axis=1)], axis=1)
+    return torch.from_numpy(sums.reshape(-1)).to(device)
+
+
+def _keep_for_graphs(cu_seqlens: Lengths, device: torch.device, tensors: object) -> None:
+    """Keep what a graph that is captured now will read, as long as the caller keeps the lengths' tensor."""
+    if isinstance(cu_seqlens, torch.Tensor) and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        kept = _IN_GRAPHS.setdefault(cu_seqlens, [])
+        if not any(x is tensors for x in kept):
+            kept.append(tensors)
 
 
 # ---------------------------------------------------------------- checks: one sentence each, before anything runs

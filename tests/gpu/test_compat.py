@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 import dualkv
-from dualkv.ops import composition, reference
+from dualkv.ops import compat, composition, reference
 from tests.fuzz.case import Case, run
 from tests.ops.test_compat import call, inputs
 
@@ -110,3 +112,76 @@ def test_a_backward_that_does_not_know_that_prompt_rows_were_left_out():
         got = gradients()
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
+# ---------------------------------------------------------------- lengths that are written to
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_lengths_that_data_copy_writes_make_nan_without_a_wait(name, causal):
+    tensors, lengths = arguments(ALIGNMENTS[name], causal)
+    function = dualkv.flash_attn_dualkv_varlen_func
+    want = function(*tensors, *lengths)
+    for cu in lengths[:2]:
+        before = cu.clone()
+        after = before.clone()
+        after[1] += 1
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            cu.data.copy_(after)
+            stale = function(*tensors, *lengths)
+            grads = torch.autograd.grad(stale, tensors, torch.ones_like(stale))
+            cu.data.copy_(before)
+            again = function(*tensors, *lengths)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert stale.isnan().all()
+        assert not causal or all(grads[i].isnan().all() for i in (0, 1))  # of queries and the context's keys
+        assert torch.equal(again, want)
+
+
+def test_lengths_that_a_replayed_graph_writes_make_nan():
+    tensors, lengths = arguments(ALIGNMENTS["responses"])
+    function, cu = dualkv.flash_attn_dualkv_varlen_func, lengths[0]
+    after = cu.clone()
+    after[1] += 1
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        cu.copy_(after)
+    want = function(*tensors, *lengths)  # reads the lengths: the capture has written nothing
+    assert not want.isnan().any()
+    graph.replay()
+    assert function(*tensors, *lengths).isnan().all()
+    new = (cu.clone(), *lengths[1:])
+    assert not function(*tensors, *new).isnan().any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_a_replayed_graph_compares_lengths_and_keeps_what_it_reads(name, causal):
+    """Also after calls with so many other lengths that nothing else keeps the plan of the capture."""
+    tensors, lengths = arguments(ALIGNMENTS[name], causal)
+    function = dualkv.flash_attn_dualkv_varlen_func
+    with torch.no_grad():
+        want = function(*tensors, *lengths)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = function(*tensors, *lengths)
+        for n in range(compat.LAYOUTS_KEPT + 1):
+            other = arguments([1] * n + [0] * (5 - n) if n < 5 else [n, 0, 0, 0, 0], causal)
+            function(*other[0], *other[1])
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = [torch.full((2**18,), 7, device="cuda") for _ in range(64)]  # memory that is free holds other data
+        graph.replay()
+        assert torch.equal(out, want)
+        before = lengths[1].clone()
+        lengths[1][1] += 1
+        graph.replay()
+        assert out.isnan().all()
+        lengths[1].copy_(before)
+        graph.replay()
+        assert torch.equal(out, want)
+    del held

@@ -180,26 +180,100 @@ def test_it_can_be_part_of_a_compiled_function():
     assert torch.equal(compiled(*tensors), call(tensors, *lens) * 2)
 
 
-def test_lengths_on_a_device_are_read_again_after_a_write(monkeypatch):
+# ---------------------------------------------------------------- lengths that are written to
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """Length tensors are taken for tensors on a GPU: read once, and compared in every call."""
+    monkeypatch.setattr(compat, "_on_device", lambda x: isinstance(x, torch.Tensor))
+
+
+def test_lengths_on_a_device_are_read_again_after_a_write(as_on_a_device, monkeypatch):
     reads = []
     read = compat.cumulative_array
     monkeypatch.setattr(compat, "cumulative_array", lambda name, x: reads.append(name) or read(name, x))
 
-    class OnADevice(torch.Tensor):
-        device = torch.device("meta")
+    def lengths(cu):
+        return compat._lengths("cu", cu, torch.device("cpu")).tolist()
 
-    cu = torch.tensor([0, 3, 5], dtype=torch.int32).as_subclass(OnADevice)
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
     for _ in range(3):
-        assert compat._lengths("cu", cu).tolist() == [3, 2]
+        assert lengths(cu) == [3, 2]
     assert len(reads) == 1
     cu[1] = 4
-    assert compat._lengths("cu", cu).tolist() == [4, 1]
+    assert lengths(cu) == [4, 1]
     assert len(reads) == 2
     with torch.inference_mode():
-        frozen = torch.tensor([0, 3, 5], dtype=torch.int32).as_subclass(OnADevice)
+        frozen = torch.tensor([0, 3, 5], dtype=torch.int32)
         for _ in range(2):
-            assert compat._lengths("cu", frozen).tolist() == [3, 2]
+            assert lengths(frozen) == [3, 2]
     assert len(reads) == 4
+
+
+STALE = [name for name, (q_lens, _, _) in EDGES.items() if len(q_lens) > 1 and sum(q_lens)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("written", ["q", "k"])
+@pytest.mark.parametrize("name", STALE)
+def test_lengths_that_are_written_behind_pytorchs_back_make_nan(as_on_a_device, name, written, causal):
+    """As `.data`, gloo's collectives and replayed graphs do: no row and no gradient is of the lengths before."""
+    q_lens, context, k_lens = EDGES[name]
+    tensors = inputs(q_lens, context, k_lens)
+    cu = {"q": cumulative(q_lens), "k": cumulative(k_lens).long()}
+    longest = sum(q_lens), context, sum(k_lens)
+
+    def run():
+        return flash_attn_dualkv_varlen_func(*tensors, *cu.values(), *longest, causal=causal)
+
+    want = call(tensors, q_lens, context, k_lens, causal=causal)
+    for _ in range(2):
+        assert torch.equal(run(), want)
+    before = cu[written].clone()
+    cu[written].data[1] += 1 if before[1] < before[-1] else -1
+    out = run()
+    assert out.isnan().all()
+    (grad,) = torch.autograd.grad(out, tensors[0], torch.ones_like(out))
+    assert grad.isnan().all() or not causal  # PyTorch's attention knows nothing of it
+    cu[written].data.copy_(before)
+    assert torch.equal(run(), want)
+    assert not tensors[2].isnan().any()
+    assert not tensors[4].isnan().any()
+
+
+def test_a_write_that_pytorch_counts_and_a_new_tensor_bring_new_lengths(as_on_a_device):
+    (q_lens, context, k_lens), other = EDGES["all positions of all"], [13, 12, 14]
+    tensors = inputs(q_lens, context, k_lens)
+    cu, cu_k = cumulative(q_lens), cumulative(k_lens)
+
+    def run(cu):
+        return flash_attn_dualkv_varlen_func(*tensors, cu, cu_k, 14, context, 5, causal=True)
+
+    run(cu)
+    with pytest.raises(ValueError, match="sequence 0 13 queries, it has 12 positions"):
+        run(cumulative(other))
+    fewer = [11, 14, 14]
+    cu.data.copy_(cumulative(fewer))
+    assert run(cu).isnan().all()
+    with pytest.raises(ValueError, match="sequence 1 14 queries, it has 13 positions"):
+        run(cu.clone())
+    cu.copy_(cumulative(q_lens))
+    assert torch.equal(run(cu), call(tensors, q_lens, context, k_lens))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_on_the_cpu_are_read_in_every_call(causal):
+    (q_lens, context, k_lens), other = EDGES["responses"], ([4, 3, 5], 9, [4, 3, 5])
+    tensors, (cu, cu_k) = inputs(q_lens, context, k_lens), map(cumulative, (q_lens, k_lens))
+    for lens in ((q_lens, context, k_lens), other):
+        cu.data.copy_(cumulative(lens[0]))
+        cu_k.data.copy_(cumulative(lens[2]))
+        out = flash_attn_dualkv_varlen_func(*tensors, cu, cu_k, 5, context, 5, causal=causal)
+        assert torch.equal(out, call(tensors, *lens, causal=causal))
+
+
+def test_lengths_on_another_device_are_refused(as_on_a_device):
+    with pytest.raises(ValueError, match=r"cu is on cpu and q on cuda:1, expected one device, or the CPU"):
+        compat._lengths("cu", cumulative([3]), torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(("q_lens", "k_lens"), [([2, 3], [2, 3]), ([1, 1], [2, 3]), ([3, 5], [2, 3])])
