@@ -14,6 +14,7 @@ from dualkv.ops.attention import attention
 
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
+    from dualkv.canary import packed_vs_separate
     from dualkv.ops.compat import flash_attn_dualkv_varlen_func
 
 __version__ = "0.2.0"
@@ -29,6 +30,7 @@ __all__ = [
     "pack",
     "pack_padded",
     "pack_sequences",
+    "packed_vs_separate",
     "plan_micro_batches",
     "plan_sequences",
     "response_logprobs",
@@ -37,9 +39,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What `import dualkv` leaves for when it is used: submodules, and the paper's function."""
+    """What `import dualkv` leaves for when it is used: submodules, the canary and the paper's function."""
     if name in ("grpo", "integrations"):
         return import_module(f"dualkv.{name}")
     if name == "flash_attn_dualkv_varlen_func":
         return import_module("dualkv.ops.compat").flash_attn_dualkv_varlen_func
+    if name == "packed_vs_separate":
+        return import_module("dualkv.canary").packed_vs_separate
     raise AttributeError(f"module 'dualkv' has no attribute {name!r}")

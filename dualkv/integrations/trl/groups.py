@@ -16,7 +16,11 @@ import trl
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
+from dualkv.arrays import positive
+from dualkv.canary import packed_vs_separate
 from dualkv.data.media import OF_TOKENS, grouped
+from dualkv.data.packing import PackedBatch
+from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses, media
 from dualkv.integrations.transformers import suspended
 from dualkv.integrations.trl.models import (
@@ -66,6 +70,10 @@ class PackedGroups(Base):
     Images in the prompt are kept once for each group too, in models whose images run packed
     (:data:`dualkv.integrations.media.FAMILIES`). Micro-batches with images share prompts alone.
 
+    With `canary`, log-probs of two rollouts are computed alone every so many optimizer steps
+    (:func:`dualkv.packed_vs_separate`), in the first micro-batch of the step; a difference that rounding does not
+    explain is a warning, and the metric "dualkv/packed_vs_separate" has it in nats. Models with images have no canary.
+
     More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
     model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
 
@@ -75,18 +83,29 @@ class PackedGroups(Base):
             what `enable` makes of it; a limit of memory is set in one process on a GPU.
         memory: with `fast`, that limit in GiB, as for :func:`dualkv.integrations.transformers.recompute_layers`; by
             default 0.9 of the GPU's memory.
+        canary: optimizer steps from one canary to the next, the first one in the first step; none by default.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            vision-language model whose images do not run packed, prompt-learning PEFT, or a `memory` that is not
-            positive, without `fast`, off a GPU or beside other ranks; in training for images in completions, and
-            inputs other than text and images.
+            vision-language model whose images do not run packed, prompt-learning PEFT, a `canary` below 1, or a
+            `memory` that is not positive, without `fast`, off a GPU or beside other ranks; in training for images in
+            completions, and inputs other than text and images.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        fast: bool = False,
+        memory: float | None = None,
+        canary: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         refuse_memory(fast, memory)
+        self._canary = None if canary is None else positive("canary", canary)
+        self._canary_step = -1  # the last step that had one
         refuse_model(model)
         super().__init__(model, *args, **kwargs)
         if self._is_vlm and not media.families(self.model):
@@ -141,12 +160,25 @@ class PackedGroups(Base):
         count_rows(self, batch, ids)
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
+            self._compare(model, batch, outputs.log_probs)
         # A reference model's head makes no entropies.
         return (
             at_tokens(outputs.log_probs, rows, response_mask),
             None if outputs.entropy is None else at_tokens(outputs.entropy, rows, response_mask),
             aux_loss,
         )
+
+    def _compare(self, model: Any, batch: PackedBatch | PackedSequences, log_probs: torch.Tensor) -> None:
+        """A canary, if this is the first micro-batch of a step that has one; `log_probs` [1, T] are those of labels."""
+        step = self.state.global_step
+        if self._canary is None or step % self._canary or step == self._canary_step or self._is_vlm:
+            return
+        if not (model.training and torch.is_grad_enabled()):  # log-probs of the old policy or a reference
+            return
+        self._canary_step = step
+        logp = log_probs[0].detach().index_select(0, batch.predict_rows)
+        compared = packed_vs_separate(model, batch, logp, seed=step, temperature=self.temperature)
+        self._metrics["train"]["dualkv/packed_vs_separate"].append(compared.difference)
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         before = self._buffered_inputs
