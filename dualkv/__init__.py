@@ -8,6 +8,7 @@ from dualkv.branches import walk
 from dualkv.data.microbatch import MicroBatch, plan_micro_batches
 from dualkv.data.packing import PackedBatch, pack, pack_padded
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
+from dualkv.heads import Head
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.ops.attention import attention
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # what __getattr__ brings
 
 __version__ = "0.2.0"
 __all__ = [
+    "Head",
     "Layout",
     "MicroBatch",
     "PackedBatch",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from dualkv.arrays import IntArray, check_gib, positions, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
+from dualkv.heads import Head, Rows, check_tensor, of_weight
 
 
 class Chunk(NamedTuple):
@@ -41,20 +42,19 @@ class Chunk(NamedTuple):
 
 def response_logprobs(
     hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
+    head: torch.Tensor | Head,
     batch: PackedBatch | PackedSequences | TreePart,
     temperature: float = 1.0,
     *,
-    softcap: float | None = None,
     chunk_size: int = 1024,
     compiled: bool = False,
     memory: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    With `s = hidden @ lm_head_weight.T`, capped to `softcap * tanh(s / softcap)` if asked for, and
-    `z = s / temperature` at the row that predicts a token: `log_softmax(z)[token]` and
-    `-sum(softmax(z) * log_softmax(z))`. Both are differentiable with respect to `hidden` and `lm_head_weight`.
+    With the logits `s` that the head makes of the row that predicts a token, and `z = s / temperature`:
+    `log_softmax(z)[token]` and `-sum(softmax(z) * log_softmax(z))`. Both are differentiable with respect to `hidden`
+    and to everything in the head that requires a gradient.
 
     The head's matrix products run in the dtype of the inputs (under autocast in its dtype), as a model's own head does;
     everything behind them is fp32, and so is the sum of the head's gradient over chunks. No sum depends on the order
@@ -62,37 +62,52 @@ def response_logprobs(
 
     Args:
         hidden: [1, T, C] or [T, C] last hidden states of the packed tokens; bf16, fp16, fp32 or fp64.
-        lm_head_weight: [V, C] the head without bias; dtype and device of `hidden`.
+        head: of a transformers model `dualkv.integrations.transformers.head(model)`; of one of your own a
+            :class:`dualkv.Head`, or the weight [V, C] where logits are `hidden @ weight.T`. Dtype and device of
+            `hidden`.
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`; or
             a part of that in :func:`dualkv.walk`.
-        temperature: above 0; divides the logits. A model that scales its logits (Cohere's `logit_scale`, Granite's
-            `logits_scaling`) takes the temperature divided by its factor.
-        softcap: above 0, of models that cap their logits (Gemma 2's `final_logit_softcapping`); none by default.
+        temperature: above 0; divides the logits.
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
         compiled: what is between the head's products runs through `torch.compile`, which reads the logits three times
             and not about thirty times; the first call waits for the compiler.
         memory: GiB that the tensors of this process may take on the GPU in the head's backward. Logits of as many
-            chunks as fit, 2 * V bytes a row in bf16, are kept for it and not made again. None by default. Results do
-            not depend on it.
+            chunks as fit, 2 * V bytes a row in bf16, are kept for it and not made again; none of a head that has a
+            `module`. None by default. Results do not depend on it.
 
     Returns:
         logp: [M] fp32 (fp64 for fp64 inputs), in the order of `batch.targets`; `batch.unpack` makes rows of it.
         entropy: [M] the same, in nats.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not match, a temperature or cap that is not above 0 and finite,
-            a `memory` that is not positive or not of a GPU, response tokens outside the vocabulary. Tokens on a GPU are
-            checked there, without waiting for it: the failure is a device-side assertion.
+        ValueError: shapes, dtypes or devices that do not match, a temperature that is not above 0 and finite, a weight
+            that is known to be only a part of a model's head (then pass the whole head), or of which this rank has a
+            part, a `memory` that is not positive or not of a GPU, response tokens outside the vocabulary. Tokens on a
+            GPU are checked there, without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
-    states = _checked(hidden, lm_head_weight, batch, temperature, softcap, chunk_size, memory)
+    states, head = _checked(hidden, head, batch, temperature, chunk_size, memory)
+    if head.before is not None:
+        states = head.before(states)
     device = states.device.type
-    # The casts autocast would make, where autograd sees them; fp64 stays, as autocast leaves it.
-    if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        states, lm_head_weight = states.to(dtype), lm_head_weight.to(dtype)
-    if states.dtype != lm_head_weight.dtype:
-        raise ValueError(f"hidden is {states.dtype}, lm_head_weight {lm_head_weight.dtype}, expected one dtype")
+    tensors: Sequence[torch.Tensor | None]
+    if head.module is not None:
+        called = _Called(head.module, *_autocast(device))
+        vocabulary, tensors = called.probe(states)
+    else:
+        weight, called = cast(torch.Tensor, head.weight), None
+        # The casts autocast would make, where autograd sees them; fp64 stays, as autocast leaves it.
+        tensors = weight, head.bias
+        if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            states, *tensors = (x if x is None else x.to(dtype) for x in (states, *tensors))
+            weight = cast(torch.Tensor, tensors[0])
+        if states.dtype != weight.dtype:
+            raise ValueError(f"hidden is {states.dtype}, head {weight.dtype}, expected one dtype")
+        if states.shape[1] != weight.shape[1]:
+            raise ValueError(f"head has {weight.shape[1]} columns, and rows of {states.shape[1]} columns come to it")
+        vocabulary = weight.shape[0]
+    _check_targets(batch.targets, vocabulary)
 
     # Tokens in the order of the rows that predict them; the rows, each once; the place among them of each token's row.
     chunks, several = _chunks(batch._tokens_of_row, chunk_size)
@@ -101,57 +116,60 @@ def response_logprobs(
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
     rows = predicting.new_empty(len(batch._tokens_of_row)).scatter_(0, row, predicting)
     targets = batch.targets.index_select(0, token)
-    differentiable = torch.is_grad_enabled() and (states.requires_grad or lm_head_weight.requires_grad)
-    settings = float(temperature), softcap, compiled, memory if differentiable else None
-    return _HeadLogProbs.apply(states, lm_head_weight, rows, token, row, targets, chunks, several, *settings)
+    inputs = [states, *(x for x in tensors if x is not None)]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    scale = float(temperature), head.softcap, head.scale
+    if head.softcap is None:  # then the scale is a part of the temperature, and costs nothing
+        scale = scale[0] / head.scale, None, 1.0
+    settings = scale, compiled, memory if differentiable and called is None else None
+    found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
+    return cast(tuple[torch.Tensor, torch.Tensor], found)
 
 
 def _checked(
     hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
+    head: torch.Tensor | Head,
     batch: PackedBatch | PackedSequences | TreePart,
     temperature: float,
-    softcap: float | None,
     chunk_size: int,
     memory: float | None,
-) -> torch.Tensor:
-    """hidden as [T, C], once everything is as it should be."""
+) -> tuple[torch.Tensor, Head]:
+    """hidden as [T, C], and the head, once everything is as it should be."""
     if not isinstance(batch, PackedBatch | PackedSequences | TreePart):
         raise TypeError(f"batch is a {type(batch).__name__}, expected a packed batch, such as dualkv.pack returns")
-    for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            found = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-            raise TypeError(f"{name} must be a floating point tensor, got {found}")
-        if tensor.device != batch.device:
+    check_tensor("hidden", hidden)
+    whole = head if isinstance(head, Head) else of_weight(head)
+    for name, tensor in (("hidden", hidden), ("head", whole.weight)):
+        if tensor is not None and tensor.device != batch.device:
             raise ValueError(f"{name} is on {tensor.device}, batch on {batch.device}, expected one device (batch.to)")
-    if lm_head_weight.dim() != 2:
-        raise ValueError(f"lm_head_weight must have two dimensions [V, C], got shape {tuple(lm_head_weight.shape)}")
-    vocabulary, width = lm_head_weight.shape
+    width = hidden.shape[-1] if hidden.dim() else 0
+    if whole.weight is not None and whole.before is None:
+        width = whole.weight.shape[1]
     total = batch.layout.num_tokens
     if hidden.shape not in ((1, total, width), (total, width)):
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, expected [1, {total}, {width}] or [{total}, {width}] "
-            "(packed tokens, columns of lm_head_weight)"
+            "(packed tokens, columns of the head)"
         )
-    for name, number in (("temperature", temperature), *([] if softcap is None else [("softcap", softcap)])):
-        if isinstance(number, bool) or not isinstance(number, int | float | np.number | torch.Tensor):
-            raise TypeError(f"{name} is {number!r}, expected a number")
-        if isinstance(number, torch.Tensor) and number.numel() != 1:
-            raise ValueError(f"{name} has shape {tuple(number.shape)}, expected one number")
-        if not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{name} is {number}, expected a finite number above 0")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float | np.number | torch.Tensor):
+        raise TypeError(f"temperature is {temperature!r}, expected a number")
+    if isinstance(temperature, torch.Tensor) and temperature.numel() != 1:
+        raise ValueError(f"temperature has shape {tuple(temperature.shape)}, expected one number")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature is {temperature}, expected a finite number above 0")
     positive("chunk_size", chunk_size)
     if memory is not None:
         _refuse_memory(memory, hidden.device)
-    targets = batch.targets
+    return hidden.reshape(total, width), whole
+
+
+def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
     inside = (targets >= 0) & (targets < vocabulary)
-    if targets.device.type == "cpu":
-        if not inside.all():
-            wrong = int(targets[~inside][0])
-            raise ValueError(f"response token {wrong} is outside the vocabulary, lm_head_weight has {vocabulary} rows")
-    else:
-        torch._assert_async(inside.all(), "a response token is outside the vocabulary of lm_head_weight")
-    return hidden.reshape(total, width)
+    if targets.device.type != "cpu":
+        torch._assert_async(inside.all(), "a response token is outside the vocabulary of the head")
+    elif not inside.all():
+        wrong = int(targets[~inside][0])
+        raise ValueError(f"response token {wrong} is outside the vocabulary, the head makes {vocabulary} logits")
 
 
 def _refuse_memory(memory: float, device: torch.device) -> None:
@@ -174,19 +192,22 @@ def _chunks(tokens_of_row: IntArray, chunk_size: int) -> tuple[list[Chunk], tupl
     return [Chunk(*pair) for pair in pairs.tolist()], (several % chunk_size, place)
 
 
-def _wide(logits: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
-    """A copy of the logits in fp32 (fp64 for fp64), capped and divided by the temperature."""
+# (temperature, cap, factor in front of the cap): `z = softcap * tanh(s * factor / softcap) / temperature` of logits s.
+Scale = tuple[float, float | None, float]
+
+
+def _wide(logits: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """z, in fp32 (fp64 for fp64): a copy of the logits, capped and divided by the temperature."""
+    temperature, softcap, factor = scale
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if softcap is not None:
-        wide.div_(softcap).tanh_().mul_(softcap)
+        wide.div_(softcap / factor).tanh_().mul_(softcap)
     return wide if temperature == 1.0 else wide.div_(temperature)
 
 
-def _statistics(
-    logits: torch.Tensor, temperature: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits [u, V] -> largest [u], log of the sum of exponentials relative to it [u], entropy [u]."""
-    z = _wide(logits, temperature, softcap)
+def _statistics(logits: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logits [u, V] -> largest z [u], log of the sum of exponentials relative to it [u], entropy [u]."""
+    z = _wide(logits, scale)
     top = z.amax(1)
     z = z.sub_(top[:, None])
     e = z.exp()
@@ -197,8 +218,7 @@ def _statistics(
 
 def _logits_gradient(
     logits: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
+    scale: Scale,
     lse: torch.Tensor,
     entropy: torch.Tensor,
     g_logp: torch.Tensor,
@@ -208,7 +228,7 @@ def _logits_gradient(
 
     d entropy / dz_v = -p_v (log p_v + entropy);  d logp[t] / dz_v = [v = t] - p_v
     """
-    z = _wide(logits, temperature, softcap).sub_(lse[:, None])
+    z = _wide(logits, scale).sub_(lse[:, None])
     if g_entropy is None:
         return z.exp_().mul_(-g_logp[:, None])
     p = z.exp()
@@ -217,8 +237,7 @@ def _logits_gradient(
 
 def _compiled_gradient(
     logits: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
+    scale: Scale,
     lse: torch.Tensor,
     entropy: torch.Tensor,
     g_logp: torch.Tensor,
@@ -227,12 +246,13 @@ def _compiled_gradient(
 ) -> torch.Tensor:
     """d loss / d logits [u, V] in their dtype, for rows that predict one token each, target [u]: one pass over the
     logits where it is compiled."""
-    d = _logits_gradient(logits, temperature, softcap, lse, entropy, g_logp, g_entropy)
+    d = _logits_gradient(logits, scale, lse, entropy, g_logp, g_entropy)
     column = torch.arange(logits.shape[1], device=logits.device)
     d = d + torch.where(column == target[:, None], g_logp[:, None], 0.0)
+    temperature, softcap, factor = scale
     if softcap is not None:
-        d = d * _slope_of_cap(logits, softcap)
-    return (d if temperature == 1.0 else d / temperature).to(logits.dtype)
+        d = d * _slope_of_cap(logits, softcap / factor)
+    return (d if temperature == factor else d / (temperature / factor)).to(logits.dtype)
 
 
 def _gradient(
@@ -243,17 +263,17 @@ def _gradient(
     given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: of each token its row, column and
     gradient.
     """
-    d, (logits, temperature, softcap, *_) = _logits_gradient(*given), given
+    d, (logits, (temperature, softcap, factor), *_) = _logits_gradient(*given), given
     if g_token is not None:
         _add_at(d.view(-1), row * d.shape[1] + targets, g_token)
     if softcap is not None:
-        d.mul_(_slope_of_cap(logits, softcap))
-    return (d if temperature == 1.0 else d.div_(temperature)).to(logits.dtype)
+        d.mul_(_slope_of_cap(logits, softcap / factor))
+    return (d if temperature == factor else d.div_(temperature / factor)).to(logits.dtype)
 
 
 def _slope_of_cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     """d (softcap * tanh(s / softcap)) / ds at the logits s."""
-    capped = _wide(logits, softcap, None).tanh_()
+    capped = _wide(logits, (softcap, None, 1.0)).tanh_()
     return 1.0 - capped * capped
 
 
@@ -314,59 +334,101 @@ def _chunks_to_keep(
     return max(0, int(room / (rows * vocabulary * size)))
 
 
+def _autocast(device: str) -> tuple[str, torch.dtype, bool]:
+    """The autocast that is on: device, dtype, whether it is on."""
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+class _Called:
+    """A head that is called for its logits, under the autocast of the forward."""
+
+    def __init__(self, module: Rows, device: str, dtype: torch.dtype, enabled: bool) -> None:
+        self.module, self._autocast = module, (device, dtype, enabled)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """states [n, C] -> logits [n, V]"""
+        # No cache: casts of weights that were made without gradients would stay in it.
+        with torch.autocast(*self._autocast, cache_enabled=False):
+            return self.module(states)
+
+    def probe(self, states: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        """V, and the leaves behind the logits that require gradients, also those that the module does not list."""
+        with torch.enable_grad():
+            logits = self(states[:1].detach())
+        if logits.dim() != 2 or len(logits) != 1 or not logits.is_floating_point():
+            raise ValueError(
+                f"the head's module makes {logits.dtype} {tuple(logits.shape)} of hidden states [1, {states.shape[1]}],"
+                " expected logits [1, V]"
+            )
+        return logits.shape[1], list(_leaves(logits))
+
+
+def _leaves(of: torch.Tensor) -> Iterator[torch.Tensor]:
+    found, seen = [of.grad_fn], set[Any]()
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf
+            found += [up for up, _ in node.next_functions]
+
+
 class _HeadLogProbs(torch.autograd.Function):
     """U predicting rows, M tokens in the order of their rows.
 
     rows [U]: of hidden. token [M]: place of each token in the results. row [M]: place of its row among the U.
     several: rows that predict several tokens and the places of these, of all chunks (:class:`Chunk`).
+    tensors: the weight [V, C] and the bias [V] or None; of a head that is called, the leaves of its graph.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,  # [T, C]
-        weight: torch.Tensor,  # [V, C]
         rows: torch.Tensor,
         token: torch.Tensor,
         row: torch.Tensor,
         targets: torch.Tensor,  # [M]
         chunks: list[Chunk],
         several: tuple[IntArray, IntArray],
-        temperature: float,
-        softcap: float | None,
+        called: _Called | None,
+        scale: Scale,
         compiled: bool,
         memory: float | None,
+        *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _chosen(_statistics, compiled)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # Tensors of their own: FSDP warns of views that a module returns.
         logp, token_entropy = (hidden.new_empty(len(token), dtype=dtype) for _ in range(2))
         lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
-        keep = 0 if memory is None else _chunks_to_keep(memory, hidden, weight, chunks, compiled)
+        keep = 0 if memory is None else _chunks_to_keep(memory, hidden, cast(Any, tensors[0]), chunks, compiled)
         ctx.kept = {}  # by the first row of a chunk
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1, *_ in chunks:
-                logits = hidden.index_select(0, rows[u0:u1]) @ weight.T
+                logits = _logits(called, hidden.index_select(0, rows[u0:u1]), tensors)
                 if len(ctx.kept) < keep:
                     ctx.kept[u0] = logits
-                top, log_total, entropy[u0:u1] = statistics(logits, temperature, softcap)
+                top, log_total, entropy[u0:u1] = statistics(logits, scale)
                 lse[u0:u1] = top + log_total
                 local = row[t0:t1] - u0
-                chosen = _wide(logits[local, targets[t0:t1]], temperature, softcap)
+                chosen = _wide(logits[local, targets[t0:t1]], scale)
                 logp[token[t0:t1]] = chosen - top[local] - log_total[local]
                 token_entropy[token[t0:t1]] = entropy[u0:u1][local]
                 del logits  # before the next chunk makes its own
-        ctx.save_for_backward(hidden, weight, rows, token, row, targets, lse, entropy)
+        ctx.save_for_backward(hidden, rows, token, row, targets, lse, entropy, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.several = chunks, several
-        ctx.temperature, ctx.softcap, ctx.compiled = temperature, softcap, compiled
+        ctx.chunks, ctx.several, ctx.called = chunks, several, called
+        ctx.scale, ctx.compiled = scale, compiled
         return logp, token_entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, rows, token, row, targets, lse, entropy = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden, rows, token, row, targets, lse, entropy, *tensors = ctx.saved_tensors
+        wants_hidden, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[11:]
+        called, scale = ctx.called, ctx.scale
         # Gradients of tokens in the order of their rows, and their sum over the tokens of a row.
         row_logp, row_entropy = torch.zeros_like(lse), None
         if g_logp is not None:
@@ -378,38 +440,73 @@ class _HeadLogProbs(torch.autograd.Function):
         several = [torch.from_numpy(x).to(hidden.device, non_blocking=True) for x in ctx.several if ctx.compiled]
 
         d_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
+        sums = [torch.zeros_like(x, dtype=lse.dtype) if want else None for x, want in zip(tensors, wants, strict=True)]
         in_place = _adds_products(hidden.device, hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1, a0, a1, b0, b1 in ctx.chunks:
                 states = hidden.index_select(0, rows[u0:u1])
-                logits = ctx.kept.pop(u0, None)  # gone after a first backward
+                made = d_states = None
+                if called is not None:
+                    with torch.enable_grad():
+                        made = called(states.requires_grad_(wants_hidden))
+                logits = ctx.kept.pop(u0, None) if made is None else made.detach()  # kept: gone after a first backward
                 if logits is None:
-                    logits = states @ weight.T
+                    logits = _logits(None, states, tensors)
                 # Not views: the compiler would compile again for where they lie in what they are views of.
                 of_rows = [None if x is None else x[u0:u1].clone() for x in (lse, entropy, row_logp, row_entropy)]
-                scale = ctx.temperature, ctx.softcap
                 place, columns = row[t0:t1] - u0, targets[t0:t1]
                 g_token = None if g_logp is None else g_logp.index_select(0, token[t0:t1])
                 if gradient is None:
-                    d = _gradient([logits, *scale, *of_rows], place, columns, g_token)
+                    d = _gradient([logits, scale, *of_rows], place, columns, g_token)
                 else:
                     target = place.new_full((u1 - u0,), -1)
                     target[place] = columns  # of rows with several tokens any of them
-                    d = gradient(logits, *scale, *of_rows, target)
+                    d = gradient(logits, scale, *of_rows, target)
                     if a1 > a0:
                         at, some = several[0][a0:a1], several[1][b0:b1]
                         rank = target.scatter_(0, at, torch.arange(a1 - a0, device=at.device))
                         g_token = None if g_token is None else g_token[some]
                         of_several = [None if x is None else x[at] for x in of_rows]
-                        given = [logits[at], *scale, *of_several]
-                        d[at] = _gradient(given, rank[place[some]], columns[some], g_token)
+                        d[at] = _gradient([logits[at], scale, *of_several], rank[place[some]], columns[some], g_token)
                 del logits
-                if d_hidden is not None:
-                    d_hidden.index_copy_(0, rows[u0:u1], d @ weight)
-                if d_weight is not None:
-                    _add_product(d_weight, d.T, states, in_place)
+                if made is not None:
+                    d_states = _add_gradients(made, states, tensors, sums, d)
+                elif d_hidden is not None:
+                    d_states = d @ tensors[0]
+                if d_hidden is not None and d_states is not None:
+                    d_hidden.index_copy_(0, rows[u0:u1], d_states)
+                d_states = None
+                if made is None and sums[0] is not None:
+                    _add_product(sums[0], d.T, states, in_place)
+                if made is None and sums[1] is not None:
+                    sums[1].add_(d.sum(0, dtype=lse.dtype))
                 del d
-        if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, *[None] * 10
+        found = (None if s is None else s.to(x.dtype) for x, s in zip(tensors, sums, strict=True))
+        return d_hidden, *[None] * 10, *found
+
+
+def _logits(called: _Called | None, states: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """states [n, C] -> logits [n, V], without gradients."""
+    if called is not None:
+        return called(states)
+    weight, bias = tensors
+    assert weight is not None
+    return states @ weight.T if bias is None else torch.addmm(bias, states, weight.T)
+
+
+def _add_gradients(
+    made: torch.Tensor,
+    states: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor | None],
+    d: torch.Tensor,
+) -> torch.Tensor | None:
+    """Adds the gradients of leaves to `sums`, and returns that of states, where each is wanted; d [n, V] of `made`."""
+    wanted = [(x, s) for x, s in zip(leaves, sums, strict=True) if s is not None]
+    inputs = [*[states] * states.requires_grad, *(x for x, _ in wanted)]
+    found = list(torch.autograd.grad(made, inputs, d, allow_unused=True))
+    d_states = found.pop(0) if states.requires_grad else None
+    for (_, total), gradient in zip(wanted, found, strict=True):
+        if total is not None and gradient is not None:
+            total.add_(gradient)
+    return d_states

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualkv import logprobs
 from dualkv.data.packing import PackedBatch, pack
+from dualkv.heads import Head
 from dualkv.logprobs import response_logprobs
 from tests.dispatched import Dispatched
 
@@ -64,7 +65,8 @@ def ours(hidden, weight, batch, temperature=1.0, **options):
 )
 def test_values_and_gradients_are_those_of_whole_logits(batch, chunk_size, temperature, softcap, seed):
     hidden, weight = inputs(batch, seed=seed)
-    got = ours(hidden, weight, batch, temperature, softcap=softcap, chunk_size=chunk_size)
+    head = weight if softcap is None else Head(weight, softcap=softcap)
+    got = ours(hidden, head, batch, temperature, chunk_size=chunk_size)
     want = dense(hidden, weight, batch, temperature, softcap)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
@@ -138,8 +140,8 @@ def test_compiled_is_the_same(backend, temperature, softcap):
         grads = []
         for compiled in (False, True):
             hidden, weight = inputs(some_batch())
-            options = {"softcap": softcap, "chunk_size": 4, "compiled": compiled}
-            values = response_logprobs(hidden, weight, some_batch(), temperature, **options)
+            head = Head(weight, softcap=softcap)
+            values = response_logprobs(hidden, head, some_batch(), temperature, chunk_size=4, compiled=compiled)
             loss(*values).backward()
             grads.append([*values, hidden.grad, weight.grad])
         for eager, compiled in zip(*grads, strict=True):

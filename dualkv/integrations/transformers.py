@@ -30,10 +30,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool
 from dualkv.branches import Branch
-from dualkv.integrations import checkpointing, fused, indexers, layers, masks, media, recurrent, selfcheck
+from dualkv.integrations import checkpointing, fused, heads, indexers, layers, masks, media, recurrent, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
 from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
+from dualkv.integrations.heads import head as head
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout, segments_of
 from dualkv.ops.attention import attention
@@ -465,6 +466,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
         elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
             module.register_forward_pre_hook(_enter_head, with_kwargs=True)
+    heads.known(model)
     if fast:
         fused.fuse(model)
         recompute_layers(model, "attention", memory=checkpointing.most(model))
