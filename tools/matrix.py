@@ -33,6 +33,7 @@ import dualkv
 from dualkv import PackedSequences
 from dualkv.context_parallel import ContextShard
 from dualkv.integrations import layers, selfcheck
+from dualkv.integrations import transformers as integration
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.sequence_parallel import Shard
 from tools import filed, zoo
@@ -128,6 +129,15 @@ def walk(case: Case) -> Computed:
     return [rows[path] for path in selfcheck.sequence_rows(case.batch.layout)], found
 
 
+def head(case: Case) -> Computed:
+    """The decoder, and logits of what `head` says of the model."""
+    model = enable(case.model(), check=False)
+    base = model.base_model if model.base_model is not model else layers.decoders(model)[0]
+    hidden = base(input_ids=case.batch.input_ids, dualkv=case.batch.layout).last_hidden_state
+    logits = integration.head(model).logits(hidden)[0]
+    return case.computed(model, logits, case.loss(logits, case.weight))
+
+
 def checkpointed(keep: str) -> Way:
     def run(case: Case) -> Computed:
         return case.packed(recompute_layers(enable(case.model(), check=False).train(), keep))
@@ -207,6 +217,7 @@ WAYS: dict[str, Way] = {
     "context": shared(ContextShard),
     "plain": plain,
     "walk": walk,
+    "head": head,
     "checkpointing": checkpointed("nothing"),
     "products": checkpointed("products"),
     "lora": lora,

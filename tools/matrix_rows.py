@@ -10,6 +10,7 @@ from tools.zoo_rows import OUTCOMES, names, recorded
 WAYS = {
     "plain": "packed groups and trees",
     "walk": "`walk`, parts of 6 rows",
+    "head": "the decoder, then `head(model)`",
     "ulysses": "two ranks, `Shard`",
     "context": "two ranks, `ContextShard`",
     "checkpointing": "layers recomputed",

@@ -28,6 +28,7 @@ from dualkv.integrations.shrink import HIDDEN, shrink
 CAPS = re.compile(r".*soft_?cap")
 FACTORS = re.compile(r".*(logit|lm_head)|output_mult")
 WIDTHS = re.compile(r"dim_model_base$")  # by which hidden sizes are divided: MiniCPM's
+READ = re.compile("|".join(f"(?:{names.pattern})" for names in (CAPS, FACTORS, WIDTHS)))
 UNPADDED = re.compile(r".*unpadded.*vocab")  # some models leave logits out behind so many
 # Relative difference of a row that rounding explains; fp32 stays below 1e-5.
 TOLERANCE = 1e-4
@@ -64,7 +65,7 @@ def head(model: nn.Module) -> Head:
     whole, inner = owners
     rule = _rule(whole, inner)
     module: Any = output(inner)
-    known(whole)
+    _remember(whole, inner)
     before: Rows | None = None
     if rule.before is not None:
         before = whole.get_submodule(rule.before)
@@ -88,11 +89,14 @@ def head(model: nn.Module) -> Head:
 
 def known(model: nn.Module) -> None:
     """Lets :func:`dualkv.response_logprobs` refuse weights of a model's head that are not all of it, from now on."""
-    if (owners := _owners(model)) is None:
-        return
-    whole, inner = owners
+    if (owners := _owners(model)) is not None:
+        _remember(*owners)
+
+
+def _remember(whole: PreTrainedModel, inner: PreTrainedModel) -> None:
+    refuse = partial(_refuse_part, weakref.ref(whole))
     for weight in cast(nn.Module, output(inner)).parameters():
-        KNOWN[weight] = partial(_refuse_part, weakref.ref(whole))
+        KNOWN[weight] = refuse
 
 
 def output(model: PreTrainedModel) -> nn.Module | None:
@@ -127,8 +131,13 @@ class Times:
 
 def _owners(model: nn.Module) -> tuple[PreTrainedModel, PreTrainedModel] | None:
     """The outermost transformers model, and the outermost one within it that has a head; None if there is none."""
-    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return next(((pretrained[0], inner) for inner in pretrained if output(inner) is not None), None)
+    whole = None
+    for module in model.modules():  # mostly the first has it: models have thousands
+        if isinstance(module, PreTrainedModel):
+            whole = whole or module
+            if output(module) is not None:
+                return whole, module
+    return None
 
 
 def _is_linear(module: Any) -> bool:
@@ -221,7 +230,7 @@ def _numbers(config: PreTrainedConfig, names: re.Pattern[str]) -> list[Path]:
 
 def _rule(whole: PreTrainedModel, inner: PreTrainedModel) -> Rule:
     """Raises ValueError if the model's logits are not known."""
-    read = [x for names in (CAPS, FACTORS, WIDTHS) for x in _fields(whole.config, names)]
+    read = [*_fields(whole.config, READ)]
     found = _OF_MODEL.get(whole)
     if found is None or found[0] != read:
         # fully_shard replaces the class of a module by a subclass of its own.
