@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # a repr would print the weight
 class Head:
     """Logits of hidden states: `cap(scale * (before(hidden) @ weight.T + bias))`, `cap(s) = softcap tanh(s / softcap)`.
 
@@ -100,10 +100,15 @@ class Head:
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Raises TypeError for anything but a floating point tensor, ValueError for one that is sharded over ranks."""
+    """Raises TypeError for anything but a floating point tensor, ValueError for one of which this rank has a part."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         found = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         raise TypeError(f"{name} must be a floating point tensor, got {found}")
+    check_whole(name, tensor)
+
+
+def check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor of which this rank has a part."""
     if hasattr(tensor, "placements"):  # a DTensor, whose module takes long to import
         raise ValueError(
             f"{name} is a DTensor {tuple(tensor.shape)}, of which this rank has a part: read the head inside of the"

@@ -100,8 +100,8 @@ def response_logprobs(
         tensors = weight, head.bias
         if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-            states, *tensors = (x if x is None else x.to(dtype) for x in (states, *tensors))
-            weight = cast(torch.Tensor, tensors[0])
+            states, weight = states.to(dtype), weight.to(dtype)
+            tensors = weight, None if head.bias is None else head.bias.to(dtype)
         if states.dtype != weight.dtype:
             raise ValueError(f"hidden is {states.dtype}, head {weight.dtype}, expected one dtype")
         if states.shape[1] != weight.shape[1]:

@@ -98,7 +98,7 @@ PICTURE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    """A causal language model, also one that sees pictures, whose final layer is one matrix: logits = hidden @ head.T.
+    """A causal language model, also one that sees pictures.
 
     Args:
         name_or_path: a name in :data:`CONFIGS` or :data:`PICTURE_MODELS` (random weights), or a local folder in Hugging
@@ -108,7 +108,7 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
         seed: of random weights; the same on every device.
 
     Raises:
-        ValueError: no such name or folder; logits that are more than a product with one matrix.
+        ValueError: no such name or folder.
     """
     named = CONFIGS | PICTURE_MODELS
     if name_or_path not in named and not Path(name_or_path).is_dir():
@@ -129,7 +129,6 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
         of_text = type(AutoConfig.from_pretrained(path, local_files_only=True)) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
         model = auto.from_pretrained(path, dtype=dtype, local_files_only=True)
-    _check_head(model)
     in_dtype(model, dtype)
     model.to(device).eval()
     return cast("PreTrainedModel", model)
@@ -151,18 +150,3 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
                     wide.weight = weight
                     setattr(module, name, wide)
     return model
-
-
-# Fields of configurations by which models multiply or divide their logits.
-SCALES_OF_LOGITS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-
-
-def _check_head(model: PreTrainedModel) -> None:
-    """Refuse models whose logits :func:`dualkv.response_logprobs` would get wrong."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise ValueError(f"{type(model).__name__} has no plain linear head without bias, which the log-probs need")
-    for setting in SCALES_OF_LOGITS:
-        value = getattr(model.config.get_text_config(), setting, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(f"{type(model).__name__} has {setting}={value}, which the log-probs do not compute")

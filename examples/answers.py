@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dualkv
-from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers import enable, head
 from dualkv.models import load_model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,14 +68,14 @@ def hidden_states(of, batch):
 def fine_tuning(batch):
     # With `whole`, tokens of prompts count. A prompt's token is one row, and its gradient that of all its answers.
     sequences = dualkv.PackedSequences.from_batch(batch, whole=args.prompts)
-    logp, _ = dualkv.response_logprobs(hidden_states(model, batch), model.lm_head.weight, sequences)
+    logp, _ = dualkv.response_logprobs(hidden_states(model, batch), head(model), sequences)
     return -sum(row.mean() for row in sequences.unpack(logp) if len(row)) / num_answers
 
 
 def distillation(batch):
     # A prompt's last row predicts the first token of each of its answers, and occurs once for each in `predict_rows`.
     student, of_teacher = (
-        m.lm_head(hidden_states(m, batch)[0, batch.predict_rows]).float().log_softmax(-1) for m in (model, teacher)
+        head(m).logits(hidden_states(m, batch)[0, batch.predict_rows]).log_softmax(-1) for m in (model, teacher)
     )
     return torch.nn.functional.kl_div(student, of_teacher, reduction="sum", log_target=True) / num_tokens
 

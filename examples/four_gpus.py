@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import dualkv
 from dualkv import grpo
-from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.models import load_model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,7 +39,7 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 
 
 class Policy(torch.nn.Module):
-    """Log-probs from inside `forward`, where FSDP has gathered the head's weight."""
+    """Log-probs from inside `forward`, where FSDP has gathered the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Policy(torch.nn.Module):
         hidden = self.model.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
         ).last_hidden_state
-        return dualkv.response_logprobs(hidden, self.model.lm_head.weight, batch)
+        return dualkv.response_logprobs(hidden, head(self.model), batch)
 
 
 policy = Policy()

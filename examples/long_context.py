@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dualkv
-from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.models import CONFIGS
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,7 +52,7 @@ for step in range(2):  # the first one also compiles the kernels, where they are
     hidden = model.model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
     ).last_hidden_state
-    logp, _entropy = dualkv.response_logprobs(hidden, model.lm_head.weight, batch)
+    logp, _entropy = dualkv.response_logprobs(hidden, head(model), batch)
     loss = -(logp * advantages.repeat_interleave(args.response_len).to(device)).mean()  # your loss over response tokens
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dualkv
 from dualkv import grpo
 from dualkv.data.rollouts import ByteTokenizer
-from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers import enable, head
 from dualkv.models import load_model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,7 +85,7 @@ for step in range(args.steps):
             hidden = model.model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
             ).last_hidden_state
-            logp, _entropy = dualkv.response_logprobs(hidden, model.lm_head.weight, batch)
+            logp, _entropy = dualkv.response_logprobs(hidden, head(model), batch)
         advantage = torch.cat([advantages[n].expand(lens[n]) for n in chosen]).to(device)
         weight = torch.cat([weights[n] for n in chosen]).to(device)
         # One update for each sampling, so the old policy is the policy itself.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 import dualkv
-from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers import enable, head
 from dualkv.models import load_model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +64,7 @@ class Actor(torch.nn.Module):
         self.rows += batch.layout.num_tokens
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         hidden = self.model.model(**inputs, dualkv=batch.layout).last_hidden_state
-        logp, _ = dualkv.response_logprobs(hidden, self.model.lm_head.weight, batch)
+        logp, _ = dualkv.response_logprobs(hidden, head(self.model), batch)
         return batch.unpack(logp, "padded").clone()  # FSDP warns of views that a module returns
 
 

@@ -55,8 +55,9 @@ def base(function):
             },
         ),
         "response_logprobs": (
-            dualkv.response_logprobs, {"hidden": torch.zeros(7, 6), "lm_head_weight": torch.zeros(9, 6), "batch": batch}
+            dualkv.response_logprobs, {"hidden": torch.zeros(7, 6), "head": torch.zeros(9, 6), "batch": batch}
         ),
+        "Head": (dualkv.Head, {"weight": torch.zeros(9, 6)}),
         "pack_padded": (
             dualkv.pack_padded,
             {"prompt_ids": mask, "prompt_mask": mask, "response_ids": mask, "response_mask": mask},
@@ -270,18 +271,33 @@ BAD += [
     _logprobs(TypeError, "chunk_size|2.0|integer", chunk_size=2.0),
     _logprobs(TypeError, "chunk_size|'2'|integer", chunk_size="2"),
     _logprobs(TypeError, "temperature|None|number", temperature=None),
-    _logprobs(TypeError, "softcap|'30'|number", softcap="30"),
     _logprobs(ValueError, "temperature|(3,)|one number", temperature=torch.ones(3)),
     _logprobs(TypeError, "batch|Layout|pack", batch=Layout.from_lengths([3], [[2, 2]])),
     _logprobs(ValueError, "hidden|(3, 6)|[1, 7, 6]", hidden=torch.zeros(3, 6)),
-    _logprobs(ValueError, "hidden|[1, 7, 5]", lm_head_weight=torch.zeros(9, 5)),
-    _logprobs(ValueError, "lm_head_weight|[V, C]", lm_head_weight=torch.zeros(6)),
+    _logprobs(ValueError, "hidden|[1, 7, 5]", head=torch.zeros(9, 5)),
+    _logprobs(ValueError, "head|[V, C]", head=torch.zeros(6)),
     _logprobs(TypeError, "hidden|torch.int64", hidden=torch.zeros(7, 6).long()),
-    _logprobs(TypeError, "lm_head_weight|list", lm_head_weight=[1.0]),
+    _logprobs(TypeError, "head|list", head=[1.0]),
     _logprobs(ValueError, "hidden|meta|batch|cpu", hidden=torch.zeros(7, 6, device="meta")),
     _logprobs(
-        ValueError, "hidden|torch.float32|lm_head_weight|torch.float16", values=True,
-        lm_head_weight=torch.zeros(9, 6).half(),
+        ValueError, "hidden|torch.float32|head|torch.float16", values=True, head=torch.zeros(9, 6).half()
+    ),
+    *(
+        Bad("Head", changes, error, names) for changes, error, names in (
+            ({"weight": None}, ValueError, "neither|weight|module"),
+            ({"module": torch.nn.Identity()}, ValueError, "both|weight|module"),
+            ({"weight": torch.zeros(9)}, ValueError, "weight|(9,)|[V, C]"),
+            ({"weight": torch.zeros(9, 6).long()}, TypeError, "weight|torch.int64"),
+            ({"bias": torch.zeros(9, 1)}, ValueError, "bias|(9, 1)|[V]"),
+            ({"bias": torch.zeros(8)}, ValueError, "bias|(8,)|9"),
+            ({"bias": torch.zeros(9).half()}, ValueError, "bias|torch.float16|torch.float32"),
+            ({"scale": 0.0}, ValueError, "scale|0.0|0"),
+            ({"scale": INF}, ValueError, "scale|inf"),
+            ({"scale": "2"}, TypeError, "scale|'2'|number"),
+            ({"softcap": -1.0}, ValueError, "softcap|-1.0|0"),
+            ({"softcap": "30"}, TypeError, "softcap|'30'|number"),
+            ({"weight": None, "module": torch.nn.Identity(), "bias": torch.zeros(9)}, ValueError, "bias|module"),
+        )
     ),
     Bad(
         "pack_padded", {"prompt_ids": torch.ones(2)}, TypeError, "prompt_ids|torch.float32"
@@ -328,8 +344,7 @@ BAD += [
 # On a GPU the answer is an assertion of the device, which would end the process.
 BAD_ON_CPU = [
     _logprobs(
-        ValueError, "token|4|lm_head_weight", values=True,
-        lm_head_weight=torch.zeros(4, 6),
+        ValueError, "token|4|head", values=True, head=torch.zeros(4, 6),
     ),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from dualkv import logprobs
+from dualkv import heads, logprobs
 from dualkv.data.packing import PackedBatch, pack
 from dualkv.heads import Head
 from dualkv.logprobs import response_logprobs
@@ -40,14 +40,34 @@ def inputs(batch, dtype=torch.float64, seed=0):
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
 
 
-def dense(hidden, weight, batch, temperature=1.0, softcap=None):
+def whole(weight, softcap=None, kind="weight"):
+    """A head of `weight` and more, and what else of it has gradients."""
+    more = [torch.linspace(-1, 1, VOCABULARY, dtype=weight.dtype, requires_grad=True)]
+    norm = torch.linspace(0.5, 1.5, WIDTH, dtype=weight.dtype, requires_grad=True)
+    if kind == "weight":
+        return (weight if softcap is None else Head(weight, softcap=softcap)), []
+    if kind == "bias":
+        return Head(weight, more[0], softcap=softcap), more
+    if kind == "all":
+        return Head(weight, more[0], scale=-0.7, softcap=softcap, before=lambda x: x * norm), [*more, norm]
+    # A leaf that is in no list of parameters, and one in float64 whatever the rest is in.
+    return Head(module=lambda x: (x * norm) @ weight.T + more[0], scale=1.3, softcap=softcap), [*more, norm]
+
+
+KINDS = ["weight", "bias", "all", "module"]
+
+
+def dense(hidden, head, batch, temperature=1.0):
     """The same from whole logits of every unpacked sequence, a list of rows each."""
     logps, entropies = [], []
+    head = head if isinstance(head, Head) else Head(head)
     for states, ids, r in zip(
         batch.unpack_sequences(hidden), batch.unpack_sequences(batch.input_ids), batch.response_lens, strict=True
     ):
-        logits = states @ weight.T
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        states = states if head.before is None else head.before(states)
+        bias = 0.0 if head.bias is None else head.bias
+        logits = (states @ head.weight.T + bias if head.module is None else head.module(states)) * head.scale
+        logits = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
         logp = torch.log_softmax(logits / temperature, -1)[len(ids) - r - 1 : -1]
         logps.append(logp.gather(1, ids[len(ids) - r :, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(1))
@@ -59,21 +79,22 @@ def ours(hidden, weight, batch, temperature=1.0, **options):
     return tuple(torch.cat(batch.unpack(v)) for v in response_logprobs(hidden, weight, batch, temperature, **options))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    batches(), st.integers(1, 7), st.sampled_from([0.3, 1.0, 2.5]), st.sampled_from([None, 2.0]), st.integers(0, 100)
-)
-def test_values_and_gradients_are_those_of_whole_logits(batch, chunk_size, temperature, softcap, seed):
+    batches(), st.integers(1, 7), st.sampled_from([0.3, 1.0, 2.5]), st.sampled_from([None, 2.0]), st.integers(0, 100),
+    st.sampled_from(KINDS),
+)  # fmt: skip
+def test_values_and_gradients_are_those_of_whole_logits(batch, chunk_size, temperature, softcap, seed, kind):
     hidden, weight = inputs(batch, seed=seed)
-    head = weight if softcap is None else Head(weight, softcap=softcap)
+    head, more = whole(weight, softcap, kind)
     got = ours(hidden, head, batch, temperature, chunk_size=chunk_size)
-    want = dense(hidden, weight, batch, temperature, softcap)
+    want = dense(hidden, head, batch, temperature)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
     scale = [torch.randn_like(w) for w in want]
     for used in ((0,), (1,), (0, 1)):
         grads = [
-            torch.autograd.grad(sum((v[i] * scale[i]).sum() for i in used), (hidden, weight), retain_graph=True)
+            torch.autograd.grad(sum((v[i] * scale[i]).sum() for i in used), (hidden, weight, *more), retain_graph=True)
             for v in (got, want)
         ]
         for g, w in zip(*grads, strict=True):
@@ -134,16 +155,17 @@ def backend(request, monkeypatch):
     [pytest.param("inductor", 1.0, None, marks=pytest.mark.slow), ("aot_eager", 0.7, 2.0)],
     indirect=["backend"],
 )
-def test_compiled_is_the_same(backend, temperature, softcap):
+@pytest.mark.parametrize("kind", ["weight", "all", "module"])
+def test_compiled_is_the_same(backend, temperature, softcap, kind):
     """Gradients of log-probs alone too, for which the backward has a shorter way; chunks of two sizes."""
     for loss in (lambda logp, entropy: logp.sum(), lambda logp, entropy: (logp * entropy).sum()):
         grads = []
         for compiled in (False, True):
             hidden, weight = inputs(some_batch())
-            head = Head(weight, softcap=softcap)
+            head, more = whole(weight, softcap, kind)
             values = response_logprobs(hidden, head, some_batch(), temperature, chunk_size=4, compiled=compiled)
             loss(*values).backward()
-            grads.append([*values, hidden.grad, weight.grad])
+            grads.append([*values, hidden.grad, weight.grad, *(x.grad for x in more)])
         for eager, compiled in zip(*grads, strict=True):
             torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
@@ -230,6 +252,66 @@ def test_only_gradients_that_are_required_are_made(needs):
     assert backward.products == (2 if needs == "hidden" else 1)  # logits again, and one gradient (addmm for the head)
     assert (hidden.grad is not None) == (needs == "hidden")
     assert (weight.grad is not None) == (needs == "weight")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_head_are_those_of_its_log_probs(kind, dtype):
+    """In low precision a module and a linear layer round alike; entropies too."""
+    batch = some_batch()
+    hidden, weight = inputs(batch, dtype)
+    head, _ = whole(weight, 2.0, kind)
+    head = head if isinstance(head, Head) else Head(head)
+    z = head.logits(hidden[0, batch.predict_rows]).log_softmax(-1)
+    logp, entropy = response_logprobs(hidden, head, batch)
+    assert z.dtype == logp.dtype == torch.float32
+    torch.testing.assert_close(logp, z.gather(1, batch.targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(z.exp() * z).sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_runs_under_the_autocast_of_the_forward():
+    """Its casts of weights are made anew, so that gradients reach them, and sums over chunks are in fp32."""
+    batch, linear = some_batch(), torch.nn.Linear(WIDTH, VOCABULARY)
+    hidden, _ = inputs(batch, torch.float32)
+    grads = []
+    for head in (Head(linear.weight, linear.bias), Head(module=linear)):
+        for inside in (True, False):
+            with torch.autocast("cpu", torch.bfloat16):
+                logp, entropy = response_logprobs(hidden, head, batch, chunk_size=2)
+                if inside:
+                    (logp + entropy).sum().backward()
+            if not inside:
+                (logp + entropy).sum().backward()
+            grads.append([logp.detach(), hidden.grad, linear.weight.grad, linear.bias.grad])
+            hidden.grad = linear.weight.grad = linear.bias.grad = None
+    for other in grads[1:]:
+        assert torch.equal(other[0], grads[0][0])
+        for x, y in zip(other[1:], grads[0][1:], strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())
+
+
+def test_callables_that_make_other_shapes_are_refused():
+    hidden, weight = inputs(some_batch())
+    with pytest.raises(ValueError, match=r"module makes torch.float64 \(1, 2, 11\) of hidden states \[1, 6\]"):
+        response_logprobs(hidden, Head(module=lambda x: (x @ weight.T)[:, None].expand(-1, 2, -1)), some_batch())
+    with pytest.raises(ValueError, match="head has 6 columns, and rows of 3 columns"):
+        response_logprobs(hidden, Head(weight, before=lambda x: x[:, :3]), some_batch())
+    with pytest.raises(ValueError, match="response token 9 is outside the vocabulary, the head makes 9 logits"):
+        response_logprobs(hidden, Head(module=lambda x: x @ weight[:9].T), some_batch())
+
+
+def test_a_part_of_a_head_is_refused_where_it_is_known():
+    batch, (hidden, weight) = some_batch(), inputs(some_batch())
+
+    def refuse(found):
+        assert found is weight
+        raise ValueError("no")
+
+    heads.KNOWN[weight] = refuse
+    with pytest.raises(ValueError, match="no"):
+        response_logprobs(hidden, weight, batch)
+    assert response_logprobs(hidden, Head(weight), batch)  # who makes a head says what it is
+    assert response_logprobs(hidden, weight.detach().clone(), batch)
 
 
 def test_no_response_tokens_at_all():

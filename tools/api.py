@@ -128,11 +128,14 @@ def _members(public: Public) -> Iterator[Public]:
 def public(module: str) -> list[Public]:
     """The public names of a module, with the methods of its classes."""
     found = _definitions(module)
-    if module in PACKAGES:
-        for node in ast.walk(_tree(module)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualkv."):
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualkv."):
+            # A package offers what it imports, and says which names in `__all__`; a module offers `x as x`.
+            names = [one.name for one in node.names if module in PACKAGES or one.asname == one.name]
+            if names:
                 there = _definitions(str(node.module))
-                found |= {alias.name: there[alias.name] for alias in node.names}
+                found |= {name: there[name] for name in names if name in there}
+    if module in PACKAGES:
         found = {name: found[name] for name in _exported(module) or [] if name in found}
     names = _exported(module) or [name for name in found if not name.startswith("_")]
     return [member for name in names if name in found for member in _members(Public(f"{module}.{name}", found[name]))]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualkv.demo.pictures import of_rows
+from dualkv.integrations.transformers import head
 from dualkv.progress import Track, untracked
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _sampled(
     """prompts [G, P], uniform [G * num_responses, R] in [0, 1) -> R times token ids [G * num_responses]."""
     from transformers import DynamicCache
 
-    base, head = model.base_model, model.get_output_embeddings().weight[:vocab_size]
+    base, make = model.base_model, head(model)
     cache = DynamicCache(config=model.config)
     kept: dict[str, Any] = {_name_of_cache(base): cache, "use_cache": True}
 
@@ -147,9 +148,9 @@ def _sampled(
     cache.reorder_cache(prompt_of_response)
     finished = torch.zeros(len(hidden), dtype=torch.bool, device=model.device)
     for t in range(uniform.shape[1]):
-        cumulative = torch.softmax((hidden @ head.T).double(), -1).cumsum(-1)
+        cumulative = torch.softmax(make.logits(hidden)[:, :vocab_size].double(), -1).cumsum(-1)
         numbers = uniform[:, t] * cumulative[:, -1]
-        sampled = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0].clamp_(max=head.shape[0] - 1)
+        sampled = torch.searchsorted(cumulative, numbers[:, None], right=True)[:, 0].clamp_(max=cumulative.shape[1] - 1)
         if eos_id is not None:
             finished |= sampled == eos_id
         yield sampled

@@ -23,7 +23,7 @@ from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.demo.measure import PeakMemory, Stopwatch
 from dualkv.demo.pictures import of_rows
 from dualkv.grpo import Algorithm, group_advantages, policy_loss, token_weights
-from dualkv.integrations.transformers import disable, enable, memory_for_logits, recompute_layers
+from dualkv.integrations.transformers import disable, enable, head, memory_for_logits, recompute_layers
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.progress import Track, untracked
@@ -56,11 +56,8 @@ class ModelBatch:
         """Log-probability and entropy of each response token, [m] and [m]; `fast`: compiled, in memory that layers of
         the model leave."""
         hidden = model.base_model(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        head = model.get_output_embeddings()
-        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         memory = memory_for_logits(model) if fast else None
-        options: dict[str, Any] = {"softcap": softcap, "compiled": fast, "memory": memory}
-        logp, entropy = response_logprobs(hidden, head.weight, self.batch, **options)
+        logp, entropy = response_logprobs(hidden, head(model), self.batch, compiled=fast, memory=memory)
         return torch.cat(self.batch.unpack(logp)), torch.cat(self.batch.unpack(entropy))
 
 
@@ -259,6 +256,7 @@ class PolicyTrainer:
         for each in (model, reference):
             if each is not None:
                 disable(each)
+                head(each)  # raises an error for a model whose logits are not known
                 if way != "replicated":
                     enable(each, deterministic=deterministic, fast=fast)
         if self._fast and memory is not None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dualkv.heads import KNOWN, Head, Rows, check_tensor
+from dualkv.heads import KNOWN, Head, Rows, check_whole
 from dualkv.integrations import layers, recurrent, selfcheck
 from dualkv.integrations.shrink import HIDDEN, shrink
 
@@ -74,17 +74,11 @@ def head(model: nn.Module) -> Head:
     after: dict[str, Any] = {"scale": rule.scale.of(whole.config), "before": before}
     if rule.softcap is not None:
         after["softcap"] = float(_at(whole.config, rule.softcap))
-    if not _is_linear(module):
-        _refuse_dropout(inner, module)
-        return Head(module=module, **after)
-    check_tensor(f"the weight of {type(inner).__name__}'s head", module.weight)
-    shape = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    if tuple(module.weight.shape) != shape:
-        raise ValueError(
-            f"the weight of {type(inner).__name__}'s head has shape {tuple(module.weight.shape)} here, expected"
-            f" {list(shape)}: this rank has a part of it; {INSTEAD}"
-        )
-    return Head(module.weight, module.bias, **after)
+    _refuse_shards(inner, module)
+    if _is_linear(module):
+        return Head(module.weight, module.bias, **after)
+    _refuse_dropout(inner, module)
+    return Head(module=module, **after)
 
 
 def known(model: nn.Module) -> None:
@@ -119,6 +113,16 @@ def _refuse_part(model: Callable[[], PreTrainedModel | None], weight: torch.Tens
         )
 
 
+def refuse_adapter(model: nn.Module, why: str, instead: str) -> None:
+    """Raises ValueError if a model's head is more than a linear layer, for heads that read its weight alone."""
+    owners = _owners(model)
+    if owners is not None and not _is_linear(module := output(owners[1])):
+        raise ValueError(
+            f"{why} and the head of {type(owners[1]).__name__} is a {type(module).__name__}, whose weight is not all of"
+            f" it: {instead}"
+        )
+
+
 class Times:
     """Hidden states times a number, in front of the head."""
 
@@ -150,6 +154,21 @@ def _is_linear(module: Any) -> bool:
         return False
     hooked = module._forward_hooks or module._forward_pre_hooks
     return isinstance(inside, FSDPModule) or not hooked  # FSDP2's hooks gather the weight
+
+
+def _refuse_shards(model: PreTrainedModel, module: nn.Module) -> None:
+    """Raises ValueError if this rank has a part of a weight."""
+    for part in module.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            what = f"the {name} of {type(model).__name__}'s head"
+            check_whole(what, weight)
+            if weight.numel() and not weight.untyped_storage().size():  # FSDP1 lets go of it outside of the forward
+                raise ValueError(f"{what} has no values here: {INSTEAD}")
+            if type(part) is nn.Linear and name == "weight" and weight.shape != (part.out_features, part.in_features):
+                raise ValueError(
+                    f"{what} has shape {tuple(weight.shape)} here, expected {[part.out_features, part.in_features]}:"
+                    f" this rank has a part of it; {INSTEAD}"
+                )
 
 
 def _refuse_dropout(model: PreTrainedModel, module: nn.Module) -> None:
@@ -304,12 +323,13 @@ def _prove(cls: type[Any], config: PreTrainedConfig) -> Rule:
         after = [(made, seen.logits)]
         large = _run(model, module, LARGE)
         after.append((LARGE * large.modules[at][1], large.logits))
-        choices = {
-            (number.of(config), None if cap is None else _at(config, cap)): (number, cap)
-            for cap in (None, *_numbers(model.config, CAPS))
-            for number in _candidates(model.config)
-            if all(_fits(x, z, number.of(model.config), cap and _at(model.config, cap)) for x, z in after)
-        }
+        choices = {}
+        for number in _candidates(model.config):
+            for cap in (None, *_numbers(model.config, CAPS)):
+                chosen = number.of(model.config), None if cap is None else float(_at(model.config, cap))
+                if all(_fits(x, z, *chosen) for x, z in after):
+                    # Equal numbers of the model's own configuration are one choice.
+                    choices[number.of(config), cap and _at(config, cap)] = number, cap
     if len(choices) != 1:
         found = "no scale and cap of its configuration makes" if not choices else "several scales and caps would make"
         raise UnknownError(f"{found} the logits of a small copy")

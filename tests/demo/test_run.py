@@ -19,6 +19,7 @@ from dualkv.demo.sampling import _cache_bytes, sample_responses
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.grpo import ALGORITHMS
+from dualkv.integrations import heads
 from dualkv.layout import Layout
 from dualkv.models import load_model
 
@@ -396,22 +397,33 @@ def test_warming_up_leaves_nothing_behind() -> None:
 # ---------------------------------------------------------------------- settings, models, measurements
 
 
-def test_a_head_with_bias_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_is_more_than_its_weight(tmp_path: Path) -> None:
+    """Samples, log-probs and gradients of both ways have its bias."""
     from transformers import PhiConfig, PhiForCausalLM
 
-    PhiForCausalLM(
-        PhiConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    ).save_pretrained(tmp_path / "phi")
-    with pytest.raises(ValueError, match="no plain linear head"):
-        load_model(str(tmp_path / "phi"), torch.float32, CPU, 0)
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    model = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1))
+    torch.nn.init.normal_(model.lm_head.bias, std=3.0)
+    model.save_pretrained(tmp_path / "phi")
+    result = run_demo(DemoSettings(model=str(tmp_path / "phi"), **SMALL | {"steps": 1}))
+    assert result.exact is True
+    assert result.ways["packed"].metrics[0]["entropy"] < 5.0  # without the bias that of 320 tokens that are alike, 5.8
 
 
-def test_a_head_that_scales_logits_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_logits_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model("tiny", torch.float32, CPU, 0)
-    model.config.lm_head_multiplier = 0.05  # as Falcon-H1 has it
-    model.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"lm_head_multiplier=0\.05"):
-        load_model(str(tmp_path / "model"), torch.float32, CPU, 0)
+    forward = type(model).forward
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 0.9
+        return out
+
+    monkeypatch.setattr(heads, "_RULES", {})
+    monkeypatch.setattr(type(model), "forward", other)
+    for way in ("replicated", "packed"):
+        with pytest.raises(ValueError, match=r"Qwen3ForCausalLM .*logits_to_keep"):
+            PolicyTrainer(model, way, ALGORITHMS["grpo"], 300, 1e-3)
 
 
 def test_a_local_model_and_its_vocabulary(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import dualkv
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations import masks, selfcheck  # noqa: E402
-from dualkv.integrations.transformers import enable, recompute_layers  # noqa: E402
+from dualkv.integrations.transformers import enable, head, recompute_layers  # noqa: E402
 from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.test_transformers import double_throughout  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
@@ -162,7 +162,7 @@ def test_log_probs_of_a_capped_head_without_logits() -> None:
     prompt, *responses = (torch.randint(3, 96, (n,), generator=draw) for n in (9, 4, 7))
     batch = dualkv.pack([prompt], [responses])
     hidden = enable(model).model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
-    logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, batch, softcap=0.5)
+    logp, _ = dualkv.response_logprobs(hidden, head(model), batch)
     for got, response in zip(batch.unpack(logp), responses, strict=True):
         logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, 8:-1]
         torch.testing.assert_close(got, logits.log_softmax(-1).gather(1, response[:, None])[:, 0])

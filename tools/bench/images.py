@@ -17,7 +17,7 @@ import typer
 from torch.nn.functional import pad
 
 import dualkv
-from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated
@@ -91,7 +91,7 @@ def run_packed(model: Any, sizes: Sizes, group: Any, weights: torch.Tensor) -> t
     prompt, responses, media = group
     batch = dualkv.pack([prompt], [responses], media=[media])
     hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
-    logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, batch)
+    logp, _ = dualkv.response_logprobs(hidden, head(model), batch)
     (logp * weights.flatten()).sum().backward()
     return logp.detach().view(weights.shape)
 
@@ -111,7 +111,7 @@ def run_replicated(model: Any, sizes: Sizes, group: Any, weights: torch.Tensor) 
             use_cache=False,
         ).last_hidden_state
         batch = dualkv.pack([prompt] * len(some), [[response] for response in some])  # rows as in `ids`
-        logp = dualkv.response_logprobs(hidden.flatten(0, 1), model.lm_head.weight, batch)[0].view(some.shape)
+        logp = dualkv.response_logprobs(hidden.flatten(0, 1), head(model), batch)[0].view(some.shape)
         (logp * weights[begin : begin + sizes.micro_batch]).sum().backward()
         found.append(logp.detach())
     return torch.cat(found)

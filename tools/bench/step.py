@@ -22,7 +22,7 @@ import typer
 from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
-from dualkv.integrations.transformers import enable, memory_for_logits, recompute_layers
+from dualkv.integrations.transformers import enable, head, memory_for_logits, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
@@ -185,9 +185,8 @@ def step(
     options: dict[str, Any] = {"compiled": compiled, "chunk_size": chunk_size}
     for batch in batches:
         hidden = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        head = model.get_output_embeddings().weight
         memory = memory_for_logits(model) if logits == "kept" else None
-        logp, _ = response_logprobs(hidden, head, batch.batch, memory=memory, **options)
+        logp, _ = response_logprobs(hidden, head(model), batch.batch, memory=memory, **options)
         logp = torch.cat(batch.batch.unpack(logp))
         (logp * weights[batch.places]).sum().backward()
         found[batch.places] = logp.detach()

@@ -39,7 +39,7 @@ from dualkv.data.gain import Gain
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.demo.update import ModelBatch
-from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.integrations.transformers import disable, enable, head, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
@@ -141,13 +141,13 @@ def passes(
     """Forward and backward of an update; the log-probs."""
     if way != "walked":
         return step(model, some, weights, compiled, chunk_size)
-    head, found = model.get_output_embeddings().weight, torch.empty_like(weights)
+    found = torch.empty_like(weights)
 
     def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
         return model.get_decoder()(input_ids=ids, dualkv=branch, use_cache=False).last_hidden_state
 
     def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
-        logp = part.expand(response_logprobs(hidden, head, part, chunk_size=chunk_size, compiled=compiled)[0])
+        logp = part.expand(response_logprobs(hidden, head(model), part, chunk_size=chunk_size, compiled=compiled)[0])
         found[part.places] = logp.detach()
         return (logp * weights[part.places]).sum()
 

@@ -27,13 +27,12 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.integrations import fused, media, models, recurrent, transformers
+from dualkv.integrations import fused, heads, media, models, recurrent, transformers
 from dualkv.integrations.media import Placed
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.layout import Layout
-from dualkv.models import SCALES_OF_LOGITS
 from dualkv.sequence_parallel import Shard, padded
 
 FSDP = ["fsdp", "fsdp2"]
@@ -126,6 +125,12 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         if self.model_config.use_fused_kernels and (head := self._sharded_head()) is not None:
             head.unshard()
         return output
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        module = super()._build_lora_module(module)
+        if self.model_config.use_fused_kernels:
+            heads.refuse_adapter(module, "use_fused_kernels is True", "set use_fused_kernels=False")
+        return module
 
     def _sharded_head(self) -> FSDPModule | None:
         head = self.module.get_output_embeddings()
@@ -341,22 +346,27 @@ def _packed_by(own: Callable[..., Any], of_verl: Callable[..., Any]) -> Callable
 
 
 def _refuse_fused_head(model_config: Any) -> None:
-    """Refuse veRL's fused heads where a model does more to its logits than multiply by the head's weight, which these
-    heads leave out.
+    """Refuse veRL's fused heads where a model does more to hidden states than multiply by the head's weight: these
+    heads leave it out.
 
     Raises:
-        ValueError: a fused head, and a configuration that caps or scales logits.
+        ValueError: a fused head, and a model with a bias, a scale, a cap, or something in front of its head.
     """
     if not model_config.use_fused_kernels:
         return
-    config = model_config.hf_config.get_text_config()
-    for setting in ("final_logit_softcapping", *SCALES_OF_LOGITS):
-        value = getattr(config, setting, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"use_fused_kernels is True and the model has {setting}={value}, which veRL's fused heads leave out:"
-                " set use_fused_kernels=False"
-            )
+    try:
+        model = models.without_weights(model_config.hf_config)
+    except Exception:
+        return  # as in `_checked`: the code may come with the weights
+    _refuse_beside(model)
+
+
+def _refuse_beside(model: nn.Module) -> None:
+    if beside := transformers.head(model).beside_weight:
+        raise ValueError(
+            f"use_fused_kernels is True and {type(model).__name__} makes its logits with {', '.join(beside)}, which"
+            " veRL's fused heads leave out: set use_fused_kernels=False"
+        )
 
 
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:
