@@ -45,9 +45,12 @@ class Segments:
     calls of the ops: they find the `Segments` by the storage of the layout's host tensors (see :func:`segments_of`).
     """
 
-    def __init__(self, offsets: IntArray, parent: IntArray, silent: IntArray | None = None) -> None:
-        """silent: [G] rows at each group's beginning that ask nothing, of any segments; None if all rows ask."""
-        self.offsets, self.parent, self.silent = offsets, parent, silent
+    def __init__(
+        self, offsets: IntArray, parent: IntArray, silent: IntArray | None = None, last: IntArray | None = None
+    ) -> None:
+        """silent: [G] rows at each group's beginning that ask nothing, of any segments; None if all rows ask.
+        last: the last segments of all sequences, where they are known: some may have segments below them."""
+        self.offsets, self.parent, self.silent, self.last = offsets, parent, silent, last
         self.depth = self._checked_depth()
         self._cache: dict[Any, Any] = {}
 
@@ -153,6 +156,14 @@ class Segments:
         return leaf
 
     @cached_property
+    def ends_sequence(self) -> npt.NDArray[np.bool_]:
+        """[S] whether a sequence ends with the segment: leaves, and what sequences that others continue end with."""
+        ends = self.is_leaf.copy()
+        if self.last is not None:
+            ends[self.last] = True
+        return ends
+
+    @cached_property
     def nominal(self) -> int:
         """Tokens of the replicated sequences: every root-to-leaf path in full."""
         return int((self.first_position + self.lengths)[self.is_leaf].sum())
@@ -253,9 +264,14 @@ class Layout:
     @classmethod
     @outside_inference_mode
     def _from_arrays(
-        cls, offsets: IntArray, parent: IntArray, device: torch.device | str, silent: IntArray | None = None
+        cls,
+        offsets: IntArray,
+        parent: IntArray,
+        device: torch.device | str,
+        silent: IntArray | None = None,
+        last: IntArray | None = None,
     ) -> Layout:
-        segments = Segments(offsets, parent, silent)
+        segments = Segments(offsets, parent, silent, last)
         tensors = torch.from_numpy(offsets.astype(np.int32)), torch.from_numpy(parent.astype(np.int32))
         _remember(*tensors, segments)
         return cls(segments, *tensors, device)
@@ -359,7 +375,7 @@ class Layout:
         """
         _, shared, _ = read_sequences(sequences, min_shared)
         tree = shared.at_least(min_shared).tree()
-        return cls.from_segments(tree.offsets, tree.parent, device)
+        return cls._from_arrays(tree.offsets, tree.parent, device, last=tree.last)
 
     @classmethod
     def _from_groups(
@@ -412,7 +428,7 @@ class Layout:
 
     @outside_inference_mode
     def _asking_less(self, silent: IntArray) -> Layout:
-        segments = Segments(self._segments.offsets, self._segments.parent, silent)
+        segments = Segments(self._segments.offsets, self._segments.parent, silent, self._segments.last)
         tensors = self.offsets.clone(), self.parent.clone()
         _remember(*tensors, segments)
         return Layout(segments, *tensors, self.device)
@@ -516,7 +532,7 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the segments alone; device tensors and plans are made again."""
         segments = self._segments
-        return Layout._from_arrays, (segments.offsets, segments.parent, self.device, segments.silent)
+        return Layout._from_arrays, (segments.offsets, segments.parent, self.device, segments.silent, segments.last)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):

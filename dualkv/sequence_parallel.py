@@ -37,8 +37,9 @@ def padded(layout: Layout, rows: int) -> Layout:
     """
     if rows == 0:
         return layout
-    offsets = np.append(layout.offsets.numpy(), layout.num_tokens + rows)
-    return Layout.from_segments(offsets, np.append(layout.parent.numpy(), -1), layout.device)
+    segments = layout._segments
+    offsets = np.append(segments.offsets, layout.num_tokens + rows)
+    return Layout._from_arrays(offsets, np.append(segments.parent, -1), layout.device, last=segments.last)
 
 
 def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:

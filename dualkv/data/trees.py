@@ -267,7 +267,7 @@ def pack_tree(
     :meth:`dualkv.prefixes.SharedPrefixes.one_label_a_row`."""
     lens = np.array([len(tokens) for tokens in sequences], np.int64)
     mask = _mask(loss_masks, lens)
-    layout = Layout.from_segments(tree.offsets, tree.parent, device)
+    layout = Layout._from_arrays(tree.offsets, tree.parent, device, last=tree.last)
     packed = torch.from_numpy(tree_tokens(tree, sequences)).to(layout.device)
     return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels)
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import recurrent
+from dualkv.integrations import recurrent, rotary
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
 from dualkv.ops import backends
@@ -33,6 +33,10 @@ TOLERANCE = 1e-3
 # with a prompt of one token; a tree of three levels.
 LENGTHS = [7, 9, 0, 1, 1, 12, 3, 5, 3, 2, 8, 4]
 PARENTS = [-1, 0, 0, 0, -1, 4, 4, -1, 7, 8, 8, 7]
+# Of models whose rotary embedding depends on the length of the sequence: sequences that share rows are of one length,
+# or of no more tokens than the threshold (6 in the small copy), here also of just so many and of one more.
+EVEN_LENGTHS = [7, 9, 9, 1, 1, 0, 4, 5, 4, 4, 4, 0, 8, 8, 2, 4, 1, 3, 4, 0, 13, 3]
+EVEN_PARENTS = [-1, 0, 0, -1, 3, 3, 3, -1, 7, 8, 8, 7, 11, 7, -1, 14, 14, -1, 17, -1, 19, 19]
 
 _VERDICTS: dict[tuple[type, str], str | None] = {}
 _ALONE = threading.RLock()  # a check changes settings of the process
@@ -104,30 +108,26 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
         CannotRunError: the packed call is refused.
         ValueError: hidden states are not finite. Other errors of the model pass through.
     """
-    layout = tree()
-    paths = sequence_rows(layout)
     with _ALONE, _untouched(), torch.no_grad():
         device = _device(cls)
         model: Any = _copy(cls, config)
         model.to(device)
+        layout = tree(even=bool(rotary.embeddings(model)))
+        paths = sequence_rows(layout)
         draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
         first = vocabulary // 16  # the ids below are special tokens
         ids = torch.randint(first, vocabulary, (1, layout.num_tokens), generator=draw)
-        padded = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.int64)
-        mask = torch.zeros_like(padded)
-        for i, path in enumerate(paths):
-            padded[i, : len(path)], mask[i, : len(path)] = ids[0, path], 1
-        ids, padded, mask = ids.to(device), padded.to(device), mask.to(device)
+        ids = ids.to(device)
         with recurrent.on_reference(model):
-            replicated = model(input_ids=padded, attention_mask=mask, use_cache=False)[0]
+            replicated = _alone(model, ids, paths)
             try:
                 packed = enable(model, check=False)(input_ids=ids, dualkv=layout)[0]
             except ValueError as error:
                 raise CannotRunError(error) from error
-        replicated, packed = replicated.cpu(), packed.cpu()
+        packed = packed.cpu()
     worst = 0.0
-    for i, path in enumerate(paths):
-        expected, got = replicated[i, : len(path)].double(), packed[0, path].double()
+    for expected, path in zip(replicated, paths, strict=True):
+        got = packed[0, path].double()
         if not expected.isfinite().all():
             raise ValueError("the replicated hidden states are not finite")
         relative = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -135,9 +135,23 @@ def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., A
     return worst
 
 
-def tree() -> Layout:
-    """The tree that the copy runs: 55 tokens, paths of up to 16."""
-    return Layout.from_segments(np.cumsum([0, *LENGTHS]), PARENTS)
+def _alone(model: Any, ids: torch.Tensor, paths: list[list[int]]) -> list[torch.Tensor]:
+    """Hidden states [n, C] fp64 on the CPU of each sequence, given by its packed rows. Sequences of one length run
+    together and none is padded, because a model may read the length of its call; short ones run first, because dynamic
+    rotary embeddings keep what longer ones leave."""
+    found: dict[int, torch.Tensor] = {}
+    for length in sorted({*map(len, paths)}):
+        some = [i for i, path in enumerate(paths) if len(path) == length]
+        hidden = model(input_ids=ids[0, torch.tensor([paths[i] for i in some])], use_cache=False)[0]
+        found |= zip(some, hidden.double().cpu(), strict=True)
+    return [found[i] for i in range(len(paths))]
+
+
+def tree(even: bool = False) -> Layout:
+    """The tree that the copy runs: 55 tokens, paths of up to 16. even: sequences that share rows have one length, or
+    no more tokens than the threshold."""
+    lengths, parents = (EVEN_LENGTHS, EVEN_PARENTS) if even else (LENGTHS, PARENTS)
+    return Layout.from_segments(np.cumsum([0, *lengths]), parents)
 
 
 def sequence_rows(layout: Layout) -> list[list[int]]:

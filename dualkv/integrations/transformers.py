@@ -30,7 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool
 from dualkv.branches import Branch
-from dualkv.integrations import checkpointing, fused, heads, indexers, layers, masks, media, recurrent, selfcheck
+from dualkv.integrations import checkpointing, fused, heads, indexers, layers, masks, media, recurrent, rotary, selfcheck
 from dualkv.integrations.checkpointing import KEEP as KEEP
 from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
@@ -290,7 +290,15 @@ def _take_layout(
     return args, {**kwargs, "dualkv": layout}
 
 
-HOOKS = (_enter_decoder, _enter_head, _keep_layout, _take_layout, indexers.select_nothing, recurrent.enter)
+HOOKS = (
+    _enter_decoder,
+    _enter_head,
+    _keep_layout,
+    _take_layout,
+    indexers.select_nothing,
+    recurrent.enter,
+    rotary.hand_layout,
+)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -403,11 +411,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     The batch is the result of :func:`dualkv.pack` or `pack_sequences`; a layout may have any depth. input_ids is
     [1, T], all groups in one packed row (or inputs_embeds [1, T, C]). position_ids [1, T] must be the layout's
     positions, which are filled in when position_ids is left out; multimodal rotary embeddings may have them as
-    [3, 1, T] or [4, 1, T]. On a GPU wrong positions end in a device-side
-    assertion. With sequence parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of
-    this rank. The model cannot shift labels. Rotary embeddings that depend on the longest sequence of a batch see the
-    longest packed sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a
-    shared prompt once; the replicated sequences count it once a response.
+    [3, 1, T] or [4, 1, T]. On a GPU wrong positions end in a device-side assertion. With sequence parallelism `dualkv`
+    is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. The model cannot shift labels.
+    Rotary embeddings that depend on the length of the sequence (longrope, dynamic NTK) give each row the factors of its
+    own sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt
+    once; the replicated sequences count it once a response.
 
     Wrapped models (DDP, FSDP, PEFT, `torch.compile`) may be enabled before or after the wrapping. A second call only
     sets `deterministic` and `fast` again.
@@ -438,7 +446,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             recurrent layers have no right backward on this GPU; a window or chunks of less than 1 key.
             A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
             match their placeholders or that the model is not known to run packed, a token count or positions other than
-            the layout's, and a path longer than the keys that an indexer selects.
+            the layout's, a path longer than the keys that an indexer selects, and sequences that share rows and get
+            different rotary factors by their lengths.
         TypeError: `deterministic` is not a bool.
     """
     check_bool("deterministic", deterministic)
@@ -461,6 +470,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             module.register_forward_pre_hook(_take_layout, with_kwargs=True)
         if (indexer := indexers.of_layer(module)) is not None:
             indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
+    rotary.enable(model)  # behind the hook that hands attention its layout, before the decoder's, which unpacks it
     for module in model.modules():
         if module in inner:
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
@@ -490,6 +500,7 @@ def disable(model: Model) -> Model:
             if hook in HOOKS:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+    rotary.disable(model)
     return model
 
 

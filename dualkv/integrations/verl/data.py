@@ -296,7 +296,7 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
     media = _modalities(data)
     leaders = tree.source[np.flatnonzero(tree.parent < 0)]
     of_prompts = extract_multi_modal_inputs([media[i] for i in leaders]) if media else {}
-    layout = Layout.from_segments(tree.offsets, tree.parent)
+    layout = Layout._from_arrays(tree.offsets, tree.parent, "cpu", last=tree.last)
     return PackedRollouts(
         input_ids, layout, source, head_rows, value, of_sequences, of_packed, position_ids, of_prompts
     )
