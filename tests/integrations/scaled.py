@@ -21,6 +21,7 @@ THRESHOLD = 8  # tokens
 BY_LENGTH = ("dynamic", "longrope")  # whose factors depend on the length of the sequence
 FIXED = ("default", "linear", "yarn", "llama3")
 _ORIGINAL = {"original_max_position_embeddings": THRESHOLD}
+ONE_KIND = ("ernie4_5_vl_moe",)  # which refuses other kinds
 # Sequences that share rows have one length, or at most so many tokens; some have just so many, some one more.
 LAYOUT = dualkv.Layout.from_segments(
     np.cumsum([0, 7, 9, 9, 1, 1, 0, 6, 5, 4, 4, 4, 0, 8, 8, 3, 5, 1, 3, 6, 0, 13, 3]), selfcheck.EVEN_PARENTS
@@ -61,18 +62,21 @@ def kinds(module: Any) -> list[str | None]:
 
 
 def configuration(kind: str, rope: str) -> tuple[type[Any], Any] | None:
-    """The class and the configuration of a type in small; None without rotary embeddings or packed calls."""
+    """The class and the configuration of a type in small; None if its defaults make no model here, or one without
+    rotary embeddings or packed calls, or that has one kind of rotary embedding."""
     config = zoo.configuration(kind)
     auto = next((auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping), None)
     if auto is None:
         return None
-    with torch.device("meta"):
-        whole = getattr(tf, auto).from_config(config, attn_implementation="eager")
-    if next(layers.objections(whole), None) is not None:
+    try:
+        with torch.device("meta"):
+            whole = getattr(tf, auto).from_config(config, attn_implementation="eager")
+        small = shrink(whole.config, sizes=zoo.SIZES)
+        default = type(whole)(copy.deepcopy(small))
+    except Exception:
         return None
-    small = shrink(whole.config, sizes=zoo.SIZES)
-    found = embeddings(type(whole)(copy.deepcopy(small)))
-    if not found:
+    found = embeddings(default)
+    if not found or kind in ONE_KIND or next(layers.objections(whole), None) is not None:
         return None
     text = small.get_text_config()
     sizes = {layer: len(getattr(found[0], f"{layer}_inv_freq" if layer else "inv_freq")) for layer in kinds(found[0])}
