@@ -49,8 +49,8 @@ def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:
     for one that has another. Ranks of gloo compare on the host; in a group of NCCL alone the host waits for the GPU.
     """
     digest = hashlib.blake2b(kind.__name__.encode(), digest_size=7)
-    for part in (layout.offsets, layout.parent):
-        digest.update(part.numpy().tobytes())
+    for part in (layout.offsets.numpy(), layout.parent.numpy(), layout._segments.ends_sequence):
+        digest.update(part.tobytes())
     number = int.from_bytes(digest.digest(), "big")
     kinds = [one.split(":")[0] for one in dist.get_backend_config(group).split(",")]
     device = "cpu" if "cpu" in kinds else layout.device if layout.device.type in kinds else kinds[0]

@@ -64,11 +64,9 @@ def kinds(module: Any) -> list[str | None]:
 def configuration(kind: str, rope: str) -> tuple[type[Any], Any] | None:
     """The class and the configuration of a type in small; None if its defaults make no model here, or one without
     rotary embeddings or packed calls, or that has one kind of rotary embedding."""
-    config = zoo.configuration(kind)
-    auto = next((auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping), None)
-    if auto is None:
-        return None
     try:
+        config = zoo.configuration(kind)
+        auto = next(auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping)
         with torch.device("meta"):
             whole = getattr(tf, auto).from_config(config, attn_implementation="eager")
         small = shrink(whole.config, sizes=zoo.SIZES)
@@ -109,7 +107,7 @@ def make(kind: str, rope: str) -> Any:
 
 def token_ids(model: Any) -> torch.Tensor:
     """[1, T] of LAYOUT; its trees begin with different tokens."""
-    ids, _ = zoo._inputs(model, LAYOUT)
+    ids, _ = zoo.inputs(model, LAYOUT)
     first = int(ids.min())
     begins = [path[0] for path in PATHS]
     for i, row in enumerate(sorted({*begins})):
