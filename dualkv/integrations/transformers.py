@@ -30,7 +30,18 @@ from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool
 from dualkv.branches import Branch
-from dualkv.integrations import checkpointing, fused, heads, indexers, layers, masks, media, recurrent, rotary, selfcheck
+from dualkv.integrations import (
+    checkpointing,
+    fused,
+    heads,
+    indexers,
+    layers,
+    masks,
+    media,
+    recurrent,
+    rotary,
+    selfcheck,
+)
 from dualkv.integrations.checkpointing import KEEP as KEEP
 from dualkv.integrations.checkpointing import memory_for_logits as memory_for_logits
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
