@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from codegen.tiles import takes_head_dim
-from dualkv.integrations import indexers, layers, masks, media, recurrent, selfcheck
+from dualkv.integrations import indexers, layers, masks, media, recurrent, rotary, selfcheck
 from dualkv.integrations import transformers as integration
 from dualkv.models import CONFIGS
 from dualkv.ops import padding
@@ -208,6 +208,7 @@ def _notes(model: PreTrainedModel) -> list[str]:
             continue  # unknown, or refused
         if (given := padding.for_kernel(dim, of_values)) != (dim, of_values):
             notes.append(f"kernels take head dims {dim} and {of_values} of values padded to {given[0]}")
+    notes += rotary.notes(model)
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0) or 0
     if dropout:
         notes.append(f"attention_dropout={dropout} is refused in training: set it to 0")

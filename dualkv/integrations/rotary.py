@@ -94,6 +94,18 @@ def embeddings(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if depends_on_length(module)]
 
 
+def notes(model: nn.Module) -> list[str]:
+    """What calls of a model refuse, one sentence for each kind of embedding."""
+    found = []
+    for module in embeddings(model):
+        kinds: Any = module.rope_type
+        ways = (scaling(module, layer_type) for layer_type in (kinds if isinstance(kinds, dict) else (None,)))
+        found += [
+            f"{_name(module, how)}: calls in which they share rows with others are refused" for how in ways if how
+        ]
+    return list(dict.fromkeys(found))
+
+
 # ---------------------------------------------------------------- hooks
 def enable(model: nn.Module) -> None:
     """Registers the hooks on rotary embeddings and on the modules that call them."""

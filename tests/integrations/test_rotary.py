@@ -192,6 +192,13 @@ def test_sequences_that_share_rows(rope: str, lens: tuple[int, int]) -> None:
         assert scaled.error(sorted(rows, key=len), expected) < 1e-5
 
 
+@pytest.mark.parametrize("rope", scaled.BY_LENGTH)
+def test_the_command_says_what_is_refused(rope: str) -> None:
+    (note,) = rotary.notes(small(rope))
+    assert note.startswith(SAYS[rope].removesuffix(", and "))
+    assert not rotary.notes(small("yarn"))
+
+
 @pytest.mark.parametrize("remade", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_sequence_that_another_one_continues(remade: Any) -> None:
     """It has no segment of its own, and its length counts nevertheless."""
