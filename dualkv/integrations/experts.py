@@ -27,12 +27,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dualkv.arrays import IntArray
-from dualkv.data.packing import PackedBatch
+from dualkv.data import counts
+from dualkv.data.counts import Batch
 from dualkv.data.rows import first_of_rows
-from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
 
-Batch = PackedBatch | PackedSequences
 Count = Literal["rollouts", "rows"]
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # their number, in configurations
 
@@ -42,20 +41,13 @@ def rollouts_of_rows(batch: Batch | Layout) -> IntArray:
     """[T] the number of rollouts that each packed row stands for.
 
     Args:
-        batch: or the layout of prompts with responses, where a response is a rollout.
+        batch: or the layout of prompts with responses, where a response is a rollout. In a layout without responses
+            each segment is one.
 
     Raises:
         ValueError: a layout of more than two levels, which does not say where rollouts end.
     """
-    if isinstance(batch, PackedSequences):
-        return np.bincount(batch._rows, minlength=batch.layout.num_tokens)
-    layout = batch if isinstance(batch, Layout) else batch.layout
-    if layout.depth > 2:
-        raise ValueError(f"the layout has {layout.depth} levels, expected the result of dualkv.pack_sequences")
-    offsets, parent = layout.offsets.numpy(), layout.parent.numpy()
-    times = np.bincount(parent[parent >= 0], minlength=len(parent))
-    times[parent >= 0] = 1
-    return np.repeat(times, np.diff(offsets))
+    return counts.rollouts_of_rows(batch)
 
 
 def load_balancing_loss(

@@ -2,9 +2,9 @@
 
 `enable` takes a layer spec, before a model is built from it, or a built `GPTModel`. It puts subclasses in place of
 megatron-core's classes: of `SelfAttention` and `MLASelfAttention`, which gather the rotary frequencies by the layout's
-positions, and of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer
-Engine's), which runs :func:`dualkv.attention`. None has parameters or state of its own, so checkpoints do not change.
-Calls without :class:`PackedGroups` run megatron-core's code.
+positions, of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer
+Engine's), which runs :func:`dualkv.attention`, and of experts' `TopKRouter`, which counts rollouts. None has parameters
+or state of its own, so checkpoints do not change. Calls without :class:`PackedGroups` run megatron-core's code.
 
 The format of :class:`PackedGroups` is called "dualkv". An attention module of megatron-core that gets it raises an
 error: its own packed format ("thd") would run all groups as one sequence.
@@ -13,15 +13,14 @@ error: its own packed format ("thd") would run all groups as one sequence.
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple, TypeVar
+import functools
+from typing import Any, TypeVar
 
 from dualkv.integrations import require
 
 require("megatron")
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,6 +28,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -36,200 +37,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
-from dualkv.context_parallel import ContextShard
-from dualkv.data.packing import PackedBatch
-from dualkv.data.trees import PackedSequences
-from dualkv.integrations.megatron_configs import refuse, window_of
-from dualkv.layout import Layout
-from dualkv.sequence_parallel import Shard, padded
+from dualkv.integrations.megatron_configs import counted, refuse, refuse_count, window_of
+from dualkv.integrations.megatron_routers import ROUTERS, RUNNING
+from dualkv.integrations.megatron_rows import ONE_RANK
+from dualkv.integrations.megatron_rows import PackedGroups as PackedGroups
+from dualkv.integrations.megatron_rows import Predictions as Predictions
+from dualkv.sequence_parallel import Shard
 
 Target = TypeVar("Target")
-SHARDS = {"a2a": Shard, "all_gather": ContextShard}
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 ROTARY = ("rope", "yarn")
-
-
-# ---------------------------------------------------------------- what a call is given
-class _OneRank:
-    """A group that asks megatron-core for the rotary frequencies of all positions: it would cut them into the shares
-    of its own context parallelism, which are not those of packed groups."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-ONE_RANK = _OneRank()  # one, because megatron-core caches frequencies by it
-
-
-class PackedGroups(PackedSeqParams):
-    """A layout on its way through a megatron-core model, as `packed_seq_params`.
-
-    Make one for each micro-batch, on every rank of the model from the same layout. With context parallelism every rank
-    holds an equal share of the rows. With "a2a" it runs attention on all rows and a share of the heads
-    (:class:`dualkv.sequence_parallel.Shard`), with "all_gather" on its own rows and all heads
-    (:class:`dualkv.context_parallel.ContextShard`), for any number of ranks.
-
-    Attributes:
-        shard: this rank's rows, with the layout of all of them.
-        length: as given.
-
-    Args:
-        layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model.
-        multiple: rows of a rank become a multiple of it: the tensor-parallel size, with sequence parallelism. The
-            layout is padded with rows that see themselves alone.
-        length: T becomes this number, `seq_length` of megatron-core's schedules, for interleaved pipeline stages. They
-            exchange micro-batches of one length.
-        cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
-        cp_comm_type: what context-parallel ranks exchange, in the words of megatron-core's config: "a2a" (heads) or
-            "all_gather" (keys and values).
-
-    Raises:
-        TypeError: the layout is not a :class:`dualkv.Layout`.
-        ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share, another exchange;
-            context-parallel ranks have different layouts. All ranks that construct it raise it.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        multiple: int = 1,
-        *,
-        length: int | None = None,
-        cp_group: dist.ProcessGroup | None = None,
-        cp_comm_type: str = "a2a",
-    ) -> None:
-        if not isinstance(layout, Layout):
-            raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
-        layout._check_of_all_rows("layout")
-        if cp_comm_type not in SHARDS:
-            raise ValueError(f"cp_comm_type is {cp_comm_type!r}, expected {' or '.join(map(repr, SHARDS))}")
-        group = cp_group or parallel_state.get_context_parallel_group(check_initialized=False)
-        ranks, rows = dist.get_world_size(group) if group else 1, layout.num_tokens
-        self.length = length
-        if length is not None:
-            if length % (ranks * multiple):
-                raise ValueError(f"length is {length}, expected a multiple of {ranks * multiple}, which ranks share")
-            layout = padded(layout, max(length - rows, 0))
-        self.shard = SHARDS[cp_comm_type](layout, group, multiple)
-        if length is not None and length < rows:  # after the ranks have compared their layouts: all of them raise
-            raise ValueError(f"layout has {rows} rows, expected at most length={length}")
-        longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
-        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
-        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def layout(self) -> Layout:
-        """Of all rows, padded."""
-        return self.shard.layout
-
-    def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's rows of `input_ids`, `position_ids` or labels; zeros in rows that pad the layout.
-
-        Args:
-            x: rows of the layout along `dim`, with or without those that pad it.
-            dim: of the rows.
-
-        Returns:
-            `num_tokens` rows along `dim`.
-
-        Raises:
-            ValueError: another number of rows.
-        """
-        return self.shard.split(x, dim)
-
-    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The rows of all context-parallel ranks, on each of them, differentiable as :meth:`Shard.gather` is.
-
-        Args:
-            x: `num_tokens` rows along `dim`.
-            dim: of the rows.
-
-        Returns:
-            All rows of `layout` along `dim`.
-
-        Raises:
-            ValueError: another number of rows.
-        """
-        return self.shard.gather(x, dim)
-
-    def predictions(self, batch: PackedBatch | PackedSequences) -> Predictions:
-        """The response tokens that this rank's rows predict.
-
-        Args:
-            batch: of which `layout` is the layout.
-
-        Returns:
-            Their rows and tokens; its `gather` makes one tensor for all ranks of what is computed of them.
-        """
-        rows, start = batch.predict_rows, self.shard.rank * self.shard.num_tokens
-        if self.shard.world_size == 1:
-            return Predictions(rows, batch.targets, None, len(rows), None)
-        among_all = self.shard.places.to(rows.device)[rows]
-        places = ((among_all >= start) & (among_all < start + self.shard.num_tokens)).nonzero().flatten()
-        return Predictions(among_all[places] - start, batch.targets[places], places, len(rows), self.shard.group)
-
-    def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row of this rank.
-
-        One result serves all layers of a model, which get the same tensor.
-        """
-        if self._gathered is None or self._gathered[0] is not by_position:
-            expected = (self.max_seqlen_q, 1, 1)
-            if by_position.shape[:-1] != expected:
-                raise ValueError(
-                    f"rotary_pos_emb has shape {tuple(by_position.shape)}, expected {(*expected, 'D')}: frequencies of"
-                    " the positions of the layout's longest path"
-                )
-            positions = self.shard.position_ids.to(by_position.device)
-            self._gathered = by_position, by_position.index_select(0, positions)
-        return self._gathered[1]
-
-
-class Predictions(NamedTuple):
-    """Response tokens that the rows of this context-parallel rank predict.
-
-    Attributes:
-        predict_rows: [m] int64, among the rows of this rank.
-        targets: [m] int64.
-        places: [m] int64, among the batch's M response tokens; None where one rank has all of them.
-        total: M.
-        group: the context-parallel ranks.
-    """
-
-    predict_rows: torch.Tensor
-    targets: torch.Tensor
-    places: torch.Tensor | None
-    total: int
-    group: dist.ProcessGroup | None
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[m] of this rank -> [M] of all ranks, in the order of `batch.targets`, which `batch.unpack` takes.
-
-        Every rank computes the same loss of it, and its own values get their gradient: as megatron-core's schedules and
-        gradient reductions expect, a loss over all context-parallel ranks, not over their number.
-        """
-        if self.places is None:
-            return values
-        whole = values.new_zeros(self.total).index_copy(0, self.places, values)
-        found: torch.Tensor = _Total.apply(whole, self.group)
-        return found
-
-
-class _Total(torch.autograd.Function):
-    """The sum over ranks; the gradient of a rank's part is that of the rank's own loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
 
 
 # ---------------------------------------------------------------- the modules
@@ -242,6 +59,19 @@ class _Checked(nn.Module):
         refuse(config)
         super().__init__(config, *args, **kwargs)
         self.config = config
+
+    def _enter(self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any]) -> PackedGroups | None:
+        """What a call is given if it is checked PackedGroups; the router of this layer hears of them."""
+        RUNNING.layer, RUNNING.packed = self.layer_number, None
+        if not isinstance(given, PackedGroups):
+            return None
+        self._check(hidden_states, given, others)
+        counts = given.count == "rollouts" and (self.training or torch.is_grad_enabled())
+        if counts and counted(self.config):
+            refuse_count(self.config)
+            given._rollouts  # noqa: B018  (raises an error before anything runs)
+            RUNNING.packed = given
+        return given
 
     def _check(self, hidden_states: torch.Tensor, packed: PackedGroups, others: dict[str, Any]) -> None:
         shard = packed.shard
@@ -288,14 +118,13 @@ class _PackedSelfAttention(_Checked, SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(packed_seq_params, PackedGroups):
-            self._check(hidden_states, packed_seq_params, kwargs)
+        if (packed := self._enter(hidden_states, packed_seq_params, kwargs)) is not None:
             if rotary_pos_emb is None:
                 raise ValueError(
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
                     f" is {' or '.join(ROTARY)}"
                 )
-            rotary_pos_emb = packed_seq_params._frequencies(rotary_pos_emb)
+            rotary_pos_emb = packed._frequencies(rotary_pos_emb)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -323,8 +152,7 @@ class _PackedMLASelfAttention(_Checked, MLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(packed_seq_params, PackedGroups):
-            self._check(hidden_states, packed_seq_params, kwargs)
+        if self._enter(hidden_states, packed_seq_params, kwargs) is not None:
             self.core_attention.latent_scale = self.softmax_scale
         return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
 
@@ -432,7 +260,7 @@ if HAVE_TE:
 
     CORE[TEDotProductAttention] = _PackedTEDotProductAttention
 
-PACKED = ATTENTION | CORE
+PACKED = ATTENTION | CORE | ROUTERS
 STOCK = {packed: stock for stock, packed in PACKED.items()}
 
 
@@ -464,6 +292,13 @@ def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_t
         raise ValueError(f"{where} has attn_mask_type {shown}, expected {' or '.join(t.name for t in CAUSAL)}")
 
 
+def _check_router(where: str, found: Any) -> None:
+    """Raises ValueError for a layer whose experts get their tokens of another class."""
+    if STOCK.get(found, found) not in ROUTERS:
+        names = " or ".join(map(_name, ROUTERS))
+        raise ValueError(f"the router of {where} is {_name(found)}, expected megatron-core's {names}")
+
+
 # ---------------------------------------------------------------- specs and models
 def _specs(spec: Any) -> list[TransformerLayerSubmodules]:
     """The parts of each layer of a spec of a layer or of a block of layers."""
@@ -476,6 +311,25 @@ def _specs(spec: Any) -> list[TransformerLayerSubmodules]:
     raise TypeError(
         f"{type(spec).__name__} is neither a GPTModel nor the spec of a transformer layer or block of megatron-core"
     )
+
+
+def _experts(where: str, mlp: Any) -> MoESubmodules | None:
+    """The parts of a layer's experts; None where its spec has none."""
+    if isinstance(mlp, functools.partial):
+        kind, found = mlp.func, mlp.keywords.get("submodules")
+    elif isinstance(mlp, ModuleSpec):
+        kind, found = mlp.module, mlp.submodules
+    else:
+        kind, found = mlp, None
+    if isinstance(found, MoESubmodules):
+        return found
+    if isinstance(kind, type) and issubclass(kind, MoELayer):
+        raise ValueError(f"{_name(kind)} of {where} has no MoESubmodules, expected them: they name its router")
+    return None
+
+
+def _routers(layer: nn.Module) -> list[Router]:
+    return [module for module in layer.modules() if isinstance(module, Router)]
 
 
 def _gpt(model: nn.Module) -> GPTModel:
@@ -505,14 +359,14 @@ def enable(target: Target) -> Target:
 
     Then, on every rank,
 
-        logits = model(batch.input_ids, batch.position_ids, None, packed_seq_params=PackedGroups(batch.layout))
+        logits = model(batch.input_ids, batch.position_ids, None, packed_seq_params=PackedGroups(batch))
 
     input_ids is [1, T], the groups of :func:`dualkv.pack` or `pack_sequences` in one packed row. The attention mask is
     None. Every layer runs :func:`dualkv.attention` over this rank's heads, with the window of the layer and the softmax
     offset of its heads. With sequence parallelism T must be a multiple of the tensor-parallel size
-    (:func:`dualkv.sequence_parallel.padded`). Auxiliary losses of experts count a shared prompt once. Recomputation of
-    layers or of the core attention needs nothing else. `deterministic_mode` of the config gives bitwise equal gradients
-    from run to run.
+    (:func:`dualkv.sequence_parallel.padded`). Routers of experts count rollouts
+    (:mod:`dualkv.integrations.megatron_routers`). Recomputation of layers or of the core attention needs nothing else.
+    `deterministic_mode` of the config gives bitwise equal gradients from run to run.
 
     Args:
         target: a `ModuleSpec` or the submodules of a transformer layer or block, or a `GPTModel`, alone or in wrappers
@@ -523,9 +377,9 @@ def enable(target: Target) -> Target:
 
     Raises:
         ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with
-            its own core attention, or a config with attention dropout, multimodal rotary embeddings, multi-token
-            prediction, CUDA graphs, 8-bit attention, experts that drop tokens, a window to the right, pipeline stages
-            that exchange micro-batches of one length, or interleaved ones that do not. Of a spec the config is checked
+            its own core attention, a router that is not its `TopKRouter`, or a config that
+            :mod:`dualkv.integrations.megatron_configs` refuses: with attention dropout, CUDA graphs, experts that drop
+            tokens or depend on all rows, and others. Of a spec the config is checked
             when a layer is built. Every rank raises the same error. A call raises ValueError for an attention mask or
             bias, a cache, another number of tokens than the layout's, heads that context-parallel ranks cannot share
             ("a2a"), and a model without rotary embeddings.
@@ -541,6 +395,8 @@ def enable(target: Target) -> Target:
                 raise ValueError(f"self_attention of {where} is {_name(inner)}, expected the ModuleSpec of one")
             core = getattr(inner.submodules, "core_attention", None)
             _check_attention(where, inner.module, core, crossed, inner.params.get("attn_mask_type"))
+            if (experts := _experts(where, layer.mlp)) is not None:
+                _check_router(where, experts.router)
         _swap(target, PACKED)
         return target
     layers = _layers(target)
@@ -554,7 +410,10 @@ def enable(target: Target) -> Target:
         inner = layer.self_attention
         core = getattr(inner, "core_attention", None)
         mask_type = getattr(inner, "attn_mask_type", None)
-        _check_attention(f"layer {layer.layer_number}", type(inner), type(core), type(layer.cross_attention), mask_type)
+        where = f"layer {layer.layer_number}"
+        _check_attention(where, type(inner), type(core), type(layer.cross_attention), mask_type)
+        for router in _routers(layer):
+            _check_router(where, type(router))
     _swap(target, PACKED)
     return target
 
@@ -570,7 +429,8 @@ def _swap(target: Any, classes: dict[type, type]) -> None:
     another one, or none, stay as they are."""
     if isinstance(target, nn.Module):
         for layer in _layers(target):
-            for module in (layer.self_attention, getattr(layer.self_attention, "core_attention", None)):
+            core = getattr(layer.self_attention, "core_attention", None)
+            for module in (layer.self_attention, core, *_routers(layer)):
                 if type(module) in classes:
                     module.__class__ = classes[type(module)]
         return
@@ -580,3 +440,5 @@ def _swap(target: Any, classes: dict[type, type]) -> None:
             inner.module = classes[inner.module]
             core = inner.submodules.core_attention
             inner.submodules.core_attention = classes.get(core, core)
+        if (experts := _experts("", layer.mlp)) is not None:
+            experts.router = classes.get(experts.router, experts.router)

@@ -36,14 +36,16 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
+from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron
-from dualkv.integrations.megatron_configs import refuse
+from dualkv.integrations.megatron_configs import counted, refuse
 from dualkv.integrations.verl import routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import Shard, padded
 
-PACKED_ROWS = "dualkv_rows"  # of a micro-batch, among its settings: rows of all ranks, with those that pad them
+# Of a micro-batch, among its settings: rows of all ranks, with those that pad them; or tokens of rollouts.
+PACKED_ROWS = "dualkv_rows"
 # Attributes of veRL's engine configuration: values that packed groups need, and why.
 NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
     "dynamic_context_parallel": ((False,), "all context-parallel ranks share the rows of a packed group"),
@@ -183,9 +185,13 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         return -rows % lcm(self._ranks()[1], bucket)
 
     def _count_rows(self, data: TensorDict, rollouts: Rollouts, parts: list[list[int]]) -> None:
-        """Tells veRL by how many rows megatron-core will divide gradients, on all data-parallel ranks together."""
+        """Tells veRL by how many rows megatron-core will divide gradients, on all data-parallel ranks together: by
+        tokens of rollouts, where routers count those."""
         of_parts = (int(rollouts.select(np.array(part)).packed_once.tree().offsets[-1]) for part in parts)
-        total = torch.tensor(sum(rows + self._added(rows) for rows in of_parts), device=get_device_id())
+        number = sum(rows + self._added(rows) for rows in of_parts)
+        if counted(self.tf_config):
+            number = int((rollouts.prompt_lens + rollouts.response_lens).sum())
+        total = torch.tensor(number, device=get_device_id())
         torch.distributed.all_reduce(total, group=self.get_data_parallel_group())
         tu.assign_non_tensor(data, routed_num_tokens=total.item())
 
@@ -222,9 +228,14 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         added = self._added(len(packed.input_ids))
         heads = self.tf_config.num_attention_heads // self.tf_config.tensor_model_parallel_size
         exchange = "all_gather" if heads % self.row_ranks else "a2a"
-        groups = megatron.PackedGroups(padded(packed.layout.to(device), added), cp_comm_type=exchange)
+        layout: Any = padded(packed.layout.to(device), added)
+        if counted(self.tf_config):  # routers need to know where rollouts end
+            of_rollouts, lens = packed.packed_rows.numpy(), micro_batch["input_ids"].offsets().diff().cpu().numpy()
+            layout = PackedSequences(packed.input_ids[None], layout, of_rollouts, lens, np.ones(len(of_rollouts), bool))
+        groups = megatron.PackedGroups(layout, cp_comm_type=exchange)
         shard = groups.shard
-        tu.assign_non_tensor(micro_batch, **{PACKED_ROWS: groups.layout.num_tokens})
+        rows = groups._rollouts.tokens if counted(self.tf_config) else groups.layout.num_tokens
+        tu.assign_non_tensor(micro_batch, **{PACKED_ROWS: rows})
         places = packed.head_rows if shard.world_size == 1 else shard.places.cpu()[packed.head_rows]
         head = HeadRows.of(places, rank, groups.layout.num_tokens // ranks, ranks).to(device)
 

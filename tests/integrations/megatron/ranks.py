@@ -11,7 +11,15 @@ import torch.distributed as dist
 from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import EXPERTS, LATENT, build, layer_spec, packed_against_replicated
+from tests.integrations.megatron.updates import (
+    COUNTED,
+    EXPERTS,
+    LATENT,
+    build,
+    layer_spec,
+    packed_against_replicated,
+    packed_on_ranks,
+)
 
 COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -53,11 +61,18 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
+# What routers count, against one rank. A loss of all data-parallel ranks differs with their number.
+WITHOUT_GLOBAL = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.5]}
+COUNTS: dict[str, dict[str, Any]] = {
+    "heads": {"cp": 2},
+    "tensor, sequence, keys": {"tp": 2, "sequence_parallel": True, "cp": 2, "cp_comm_type": "all_gather"},
+}
 
 
 def main(number: int, folder: str, *names: str) -> None:
     with cpu.rank():
         found: dict[str, Any] = {name: tuple(packed_against_replicated(**SCENARIOS[name])) for name in names}
+        found["counts"] = {name: packed_on_ranks(**COUNTED | WITHOUT_GLOBAL | sizes) for name, sizes in COUNTS.items()}
         found["refused"] = refused()
     torch.save(found, Path(folder) / f"{number}.pt")
 

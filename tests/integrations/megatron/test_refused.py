@@ -201,7 +201,7 @@ def test_one_length_for_all_micro_batches() -> None:
 
 
 def test_not_a_layout() -> None:
-    with pytest.raises(TypeError, match=r"^layout is a list, expected a dualkv\.Layout$"):
+    with pytest.raises(TypeError, match=r"^layout is a list, expected a dualkv\.Layout or a batch that has one$"):
         PackedGroups([3, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^layout is a layout without some queries .* expected one of all rows: "):
         PackedGroups(LAYOUT.without_prompt_queries())

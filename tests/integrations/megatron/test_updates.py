@@ -84,7 +84,7 @@ def test_another_layout_computes_something_else() -> None:
     cpu.parallel()
     model = build(enable(layer_spec()), {})
     packed, replicated = rollouts()
-    alone = [batch._replace(layout=dualkv.Layout.from_lengths([batch.input_ids.shape[1]], [[]])) for batch in packed]
+    alone = [batch._replace(batch=dualkv.Layout.from_lengths([batch.input_ids.shape[1]], [[]])) for batch in packed]
     wrong = difference(update([model], alone), update([model], replicated))
     assert wrong.logp is not None
     assert min(wrong.logp, wrong.gradients) > 1e-2
@@ -144,6 +144,13 @@ def test_context_parallel_ranks_raise_together(ranks: list[dict[str, Any]]) -> N
             "cp_comm_type is 'p2p', expected 'a2a' or 'all_gather'",
             "context_parallel_size of layer 1 is 1, expected 2",
         ]
+
+
+def test_routers_of_ranks_count_as_one_does(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        for gradients, tokens in one["counts"].values():
+            assert gradients < 1e-5
+            assert tokens == 0
 
 
 def marks(name: str) -> Any:

@@ -50,6 +50,14 @@ EXPERTS = {
     "moe_router_load_balancing_type": "none",
     "moe_router_dtype": "fp32",
 }
+# All that counts tokens; a bias makes routers choose other experts, from the second update on.
+COUNTED = EXPERTS | {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.3, 0.5, 0.4],
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 LATENT = {
     "multi_latent_attention": True,
     "num_query_groups": 4,
@@ -108,7 +116,7 @@ class MicroBatch(NamedTuple):
 
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
-    layout: dualkv.Layout | None
+    batch: dualkv.PackedBatch | dualkv.PackedSequences | dualkv.Layout | None  # that PackedGroups is given
     predict_rows: torch.Tensor  # [M]
     targets: torch.Tensor  # [M]
     unpack: Callable[[torch.Tensor], list[torch.Tensor]]  # [M] to one tensor a rollout
@@ -137,14 +145,12 @@ def rollouts(seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:
         counts = [len(row) for row in batch.unpack(batch.targets)]
         weights = torch.randn(sum(counts), generator=g)
         tokens_asked = batch.predict_rows, batch.targets
-        packed.append(
-            MicroBatch(batch.input_ids, batch.position_ids, batch.layout, *tokens_asked, batch.unpack, weights)
-        )
+        packed.append(MicroBatch(batch.input_ids, batch.position_ids, batch, *tokens_asked, batch.unpack, weights))
         for sequence, some in zip(sequences, weights.split(counts), strict=True):
             rows = torch.arange(len(sequence) - len(some), len(sequence)) - 1
             ids, positions = sequence[None], torch.arange(len(sequence))[None]
             replicated.append(MicroBatch(ids, positions, None, rows, sequence[rows + 1], lambda x: [x], some))
-    assert [b.layout.depth for b in packed] == [2, 2, 2, 3]
+    assert [b.layout.depth for b in batches] == [2, 2, 2, 3]
     return packed, replicated
 
 
@@ -162,12 +168,12 @@ def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
     def step(batches: Any, model: GPTModel) -> Any:
         batch = next(batches)
         ids, positions, asked, params = batch.input_ids, batch.position_ids, batch, None
-        if batch.layout is not None:
+        if batch.batch is not None:
             config = model.config
             multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
             length = LENGTH if config.virtual_pipeline_model_parallel_size else None
             exchange = config.cp_comm_type or "a2a"
-            params = PackedGroups(batch.layout, multiple, length=length, cp_comm_type=exchange)
+            params = PackedGroups(batch.batch, multiple, length=length, cp_comm_type=exchange)
             ids, positions, asked = params.split(ids), params.split(positions), params.predictions(batch)
         out = model(ids, positions, None, packed_seq_params=params)
 
@@ -284,3 +290,29 @@ def packed_against_replicated(
     if found.logp is not None and expected.logp is not None:
         expected = expected._replace(logp=expected.logp[: len(found.logp)])
     return difference(found, expected)
+
+
+def packed_on_ranks(tp: int = 1, cp: int = 1, **settings: Any) -> list[float]:
+    """Of routers, the largest differences of ranks from one rank: of gradients relative to the largest entry, and of
+    the tokens of experts. Layers have no norms, which sequence parallelism does not run on a CPU."""
+    settings |= {"qk_layernorm": False, "init_method_std": 0.1}
+
+    def found(tp: int, cp: int, **more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        changed = settings | {"tensor_model_parallel_size": tp, "context_parallel_size": cp} | more
+        cpu.parallel(tp, cp=cp)
+        model = build(enable(layer_spec(False, **changed)), changed)
+        update([model], rollouts()[0])
+        routers = [layer.mlp.router for layer in model.decoder.layers]
+        gradients = [router.weight.grad for router in routers]
+        tokens = [router.local_tokens_per_expert for router in routers]
+        for x in gradients:
+            dist.all_reduce(x, group=parallel_state.get_tensor_model_parallel_group())
+        for x in tokens:
+            dist.all_reduce(x, group=parallel_state.get_tensor_and_context_parallel_group())
+        return gradients, tokens
+
+    of_ranks, alone = found(tp, cp), found(1, 1, sequence_parallel=False)
+    return [
+        max(((x - y).abs().max() / scale(y)).item() for x, y in zip(a, b, strict=True))
+        for a, b, scale in zip(of_ranks, alone, (lambda y: y.abs().max(), lambda y: 1), strict=True)
+    ]
