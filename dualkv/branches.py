@@ -4,7 +4,7 @@
         return model.model(input_ids=input_ids, dualkv=branch).last_hidden_state
 
     def loss(hidden, part):
-        logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, part)
+        logp, _ = dualkv.response_logprobs(hidden, head(model), part)
         return -(part.expand(logp) * advantages[part.places]).sum()
 
     dualkv.walk(batch, budget, forward, loss)  # as loss.backward() of the whole batch

@@ -164,7 +164,8 @@ def _refuse_shards(model: PreTrainedModel, module: nn.Module) -> None:
             check_whole(what, weight)
             if weight.numel() and not weight.untyped_storage().size():  # FSDP1 lets go of it outside of the forward
                 raise ValueError(f"{what} has no values here: {INSTEAD}")
-            if type(part) is nn.Linear and name == "weight" and weight.shape != (part.out_features, part.in_features):
+            # The columns of a weight that is tied may be others than the layer says (Ovis 2).
+            if type(part) is nn.Linear and name == "weight" and weight.shape[:-1] != (part.out_features,):
                 raise ValueError(
                     f"{what} has shape {tuple(weight.shape)} here, expected {[part.out_features, part.in_features]}:"
                     f" this rank has a part of it; {INSTEAD}"

@@ -127,9 +127,10 @@ def test_a_head_that_is_its_weight() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("kind", ["muse_glimmer", "llama4", "nemotron_h", "opt"])
+@pytest.mark.parametrize("kind", ["muse_glimmer", "llama4", "nemotron_h", "opt", "ovis2"])
 def test_types_of_the_zoo(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m tools.matrix` runs all: a scale and a cap; no base model; a hybrid; a projection in the decoder."""
+    """`python -m tools.matrix` runs all: a scale and a cap; no base model; a hybrid; a projection in the decoder;
+    a tied weight of another width."""
     monkeypatch.setattr(matrix, "WAYS", {"head": matrix.head})
     assert matrix.examine(kind)["head"]["outcome"] == zoo.EXACT
 
