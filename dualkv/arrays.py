@@ -121,6 +121,17 @@ def cumulative_array(name: str, values: Lengths) -> IntArray:
     return array
 
 
+def check_zeros_and_ones(name: str, mask: npt.NDArray[Any]) -> None:
+    """Raise ValueError for a mask [L] with another value: a weight, or an entry of an additive mask."""
+    wrong = (mask != 0) & (mask != 1)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{name}[{at}] is {mask[at]}, expected 0 or 1: weights of tokens belong into the loss, and an additive mask"
+            " becomes one of zeros and ones by `mask == 0`"
+        )
+
+
 def positions(counts: IntArray) -> IntArray:
     """0, 1, ..., counts[i] - 1 for every i, end to end."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -143,8 +143,14 @@ def policy_loss(
 
     Raises:
         ValueError: tensors that are not all [M], a KL weight without `ref_logp`, a negative clip range or KL weight.
+        TypeError: no tensors; weights that are not floating point, such as a mask, by which the loss would be a sum.
     """
     named = {"old_logp": old_logp, "advantages": advantages, "weights": weights, "ref_logp": ref_logp}
+    for name, tensor in {"logp": logp, **named}.items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name != "ref_logp"):
+            raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}")
+    if not weights.is_floating_point():
+        raise TypeError(f"weights must be floating point, as token_weights returns them, got {weights.dtype}")
     for name, tensor in named.items():
         if tensor is not None and (logp.ndim != 1 or tensor.shape != logp.shape):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logp {tuple(logp.shape)}: expected [M] for both")

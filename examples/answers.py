@@ -83,9 +83,11 @@ def distillation(batch):
 for update in range(args.updates):
     total = 0.0
     for micro_batch in plan:
+        chosen = [(g, i) for g, some in micro_batch.parts for i in some]
         batch = dualkv.pack(
-            [prompts[g] for g, _ in micro_batch.parts],
-            [[answers[g][i] for i in some] for g, some in micro_batch.parts],
+            [prompts[g] for g, _ in chosen],
+            [answers[g][i] for g, i in chosen],
+            group_ids=[g for g, _ in chosen],  # replicated prompts have an id each
             device=device,
         )
         loss = distillation(batch) if teacher else fine_tuning(batch)

@@ -87,8 +87,9 @@ prompts = [torch.randint(VOCAB, (p,), generator=draw) for p, _ in sizes]
 responses = [[torch.randint(VOCAB, (n,), generator=draw) for n in lens] for _, lens in sizes]
 if args.replicated:
     prompts = [prompt for prompt, group in zip(prompts, responses, strict=True) for _ in group]
-    responses = [[response] for group in responses for response in group]
-batch = dualkv.pack(prompts, responses, device=device)
+    responses = [response for group in responses for response in group]
+apart = range(len(prompts)) if args.replicated else None  # equal prompts would be packed once otherwise
+batch = dualkv.pack(prompts, responses, group_ids=apart, device=device)
 advantages = torch.randn(batch.num_rollouts, generator=draw)
 advantage = advantages.repeat_interleave(torch.tensor(batch.response_lens)).to(device)
 

@@ -317,7 +317,26 @@ BAD += [
         "pack_padded", {"prompt_mask": torch.tensor([[1, 1], [0, 0]])}, ValueError, "prompts[1]|empty",
         values=True,
     ),
+    *(
+        Bad("pack_padded", {name: mask}, ValueError, f"{name}[{place}]|{shown}|0|1|mask == 0", values=True)
+        for name in ("prompt_mask", "response_mask")
+        for mask, place, shown in [
+            (torch.tensor([[1.0, 0.25], [1.0, 1.0]]), "0][1", "0.25"),
+            (torch.tensor([[0.0, 0.0], [-INF, 0.0]]), "1][0", "-inf"),
+            (torch.tensor([[0.0, 0.0], [torch.finfo(torch.float32).min, 0.0]]), "1][0", "-3.4028234663852886e+38"),
+            (torch.tensor([[1, 1], [2, 2]]), "1][0", "2"),
+            (torch.tensor([[1, 1], [-100, 1]]), "1][0", "-100"),
+            (torch.tensor([[1.0, NAN], [1.0, 1.0]]), "0][1", "nan"),
+        ]
+    ),
+    *(
+        Bad("pack_padded", {name: torch.zeros(2, 2)}, ValueError, f"{name}|torch.float32|0|ones", values=True)
+        for name in ("prompt_mask", "response_mask")
+    ),
     Bad("unpack", {"values": torch.zeros(3)}, ValueError, "values|(3,)|[4, ...]"),
+    Bad("unpack", {"values": [0.0] * 4}, TypeError, "values|list|tensor"),
+    Bad("unpack_sequences", {"values": [0.0] * 7}, TypeError, "values|list|tensor"),
+    Bad("policy_loss", {"old_logp": [0.0]}, TypeError, "old_logp|list|tensor"),
     Bad("unpack", {"form": "rows"}, ValueError, "form|'rows'|'list'|'padded'|'nested'"),
     Bad("unpack_sequences", {"values": torch.zeros(3)}, ValueError, "values|(3,)|[7, ...]"),
     Bad("group_advantages", {"rewards": torch.ones(3).long()}, TypeError, "rewards|torch.int64"),
@@ -337,6 +356,10 @@ BAD += [
     Bad(
         "policy_loss", {"advantages": torch.ones(2)}, ValueError,
         "advantages|(2,)|logp|(1,)|[M]",
+    ),
+    *(
+        Bad("policy_loss", {"weights": torch.ones(1, dtype=dtype)}, TypeError, f"weights|{dtype}|token_weights")
+        for dtype in (torch.bool, torch.int64)
     ),
     *(Bad("policy_loss", {x: -0.1}, ValueError, f"{x}|-0.1|0") for x in ("clip_low", "kl_coef")),
     Bad("policy_loss", {"kl_coef": 0.1}, ValueError, "kl_coef|0.1|ref_logp"),

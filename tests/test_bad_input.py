@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualkv import Layout, pack, pack_sequences, plan_micro_batches, plan_sequences
+from dualkv import Layout, PackedSequences, pack, pack_sequences, plan_micro_batches, plan_sequences
+from dualkv.data.parts import plan_parts
 from dualkv.grpo import group_advantages, token_weights
 from tests.bad_input import BAD, BAD_ON_CPU, base, check_names, nothing_runs
 
@@ -85,6 +86,8 @@ advantages, weights = partial(group_advantages, torch.ones(3)), partial(token_we
         (pack_sequences, ([[1, 2]], [["0", "1"]]), ("loss_masks[0]", "['0', '1']")),
         (pack_sequences, ([[1, 2]], 1), ("loss_masks", "int")),
         (plan_sequences, ([[1, 2]], "5"), ("budget", "'5'")),
+        (plan_parts, (pack([[1]], [[[2]]]), 5), ("batch", "PackedBatch", "from_batch")),
+        (PackedSequences.from_batch, (pack_sequences([[1, 2]]),), ("batch", "PackedSequences", "pack_padded")),
         (Layout.from_token_sequences, (["ab"],), ("sequences[0]", "'ab'", TEXT)),
         (Layout.from_token_sequences, ([[1]], "2"), ("min_shared", "'2'")),
         (advantages, (3,), ("group_sizes", "3")),

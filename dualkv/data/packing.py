@@ -7,11 +7,13 @@ token of every response. There are two label styles for that:
 - `"roll"`: P-1 prompt tokens are shared, and each response starts with its own copy of the last prompt token. Then
   every row predicts the token of the next row, and `labels` work with heads and losses that expect one label a row.
 
-Values of response tokens are always [M, ...]: the responses in packed order, each from its first token to its last.
+Values of response tokens are always [M, ...]: the responses in the order of `PackedBatch.order`, each from its first
+token to its last.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +28,7 @@ from dualkv.arrays import (
     TokenIds,
     check_integers,
     check_one_device,
+    check_zeros_and_ones,
     outside_inference_mode,
     ranges,
     sequence_list,
@@ -53,7 +56,8 @@ class PackedBatch:
         layout: which rows belong to which prompt and response.
         label_style: "gather": `predict_rows` says which row predicts a token. "roll": each response has its own copy of
             its prompt's last token, and each row predicts the token of the next row.
-        order: [N] int64, on the host: the index in the input of each packed response.
+        order: [N] int64, on the host: the index in the input of each response of [M]. Responses that came as lists, one
+            list a prompt, stay in the order of the input.
         padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
         media: inputs of the model for the images, videos and audio of all prompts, each once: values of tokens
             (`mm_token_type_ids`) as [1, T], all others end to end. Call the model with `**batch.media`.
@@ -65,6 +69,8 @@ class PackedBatch:
     order: IntArray
     padded_width: int
     media: dict[str, Any] = field(default_factory=dict)
+    _columns: IntArray | None = None  # [N] of the input, the column of each response's first token; None: all 0
+    _places: IntArray | None = None  # [N] of [M], each response's place among the packed ones; None: in packed order
 
     @property
     def device(self) -> torch.device:
@@ -133,9 +139,10 @@ class PackedBatch:
 
         Args:
             values: [M, ...] one value for each response token, such as log-probabilities.
-            form: "list" for N tensors [R_i, ...]; "padded" for one tensor [N, padded_width, ...] with responses from
-                column 0 on; "nested" for a jagged nested tensor of N rows.
-            padding_value: fills "padded" behind each response.
+            form: "list" for N tensors [R_i, ...]; "padded" for one tensor [N, padded_width, ...] with each response in
+                the columns that it had in the padded input, or from column 0 on; "nested" for a jagged nested tensor of
+                N rows.
+            padding_value: fills "padded" around each response.
 
         Raises:
             ValueError: not one value for each response token, or an unknown form.
@@ -144,7 +151,7 @@ class PackedBatch:
         check_unpacked(values, self.num_response_tokens, "response token", form)
         if not np.array_equal(self.order, np.arange(len(self.order))):
             values = values.index_select(0, ranges(self._packed_starts[self._inverse], lens, values.device))
-        return as_rows(values, lens, form, self.padded_width, padding_value)
+        return as_rows(values, lens, form, self.padded_width, padding_value, self._columns)
 
     def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Values of packed rows as full sequences, prompt and response, in the order of the input; differentiable.
@@ -173,7 +180,7 @@ class PackedBatch:
             return self
         layout = self.layout.to(input_ids.device)
         media = {name: value if isinstance(value, list) else value.to(device) for name, value in self.media.items()}
-        return PackedBatch(input_ids, layout, self.label_style, self.order, self.padded_width, media)
+        return replace(self, input_ids=input_ids, layout=layout, media=media)
 
     def __repr__(self) -> str:
         return (
@@ -181,7 +188,7 @@ class PackedBatch:
             f"labels={self.label_style!r}, {self.layout!r})"
         )
 
-    # ------------------------------------------------------------------ host side, [N] in packed order
+    # ------------------------------------------------------------------ host side, [N] in the order of [M]
     def _segments(self, index: IntArray) -> tuple[IntArray, IntArray]:
         """The first row of each segment in `index`, and the row after its last one."""
         offsets = self.layout.offsets.numpy().astype(np.int64)
@@ -190,7 +197,8 @@ class PackedBatch:
     @cached_property
     def _leaf(self) -> IntArray:
         """Segment of each response."""
-        return np.flatnonzero(self.layout.parent.numpy() >= 0)
+        leaves = np.flatnonzero(self.layout.parent.numpy() >= 0)
+        return leaves if self._places is None else leaves[self._places]
 
     @cached_property
     def _parent(self) -> IntArray:
@@ -224,7 +232,7 @@ class PackedBatch:
 
     @cached_property
     def _inverse(self) -> IntArray:
-        """The packed index of each rollout of the input."""
+        """The index in the order of [M] of each rollout of the input."""
         return np.argsort(self.order)
 
     @cached_property
@@ -247,17 +255,22 @@ def pack(
 ) -> PackedBatch:
     """Pack unpadded token sequences. The type of `responses` selects one of two forms:
 
-    - grouped: G prompts, and a list of responses for each prompt;
+    - grouped: G prompts, and a list of responses for each prompt. Equal prompts are packed once, and values of response
+      tokens stay in the order of the input;
     - one prompt for each rollout: N prompts and N responses. Rollouts are grouped by `group_ids`, or by equal prompts
-      without `group_ids`: equal ids and equal media. Groups keep the order in which they first appear.
+      without `group_ids`. Groups keep the order in which they first appear.
 
-    Tokens on a GPU stay there. Only the second form copies its prompts to the host, once, to group or compare them.
+    Prompts are equal if their tokens and their media are.
+
+    Tokens on a GPU stay there. To compare prompts, they are copied to the host, once: in the second form all, in the
+    first form those that are as long as another one.
 
     Args:
         prompts: a list of 1-D integer tensors, arrays or lists, or a jagged nested tensor.
         responses: the same, or a list of such lists. Responses may be empty, prompts may not.
         labels: "gather" or "roll", see `PackedBatch.label_style`.
         group_ids: [N] hashable values (such as veRL's `uid`) or an integer tensor; only with one prompt per rollout.
+            Rollouts of different ids share nothing: `range(N)` packs every sequence by itself.
         media: one mapping for each prompt (None for text alone): what a processor returns for this prompt, such as
             `pixel_values` [patches, C], `image_grid_thw` [images, 3] and `mm_token_type_ids` [P] or [1, P]. The media
             of a shared prompt are kept once, in `PackedBatch.media`. Media are compared by content. `input_ids` and
@@ -293,14 +306,26 @@ def pack(
             raise ValueError(f"responses[{g}] is empty, expected at least one response a prompt")
     group_prompts = [token_tensor(f"prompts[{g}]", p) for g, p in enumerate(prompt_list)]
     _check_prompts(group_prompts)
-    return _assemble(
-        group_prompts,
-        [token_tensor(f"responses[{g}][{i}]", r) for g, group in enumerate(response_list) for i, r in enumerate(group)],
-        np.array([len(group) for group in response_list], np.int64),
+    flat = [
+        token_tensor(f"responses[{g}][{i}]", r) for g, group in enumerate(response_list) for i, r in enumerate(group)
+    ]
+    counts = np.array([len(group) for group in response_list], np.int64)
+    of_prompts = images.entries(media, [len(p) for p in group_prompts])
+    merged = _equal_prompts(group_prompts, of_prompts)
+    if merged is None:
+        return _assemble(group_prompts, flat, counts, labels, of_prompts, device)
+    leaders = np.unique(merged, return_index=True)[1].tolist()
+    packed = np.argsort(np.repeat(merged, counts), kind="stable")
+    batch = _assemble(
+        [group_prompts[g] for g in leaders],
+        [flat[i] for i in packed.tolist()],
+        np.bincount(merged, counts).astype(np.int64),
         labels,
-        images.entries(media, [len(p) for p in group_prompts]),
+        None if of_prompts is None else [of_prompts[g] for g in leaders],
         device,
+        packed,
     )
+    return replace(batch, order=np.arange(len(flat)), _places=np.argsort(packed))
 
 
 @outside_inference_mode
@@ -318,20 +343,21 @@ def pack_padded(
     """Pack a padded batch, such as those of veRL and TRL.
 
     Prompts are padded on the left and responses on the right, or in any other way that leaves the tokens of a row
-    together. `unpack(form="padded")` returns rows of Rmax columns.
+    together. `unpack(form="padded")` returns [N, Rmax] with each value in the column of its token.
 
     Args:
         prompt_ids: [N, Pmax] integers.
-        prompt_mask: [N, Pmax] integers or booleans, nonzero for the prompt's tokens.
+        prompt_mask: [N, Pmax] booleans, or zeros and ones of any dtype: 1 for the prompt's tokens.
         response_ids: [N, Rmax] integers.
-        response_mask: [N, Rmax] nonzero for the response's tokens: the attention mask, not the loss mask.
+        response_mask: [N, Rmax] as prompt_mask, for the response's tokens: the attention mask, not the loss mask.
         labels: as for :func:`pack`.
         group_ids: [N] as for :func:`pack`; without it rollouts are grouped by equal prompts.
         media: as for :func:`pack`, one mapping (or None) for each row; values of tokens may have Pmax columns.
         device: as for :func:`pack`.
 
     Raises:
-        ValueError: shapes that do not match, a mask with holes, and all errors of :func:`pack`.
+        ValueError: shapes that do not match, a mask with holes or with other values than zeros and ones (an additive
+            mask), and all errors of :func:`pack`.
         TypeError: tokens that are not integers, group ids that cannot be hashed.
     """
     runs = []
@@ -352,11 +378,21 @@ def pack_padded(
         raise ValueError(f"response_ids has {len(response_ids)} rows, prompt_ids {len(prompt_ids)}, expected as many")
     if len(prompt_ids) == 0:
         raise ValueError("prompt_ids has no rows, expected at least one rollout")
-    # One copy to the host for both masks: [2, 3, N].
+    # One copy to the host for both masks: [2, 4, N].
     split, spans = [], []
-    for (name, ids), (first, last, count) in zip(
-        (("prompt", prompt_ids), ("response", response_ids)), torch.stack(runs).cpu().numpy(), strict=True
+    for (name, ids, mask), (first, last, count, unclear) in zip(
+        (("prompt", prompt_ids, prompt_mask), ("response", response_ids, response_mask)),
+        torch.stack(runs).cpu().numpy(),
+        strict=True,
     ):
+        if unclear.any():
+            at = int(np.argmax(unclear > 0))
+            check_zeros_and_ones(f"{name}_mask[{at}]", mask[at].cpu().float().numpy())
+        if mask.is_floating_point() and not count.any():
+            raise ValueError(
+                f"{name}_mask is {mask.dtype} and 0 everywhere, as an additive mask without padding is: expected ones"
+                " for tokens, and booleans or integers for a mask without any"
+            )
         holes = (count > 0) & (count != last - first + 1)
         if holes.any():
             at = int(np.argmax(holes))
@@ -370,16 +406,19 @@ def pack_padded(
         split.append(list(ids.reshape(-1).long().tensor_split(cuts.tolist())[1::2]))
     of_prompts = images.entries(media, [len(p) for p in split[0]], spans[0])
     batch = _pack_rollouts(split[0], split[1], labels, group_ids, of_prompts, device)
-    return replace(batch, padded_width=response_ids.shape[1])
+    columns = np.array([span.start for span in spans[1]])
+    return replace(batch, padded_width=response_ids.shape[1], _columns=columns)
 
 
 def _mask_runs(mask: torch.Tensor) -> torch.Tensor:
-    """mask [N, L] -> int64 [3, N] on its device: the first column that is set, the last one, and their number."""
+    """mask [N, L] -> int64 [4, N] on its device: the first column that is set, the last one, the number of those that
+    are set, and of those that are neither 0 nor 1."""
     width = mask.shape[1]
     if width == 0:
-        return torch.zeros(3, len(mask), dtype=torch.int64, device=mask.device)
+        return torch.zeros(4, len(mask), dtype=torch.int64, device=mask.device)
     is_set = (mask != 0).view(torch.uint8)
-    return torch.stack([is_set.argmax(1), width - 1 - is_set.flip(1).argmax(1), is_set.sum(1)])
+    unclear = torch.zeros_like(is_set) if mask.dtype == torch.bool else is_set & (mask != 1)
+    return torch.stack([is_set.argmax(1), width - 1 - is_set.flip(1).argmax(1), is_set.sum(1), unclear.sum(1)])
 
 
 def label_copies(style: LabelStyle) -> int:
@@ -449,6 +488,19 @@ def _pack_rollouts(
     )
 
 
+def _equal_prompts(prompts: list[torch.Tensor], media: list[images.Entry] | None) -> IntArray | None:
+    """[G] the group of each prompt, numbered in the order of their first; None if all prompts differ."""
+    lens = Counter(map(len, prompts))
+    some = [i for i, prompt in enumerate(prompts) if lens[len(prompt)] > 1]
+    if not some:
+        return None
+    keys = [b"%d" % i for i in range(len(prompts))]
+    for i, tokens in zip(some, to_host([prompts[i] for i in some]), strict=True):
+        keys[i] = b"=" + tokens.tobytes()  # differs from every number
+    group = images.grouped(keys, media or [])
+    return None if len(np.unique(group)) == len(group) else group
+
+
 def _check_prompts(prompts: list[torch.Tensor]) -> None:
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -462,7 +514,8 @@ def _group_keys(group_ids: GroupIds, rollouts: int) -> list[Hashable]:
     if not isinstance(keys, list) or len(keys) != rollouts:
         found = len(keys) if isinstance(keys, list) else "no"
         raise ValueError(f"group_ids has {found} entries for {rollouts} rollouts, expected one a rollout")
-    return cast(list[Hashable], keys)
+    # Tensors with one value have a hash each, whatever their value is.
+    return [key.item() if isinstance(key, torch.Tensor) and key.ndim == 0 else cast(Hashable, key) for key in keys]
 
 
 def _rollout_of(row: int, layout: Layout, order: IntArray) -> int:

@@ -165,7 +165,12 @@ def plan_parts(batch: PackedSequences, budget: int) -> list[TreePart]:
 
     Raises:
         ValueError: a budget below 1.
+        TypeError: another batch.
     """
+    if not isinstance(batch, PackedSequences):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, expected what pack_sequences or PackedSequences.from_batch returns"
+        )
     plan = _Plan(batch, positive("budget", budget))
     segments = batch.layout._segments
     plan.visit((), [(0, int(root), 0) for root in segments.roots])

@@ -13,8 +13,14 @@ from dualkv.arrays import IntArray, ranges
 Form = Literal["list", "padded", "nested"]
 
 
+def _check_tensor(values: object) -> None:
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
+
+
 def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form) -> None:
-    """Raise ValueError if there are not `count` values, and for an unknown form."""
+    """Raise ValueError if there are not `count` values, and for an unknown form; TypeError for no tensor."""
+    _check_tensor(values)
     if values.dim() == 0 or values.shape[0] != count:
         raise ValueError(f"values has shape {tuple(values.shape)}, expected [{count}, ...]: one value for each {of}")
     if form not in get_args(Form):
@@ -22,7 +28,8 @@ def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form) -> Non
 
 
 def of_packed_rows(values: torch.Tensor, total: int) -> torch.Tensor:
-    """values [total, ...] or [1, total, ...] -> [total, ...]; raises ValueError for other shapes."""
+    """values [total, ...] or [1, total, ...] -> [total, ...]; ValueError for other shapes, TypeError for no tensor."""
+    _check_tensor(values)
     if values.dim() > 1 and values.shape[:2] == (1, total):
         return values[0]
     if values.dim() == 0 or values.shape[0] != total:
@@ -33,14 +40,25 @@ def of_packed_rows(values: torch.Tensor, total: int) -> torch.Tensor:
     return values
 
 
-def as_rows(values: torch.Tensor, lens: IntArray, form: Form, width: int, padding_value: float) -> Any:
-    """values [sum(lens), ...] end to end -> one row for each length: a list, [N, width, ...] padded, or nested."""
+def as_rows(
+    values: torch.Tensor,
+    lens: IntArray,
+    form: Form,
+    width: int,
+    padding_value: float,
+    columns: IntArray | None = None,
+) -> Any:
+    """values [sum(lens), ...] end to end -> one row for each length: a list, [N, width, ...] padded, or nested.
+
+    columns: [N] in which rows of the padded form begin; 0 by default.
+    """
     if form == "list":
         return list(values.split(lens.tolist()))
     if form == "padded":
         rest = values.shape[1:]
         flat = values.new_full((len(lens) * width, *rest), padding_value)
-        into = ranges(np.arange(len(lens)) * width, lens, values.device)
+        begin = np.arange(len(lens)) * width
+        into = ranges(begin if columns is None else begin + columns, lens, values.device)
         return flat.index_copy(0, into, values).view(len(lens), width, *rest)
     offsets = torch.from_numpy(np.append(0, np.cumsum(lens))).to(values.device)
     return torch.nested.nested_tensor_from_jagged(

@@ -17,7 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualkv.arrays import IntArray, TokenIds, outside_inference_mode, positive, ranges, sequence_list
+from dualkv.arrays import (
+    IntArray,
+    TokenIds,
+    check_zeros_and_ones,
+    outside_inference_mode,
+    positive,
+    ranges,
+    sequence_list,
+)
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
 from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
@@ -63,8 +71,12 @@ class PackedSequences:
                 it, as in separate sequences.
 
         Raises:
-            ValueError: masks of other lengths, without any token, or that count the first token of a sequence.
+            ValueError: masks of other lengths, with other values than 0 and 1, without any token, or that count the
+                first token of a sequence.
+            TypeError: another batch.
         """
+        if not isinstance(batch, PackedBatch):
+            raise TypeError(f"batch is a {type(batch).__name__}, expected what pack or pack_padded returns")
         rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
         if whole:
             lens = np.array([len(r) for r in rows])
@@ -244,8 +256,8 @@ def pack_sequences(
         device: of the batch; by default the device of the tokens.
 
     Raises:
-        ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths, masks that count a first token
-            or no token at all, min_shared below 1, another label style.
+        ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or with other values than 0
+            and 1, masks that count a first token or no token at all, min_shared below 1, another label style.
         TypeError: tokens that are not integers.
     """
     check_label_style(labels)
@@ -353,6 +365,7 @@ def _masks(loss_masks: Sequence[Mask] | torch.Tensor, lens: IntArray, of: str) -
             raise TypeError(f"loss_masks[{i}] is {reprlib.repr(masks[i])}, {wanted}")
         if part.shape != (length,):
             raise ValueError(f"loss_masks[{i}] has shape {part.shape}, {of}[{i}] {length} tokens")
+        check_zeros_and_ones(f"loss_masks[{i}]", part)
     return [part.astype(bool) for part in parts]
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import dualkv
 from dualkv.data.packing import PackedBatch, pack, pack_padded
+from dualkv.data.trees import PackedSequences
 
 TOKENS = st.lists(st.integers(0, 9), max_size=6)
 PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few token values: equal prompts are common
@@ -81,13 +82,23 @@ def test_grouped_round_trip(case, style):
     flat = [(p, r) for p, group in zip(prompts, responses, strict=True) for r in group]
     check(batch, [p for p, _ in flat], [r for _, r in flat])
     shared = int(style == "roll")
-    assert batch.layout.prompt_lens == [len(p) - shared for p in prompts]
-    assert batch.layout.response_lens == [[len(r) + shared for r in group] for group in responses]
+    once: dict[tuple, list[int]] = {}
+    for p, group in zip(prompts, responses, strict=True):
+        once.setdefault(tuple(p), []).extend(len(r) for r in group)
+    assert batch.layout.prompt_lens == [len(p) - shared for p in once]
+    assert batch.layout.response_lens == [[n + shared for n in lens] for lens in once.values()]
     assert batch.order.tolist() == list(range(len(flat)))
+    assert batch.targets.tolist() == [token for _, r in flat for token in r]  # what users put beside it, in their order
+    if any(len(p) + len(r) > 1 for p, r in flat):
+        whole = PackedSequences.from_batch(batch, whole=True)
+        assert as_lists(whole.unpack(whole.targets)) == [(p + r)[1:] for p, r in flat]
+    if style == "gather" and any(r for _, r in flat):
+        rows = batch.predict_rows.unique(return_counts=True)[1]
+        assert batch._tokens_of_row.tolist() == rows.tolist()
 
 
 @settings(max_examples=100, deadline=None)
-@given(rollouts(), STYLES, st.sampled_from(["content", "list", "strings", "array", "tensor"]))
+@given(rollouts(), STYLES, st.sampled_from(["content", "list", "strings", "array", "tensor", "tensors"]))
 def test_rollouts_round_trip(case, style, ids):
     prompts, responses, group = case
     group_ids = {
@@ -96,6 +107,7 @@ def test_rollouts_round_trip(case, style, ids):
         "strings": [f"uid-{g}" for g in group],
         "array": np.array([f"uid-{g}" for g in group], object),
         "tensor": torch.tensor(group),
+        "tensors": list(torch.tensor(group)),
     }[ids]
     batch = pack(tensors(prompts), tensors(responses), labels=style, group_ids=group_ids)
     check(batch, prompts, responses)
@@ -124,12 +136,54 @@ def test_padded_round_trip(case, style, declared, boolean, extra):
     assert batch.layout == same.layout
 
 
-def test_padding_on_the_other_side_or_on_both():
-    prompts, responses = [[1, 2], [3]], [[4], [5, 6, 7]]
-    responses_left = padded(responses, left=True)
-    check(pack_padded(*padded(prompts, left=False), *responses_left), prompts, responses)
+@settings(max_examples=50, deadline=None)
+@given(rollouts(), STYLES, st.data())
+def test_values_of_a_padded_batch_go_back_into_their_columns(case, style, data):
+    """Wherever the tokens of a row begin, in an order of groups that is not that of the rows."""
+    prompts, responses, _ = case
+    width = max(map(len, responses)) + 2
+    starts = [data.draw(st.integers(0, width - len(r))) for r in responses]
+    ids, mask = torch.full((2, len(responses), width), 7)
+    mask.zero_()
+    for i, (r, start) in enumerate(zip(responses, starts, strict=True)):
+        ids[i, start : start + len(r)], mask[i, start : start + len(r)] = torch.tensor(r, dtype=torch.int64), 1
+    batch = pack_padded(*padded(prompts, left=False), ids, mask, labels=style)
+    assert as_lists(batch.unpack(batch.targets)) == responses
+    assert torch.equal(batch.unpack(batch.targets, "padded", padding_value=7), ids)
+
+
+def test_padding_on_both_sides():
     ids, mask = torch.tensor([[0, 8, 9, 0]]), torch.tensor([[0, 1, 1, 0]])
-    check(pack_padded(ids, mask, ids, mask), [[8, 9]], [[8, 9]])
+    batch = pack_padded(ids, mask, ids, mask)
+    assert batch.unpack(batch.targets).pop().tolist() == [8, 9]
+    assert batch.unpack(batch.targets, "padded").tolist() == ids.tolist()
+
+
+PICTURE = {"pixel_values": torch.ones(4, 3), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+
+@pytest.mark.parametrize("style", ["gather", "roll"])
+def test_equal_prompts_of_groups_are_packed_once(style):
+    """Wherever they are; values stay in the order of the input."""
+    prompts, responses = [[1, 2], [3, 4], [1, 2], [5]], [[[6], [7, 8]], [[9]], [[10, 11]], [[12]]]
+    batch = pack(prompts, responses, labels=style)
+    assert batch.layout.num_groups == 3
+    assert batch.targets.tolist() == [6, 7, 8, 9, 10, 11, 12]
+    assert as_lists(batch.unpack(batch.targets)) == [r for group in responses for r in group]
+    assert as_lists(batch.unpack_sequences(batch.input_ids)) == [
+        [*p, *r] for p, group in zip(prompts, responses, strict=True) for r in group
+    ]
+    there = batch.to("meta")
+    assert there.response_lens == batch.response_lens == [1, 2, 1, 2, 1]
+    same = pack(prompts[:2], [[[6], [7, 8], [10, 11]], [[9]]], labels=style)
+    assert batch.input_ids[0, : same.layout.num_tokens].tolist() == same.input_ids[0].tolist()
+
+
+def test_prompts_of_other_images_stay_apart():
+    other = {**PICTURE, "pixel_values": torch.zeros(4, 3)}
+    for media, groups in (([PICTURE, PICTURE], 1), ([PICTURE, other], 2), ([PICTURE, None], 2), (None, 1)):
+        batch = pack([[1, 2, 3, 4], [1, 2, 3, 4]], [[[5]], [[6]]], media=media)
+        assert batch.layout.num_groups == groups
 
 
 def test_both_styles_by_hand():

@@ -330,7 +330,8 @@ def test_a_packed_batch_with_masks_of_its_responses(labels):
     assert [x.tolist() for x in everything.unpack(everything.targets)] == responses
     assert set(everything.predict_rows.tolist()) == set(packed.predict_rows.tolist())
     for wrong, says in (([[1], [1], [], [0, 1]], r"loss_masks\[0\] has shape \(1,\), responses\[0\] 3 tokens"),
-                        ([[0] * 3, [0], [], [0] * 2], "counts no token")):  # fmt: skip
+                        ([[0] * 3, [0], [], [0] * 2], "counts no token"),
+                        ([[1, 0, 1], [1], [], [0.3, 1]], r"loss_masks\[3\]\[0\] is 0\.3, expected 0")):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             PackedSequences.from_batch(packed, wrong)
 
@@ -377,11 +378,26 @@ def test_tokens_of_prompts_count_once_a_rollout(labels, masked):
         (([[1, 2]], [[0]]), ValueError, r"loss_masks\[0\] has shape \(1,\), sequences\[0\] 2 tokens"),
         (([[1, 2]], [[1, 1]]), ValueError, r"loss_masks\[0\] counts the first token"),
         (([[1, 2]], [[0, 0]]), ValueError, "loss_masks counts no token of any sequence"),
+        (([[1, 2]], [[0, 0.5]]), ValueError, r"loss_masks\[0\]\[1\] is 0\.5, expected 0 or 1"),
+        (([[1, 2], [1, 3]], [[0, 1], torch.tensor([0, 0.9])]), ValueError, r"loss_masks\[1\]\[1\] is 0\.89"),
+        (([[1, 2]], [np.array([0, 2])]), ValueError, r"loss_masks\[0\]\[1\] is 2, expected 0 or 1"),
+        (([[1, 2]], [[-100, 2]]), ValueError, r"loss_masks\[0\]\[0\] is -100, expected 0 or 1"),
+        (([[1, 2]], [[-float("inf"), 0.0]]), ValueError, r"loss_masks\[0\]\[0\] is -inf, expected 0 or 1"),
     ],
 )
 def test_bad_input(arguments, error, message):
     with pytest.raises(error, match=message):
         pack_sequences(*arguments)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [list, np.array, torch.tensor, lambda m: torch.tensor(m, dtype=torch.bool), lambda m: [bool(x) for x in m],
+     lambda m: torch.tensor(m, dtype=torch.float64), lambda m: torch.tensor(m, dtype=torch.uint8)],
+)  # fmt: skip
+def test_masks_of_any_dtype_count_the_same(form):
+    batch = pack_sequences([[1, 2, 3], [1, 4]], [form([0, 0, 1]), form([0, 1])])
+    assert [x.tolist() for x in batch.unpack(batch.targets)] == [[3], [4]]
 
 
 def test_min_shared_is_checked():

@@ -22,7 +22,7 @@ GROUPS = Group(3, 8, 4), Group(2, 5, 7, groups=3), Group(4, 1, 1)
 
 
 def batch_of(group: Group) -> dualkv.PackedBatch:
-    prompts = [torch.zeros(group.prompt_len, dtype=torch.int64)] * group.groups
+    prompts = [torch.full((group.prompt_len,), g) for g in range(group.groups)]
     responses = [[torch.zeros(group.response_len, dtype=torch.int64)] * group.responses] * group.groups
     return dualkv.pack(prompts, responses)
 
