@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +35,7 @@ NEUTRAL = {
     "use_cache",
     "cache_position",
     "num_items_in_batch",
+    "labels",
     "shift_labels",
     "return_dict",
     "logits_to_keep",
@@ -48,8 +50,15 @@ REPEATED = {"s_aux": "sinks", "softcap": "attn_logit_softcapping"}
 # Layers that attend to images. Their models skip them in calls without images, and a layout refuses images of these.
 OF_IMAGES = ("MllamaTextCrossAttention",)
 
-# Heads that make one row of logits for a whole input.
-POOLING = ("ForSequenceClassification", "ForMultipleChoice", "DoubleHeadsModel")
+# Heads that make one result for a whole input, by the end of their class's name: what they make.
+POOLING = {
+    r"For(?!Token|AudioFrame)\w*Classification": "one row of logits",
+    r"ForMultipleChoice|DoubleHeadsModel|ForNextSentencePrediction": "one row of logits",
+    r"ForQuestionAnswering\w*": "one distribution of starts and one of ends",
+    r"ForReward\w*|RewardModel": "one reward",
+}
+# Heads whose loss takes the label of each row as it is, without a shift.
+UNSHIFTED = ("ForTokenClassification",)
 
 # Models that make the masks of their decoder with a rule for blocks of images, also of text alone.
 OWN_MASKS = ("Gemma4UnifiedModel",)
@@ -144,6 +153,19 @@ def is_of_images(cls: type[nn.Module]) -> bool:
     return any(c.__name__ in OF_IMAGES for c in cls.__mro__)
 
 
+def shifts_labels(cls: type[nn.Module]) -> bool:
+    """Whether a head's loss takes the label of a row for the row before it."""
+    return not any(c.__name__.endswith(UNSHIFTED) for c in cls.__mro__)
+
+
+def makes_own_loss(cls: type[nn.Module]) -> bool:
+    """Whether `cls.forward` computes a loss itself. transformers' loss functions take labels that are shifted already,
+    as `shift_labels`; such a forward does not."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    names = () if code is None else code.co_names
+    return "loss_function" not in names and ("CrossEntropyLoss" in names or "cross_entropy" in names)
+
+
 def is_causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", False))
 
@@ -173,10 +195,7 @@ def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
         ValueError: the mask is the model's own; an argument contradicts mask or module, or is not computed.
     """
     layer = describe(module)
-    for name, value in given.items():
-        known = name in NEUTRAL or name in ("sliding_window", *REPEATED) or indexers.is_empty(value)
-        if not known and (feature := unsupported(name, value)) is not None:
-            raise ValueError(f"{layer} uses {feature}")
+    refuse_arguments(layer, given, ("sliding_window", *REPEATED))
     visible = masks.read(mask, selected=indexers.is_empty(given.get("indices")))
     if visible is None:
         if masks.is_answer(mask):
@@ -221,6 +240,21 @@ def temperature(module: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- refusals of models
+def refuse_arguments(what: str, given: dict[str, Any], known: Container[str]) -> None:
+    """Raises ValueError for an argument on its way to attention functions that asks for what is not computed.
+
+    Args:
+        what: is given the arguments, for the message.
+        given: by name.
+        known: names of arguments that are judged elsewhere.
+    """
+    for name, value in given.items():
+        if name in NEUTRAL or name in known or indexers.is_empty(value):
+            continue
+        if (feature := unsupported(name, value)) is not None:
+            raise ValueError(f"{what} uses {feature}")
+
+
 def unsupported(name: str, value: Any) -> str | None:
     """The feature that `name=value`, an argument of an attention function, asks for and is not computed, or None."""
     if value is None or value is False or (name == "dropout" and value == 0):
@@ -257,11 +291,12 @@ def objections(model: nn.Module) -> Iterator[str]:
     if isinstance(model, PreTrainedModel) and (needed := _needed(model)):
         yield f"{type(model).__name__} takes no call without {', '.join(needed)}, which cannot run packed"
     for module in model.modules():
-        head = next((c.__name__ for c in type(module).__mro__ if c.__name__.endswith(POOLING)), None)
-        if head is not None:
+        names = [c.__name__ for c in type(module).__mro__]
+        made = next((made for end, made in POOLING.items() if any(re.search(f"({end})$", x) for x in names)), None)
+        if made is not None:
             yield (
-                f"{type(module).__name__} makes one row of logits for its whole input, which packed sequences share:"
-                " use a head that makes one for each token (ForTokenClassification)"
+                f"{type(module).__name__} makes {made} for its whole input, which packed sequences share: use a head"
+                " that makes a row of logits for each token (ForTokenClassification)"
             )
         if any(c.__name__ in OWN_MASKS for c in type(module).__mro__):
             yield (

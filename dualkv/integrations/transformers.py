@@ -190,6 +190,8 @@ def _enter_decoder(
         )
     if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
+    # Layers that hand no keyword arguments on would not refuse any.
+    layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
     # With images, given positions are compared with the model's where the images are placed.
     given = None if isinstance(layout, Placed) else kwargs.get("position_ids")
     position_ids = _positions(tokens, given, layout, name, indexers.longest_path(module.config))
@@ -211,7 +213,7 @@ def _check_layout(layout: Any) -> None:
 def _enter_head(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the models that contain the decoder: refuses labels that would be shifted, places images.
+    """Forward pre-hook of the models that contain the decoder: refuses what would shift rows, places images.
 
     A model that makes the decoder's masks gets the request for them, one that numbers its rows the positions.
     """
@@ -223,11 +225,7 @@ def _enter_head(
     runs_images = media.family(type(module)) is not None
     if not runs_images and not media.passes_on(module):
         media.refuse(module, named)
-    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        raise ValueError(
-            "labels came together with dualkv and would be shifted by one row, from response to response: pass the"
-            " label of each row as shift_labels too, or use dualkv.response_logprobs"
-        )
+    _refuse_shifts(module, named)
     if runs_images:
         args, kwargs = (), _with_images(module, named)
     else:
@@ -235,6 +233,38 @@ def _enter_head(
     if named.get("attention_mask") is None and layers.makes_masks(type(module)):
         kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
     return args, kwargs
+
+
+def _refuse_shifts(module: PreTrainedModel, named: dict[str, Any]) -> None:
+    """Raises ValueError for arguments of a head by which a loss takes rows of one response for those of another."""
+    labels, keep = named.get("labels"), named.get("logits_to_keep")
+    if labels is not None and layers.shifts_labels(type(module)):
+        instead = "pass the label of each row as shift_labels too, or use dualkv.response_logprobs"
+        if of_its_own := layers.makes_own_loss(type(module)):
+            instead = f"{type(module).__name__} makes a loss of its own: compute the loss from the logits"
+        if of_its_own or named.get("shift_labels") is None:
+            raise ValueError(
+                "labels came together with dualkv and would be shifted by one row, from response to response:"
+                f" {instead}"
+            )
+    # transformers' Trainer takes the labels out of a call whose loss it computes itself. (TRL's head is told to make
+    # log-probs of shift_labels, and no loss.)
+    alone = next((name for name in ("shift_labels", "num_items_in_batch") if named.get(name) is not None), None)
+    makes_loss = "labels" in layers.arguments(type(module)) and not named.get("fused_lm_head")
+    if labels is None and alone is not None and makes_loss:
+        raise ValueError(
+            f"{alone} came together with dualkv and without labels, so {type(module).__name__} makes no loss, and label"
+            " smoothing of transformers' Trainer would shift rows from response to response: set"
+            " label_smoothing_factor=0 and pass labels and shift_labels, or compute the loss from the logits of a call"
+            f" without {alone} (Trainer leaves num_items_in_batch out where the model has accepts_loss_kwargs=False)"
+        )
+    rows = keep.dim() == 1 if isinstance(keep, torch.Tensor) else keep is None or (type(keep) is int and keep == 0)
+    if not rows:
+        found = f"a tensor of shape {tuple(keep.shape)}" if isinstance(keep, torch.Tensor) else repr(keep)
+        raise ValueError(
+            f"logits_to_keep is {found} together with dualkv, and the last packed rows are those of one response:"
+            " expected a tensor [K] of rows, such as batch.predict_rows"
+        )
 
 
 def _for_decoder(module: PreTrainedModel, left: tuple[str, ...], named: dict[str, Any]) -> dict[str, Any]:

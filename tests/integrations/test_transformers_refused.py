@@ -86,6 +86,10 @@ REFUSED_MODELS = {
         lambda: tiny("Llama", "ForSequenceClassification"),
         r"LlamaForSequenceClassification makes one row of logits for its whole input, which packed sequences share",
     ),
+    "starts and ends in a whole row": (
+        lambda: tiny("Llama", "ForQuestionAnswering"),
+        r"LlamaForQuestionAnswering makes one distribution of starts and one of ends for its whole input",
+    ),
     "attention weights": (
         lambda: make_model(attention="eager", output_attentions=True),
         r"Qwen3Model is configured with output_attentions=True",
@@ -210,16 +214,19 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
             r"position_ids has shape \(2, 1, 45\) on cpu, expected \(1, 45\)",
         ),
         ({"labels": IDS}, "labels came together with dualkv and would be shifted by one row"),
-        ({"output_attentions": True}, r"layer 0 \(Qwen3Attention\) uses attention weights as an output"),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 45])},
-            r"layer 0 \(Qwen3Attention\) uses sequence lengths next to",
-        ),
-        ({"head_mask": torch.ones(6)}, r"layer 0 \(Qwen3Attention\) uses a head mask \(head_mask of shape \(6,\)\)"),
-        ({"softcap": 30.0}, r"has attn_logit_softcapping=None and hands softcap=30\.0 to its attention function"),
-        ({"s_aux": torch.ones(6)}, r"has sinks=None and hands s_aux of shape \(6,\) to its attention function"),
-        ({"position_bias": torch.ones(1, 6, 45, 45)}, r"layer 0 \(Qwen3Attention\) uses a position bias"),
-        ({"temperatures": 2.0}, r"layer 0 \(Qwen3Attention\) uses the argument temperatures=2\.0"),
+        ({"output_attentions": True}, "a call of Qwen3Model uses attention weights as an output"),
+        ({"cu_seq_lens_q": torch.tensor([0, 45])}, "a call of Qwen3Model uses sequence lengths next to"),
+        ({"max_length_q": 45}, "a call of Qwen3Model uses the argument max_length_q=45"),
+        ({"head_mask": torch.ones(6)}, r"a call of Qwen3Model uses a head mask \(head_mask of shape \(6,\)\)"),
+        ({"softcap": 30.0}, r"a call of Qwen3Model uses the argument softcap=30\.0"),
+        ({"s_aux": torch.ones(6)}, r"a call of Qwen3Model uses the argument s_aux of shape \(6,\)"),
+        ({"position_bias": torch.ones(1, 6, 45, 45)}, "a call of Qwen3Model uses a position bias"),
+        ({"temperatures": 2.0}, r"a call of Qwen3Model uses the argument temperatures=2\.0"),
+        ({"num_logits_to_keep": 1}, "a call of Qwen3Model uses the argument num_logits_to_keep=1"),
+        ({"logits_to_keep": 1}, r"logits_to_keep is 1 together with dualkv.* batch\.predict_rows"),
+        ({"logits_to_keep": torch.tensor(1)}, r"logits_to_keep is a tensor of shape \(\) together with dualkv"),
+        ({"shift_labels": IDS}, "shift_labels came together with dualkv and without labels"),
+        ({"num_items_in_batch": 3}, "num_items_in_batch came together with dualkv and without labels"),
         ({"is_causal": False}, r"layer 0 \(Qwen3Attention\) is not causal self-attention"),
     ],
 )
@@ -227,6 +234,39 @@ def test_calls_that_are_not_computed_are_refused(arguments: dict[str, Any], mess
     model = enable(make_model())
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": IDS, "dualkv": LAYOUT, **arguments})
+
+
+def test_labels_by_position_are_refused_as_by_name() -> None:
+    model = enable(make_model())
+    at = layers.arguments(type(model)).index("labels")
+    with pytest.raises(ValueError, match="labels came together with dualkv and would be shifted by one row"):
+        model(IDS, *[None] * (at - 1), IDS, dualkv=LAYOUT)
+    loss = model(IDS, *[None] * (at - 1), IDS, shift_labels=IDS, dualkv=LAYOUT).loss
+    logits = model(input_ids=IDS, dualkv=LAYOUT).logits
+    assert_close("loss", loss, nn.functional.cross_entropy(logits[0], IDS[0]), 1e-6)
+
+
+class LossOfTrainer(tf.Trainer):
+    """Transformers' Trainer, as far as it computes a loss."""
+
+    def __init__(self, model: Any, **arguments: Any) -> None:
+        self.args = tf.TrainingArguments(report_to=[], use_cpu=True, average_tokens_across_devices=False, **arguments)
+        super().__init__(model, self.args)
+
+
+@pytest.mark.parametrize("given", [{"labels": IDS}, {"labels": IDS, "shift_labels": IDS}], ids=lambda x: "+".join(x))
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_label_smoothing_of_the_trainer_is_refused(given: Any, smoothing: float, tmp_path: Any) -> None:
+    """Trainer takes labels out of such a call and shifts rows itself."""
+    model = enable(make_model())
+    trainer = LossOfTrainer(model, output_dir=str(tmp_path), label_smoothing_factor=smoothing)
+    inputs = {"input_ids": IDS, "dualkv": LAYOUT, **given}
+    if not smoothing and "shift_labels" in given:
+        loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(IDS.numel()))
+        assert_close("loss", loss, model(input_ids=IDS, dualkv=LAYOUT, labels=IDS, shift_labels=IDS).loss, 1e-6)
+        return
+    with pytest.raises(ValueError, match="came together with dualkv and"):
+        trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(IDS.numel()))
 
 
 def test_dualkv_that_is_no_layout() -> None:
@@ -282,9 +322,11 @@ def test_a_head_of_each_token_stays() -> None:
     torch.manual_seed(0)
     model = enable(tiny("Llama", "ForTokenClassification", num_labels=3).eval())
     ids = token_ids(LAYOUT)
-    logits = model(input_ids=ids, dualkv=LAYOUT).logits[0]
+    labels = (ids % 3).masked_fill(ids % 5 == 0, -100)  # of each row, which this head does not shift
+    out = model(input_ids=ids, labels=labels, dualkv=LAYOUT)
+    assert_close("loss", out.loss, nn.functional.cross_entropy(out.logits[0], labels[0]), 1e-6)
     for path, _ in paths(LAYOUT):
-        assert_close("logits", logits[path], model(input_ids=ids[:, path], use_cache=False).logits[0], 1e-5)
+        assert_close("logits", out.logits[0, path], model(input_ids=ids[:, path], use_cache=False).logits[0], 1e-5)
 
 
 @pytest.mark.parametrize("less", [LAYOUT.without_prompt_queries(), LAYOUT.without_queries(1)], ids=["prompts", "rows"])
