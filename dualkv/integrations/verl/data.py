@@ -248,14 +248,15 @@ class PackedRollouts:
     media: dict[str, torch.Tensor]
 
     def to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
-        """Values [U, ...] of `head_rows` at the rows of the nested `sequences` of the micro-batch; 0 elsewhere.
+        """Values [U, ...] of `head_rows` at the rows of the nested `sequences` of the micro-batch.
 
-        Rollouts that share a row all get its value.
+        Rollouts that share a row all get its value. Rows that predict no response token are NaN, so that a loss which
+        reads them shows it: veRL's own losses take the rows of responses.
         """
         to, value = (x.to(values.device) for x in (self.sequence_rows, self.value))
         of_tokens = values[value]
         total = int(sequences.values().shape[0])
-        whole = of_tokens.new_zeros(total, *of_tokens.shape[1:]).index_copy(0, to, of_tokens)
+        whole = of_tokens.new_full((total, *of_tokens.shape[1:]), torch.nan).index_copy(0, to, of_tokens)
         return torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
 
 

@@ -217,6 +217,11 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
     "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},
+    **{
+        f"{name}-loss-of-{tokens}": settings | {"run": "loss_of_ones_own", "selected": tokens == "responses"}
+        for name, settings in {"stock": STOCK, "packed": PACKED | {"budget": TIGHT}}.items()
+        for tokens in ("responses", "prompts")
+    },
     "hybrid-prompt-in-loss": PACKED | HYBRID | {"run": "prompt_in_loss"},
     "hybrid-padded-prompt-in-loss": PACKED | HYBRID | {"run": "prompt_in_loss", "remove_padding": False},
     "olmo-hybrid": PACKED | {"run": "scored", "model": "olmo_hybrid"},

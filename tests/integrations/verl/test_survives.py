@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_loss_on_prompts_is_verls(results: Results) -> None:
     found, stock = results("prompt-in-loss")[0], results("stock-prompt-in-loss")[0]
     assert found["metrics"]["loss"] == stock["metrics"]["loss"]
     assert all(torch.equal(found["weights"][name], w) for name, w in stock["weights"].items())
+
+
+def test_a_loss_of_ones_own_on_responses_is_exact(results: Results) -> None:
+    found, stock = (results(f"{name}-loss-of-responses")[0]["metrics"] for name in ("packed", "stock"))
+    assert found["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
+
+
+def test_a_loss_of_ones_own_on_prompts_is_no_number(results: Results) -> None:
+    """Their log-probs are not made."""
+    found, stock = (results(f"{name}-loss-of-prompts")[0] for name in ("packed", "stock"))
+    assert math.isfinite(stock["metrics"]["loss"])
+    assert math.isnan(found["metrics"]["loss"])
 
 
 def test_all_ranks_fall_back_with_one(results: Results) -> None:

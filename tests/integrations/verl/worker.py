@@ -266,6 +266,23 @@ def prompt_in_loss(s: dict[str, Any], models: Path) -> dict[str, Any]:
     return {"metrics": train(worker, data), "weights": weights(worker)}
 
 
+def loss_of_ones_own(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """A loss on whole rows of log-probs: of all tokens, or of those that `s["selected"]` selects, the responses'."""
+    worker = make_worker(s, models)
+
+    def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+        values, ends = model_output["log_probs"].values(), data["input_ids"].offsets()[1:].tolist()
+        predicts = torch.zeros(len(values), dtype=torch.bool)
+        for end, length in zip(ends, [len(x) for x in data["responses"].unbind()], strict=True):
+            predicts[end - length - 1 : end - 1] = True
+        if s["selected"]:
+            values = torch.where(predicts, values, 0)
+        return -values.sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+    worker.set_loss_fn(loss)
+    return {"metrics": train(worker, rollouts_of(s, worker))}
+
+
 def restarted(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """A worker that trains, saves and trains on, and another one, `after`, that goes on from what it saved."""
     saved = str(models / "checkpoint")
