@@ -1,4 +1,4 @@
-"""A loop that holds padded batches, as OpenRLHF's and others do, with FSDP2: the actor packs inside of its forward.
+"""A loop that holds padded batches, in the layout of OpenRLHF's, with FSDP2: the actor packs inside of its forward.
 
     torchrun --nproc-per-node 4 examples/padded_actor.py --model Qwen/Qwen3-0.6B
     torchrun --nproc-per-node 2 examples/padded_actor.py --tiny     # random weights, on CPUs
@@ -48,24 +48,22 @@ class Actor(torch.nn.Module):
             self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
         enable(self.model)
 
-    def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_actions: int) -> torch.Tensor:
-        """Log-probs [B, num_actions] of the last tokens of sequences [B, P + num_actions], padded on both sides."""
-        at = sequences.shape[1] - num_actions
+    def forward(self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Log-probs [B, L - 1] of sequences [B, L], padded on the right: column t is about token t + 1, and 0 where
+        action_mask [B, L - 1] is not set."""
         if args.padded:
             self.rows += sequences.numel()
-            positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-            logits = self.model(sequences, attention_mask=attention_mask, position_ids=positions).logits
-            logp = logits[:, at - 1 : -1].float().log_softmax(-1).gather(-1, sequences[:, at:, None])[..., 0]
-            return logp * attention_mask[:, at:]
-        parts = (
-            x for tokens in (slice(0, at), slice(at, None)) for x in (sequences[:, tokens], attention_mask[:, tokens])
-        )
-        batch = dualkv.pack_padded(*parts)  # equal prompts are found by their tokens
+            logits = self.model(sequences, attention_mask=attention_mask).logits
+            return logits[:, :-1].float().log_softmax(-1).gather(-1, sequences[:, 1:, None])[..., 0] * action_mask
+        own, trained = attention_mask.bool(), torch.nn.functional.pad(action_mask, (1, 0)).bool()
+        rows = [x[mask] for x, mask in zip(sequences.cpu(), own.cpu(), strict=True)]
+        masks = [x[mask] for x, mask in zip(trained.cpu(), own.cpu(), strict=True)]
+        batch = dualkv.pack_sequences(rows, masks, device=sequences.device)  # whatever rows have in common, once
         self.rows += batch.layout.num_tokens
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         hidden = self.model.model(**inputs, dualkv=batch.layout).last_hidden_state
         logp, _ = dualkv.response_logprobs(hidden, head(self.model), batch)
-        return batch.unpack(logp, "padded").clone()  # FSDP warns of views that a module returns
+        return logp.new_zeros(action_mask.shape).masked_scatter(trained[:, 1:], torch.cat(batch.unpack(logp)))
 
 
 actor = Actor()
@@ -75,29 +73,31 @@ for module in (*actor.model.model.layers, actor):
     fully_shard(module, mesh=mesh, mp_policy=precision)
 optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr)
 
-# What a sampler returns: 4 responses to each of 4 prompts, padded; here random ones.
+# What a sampler returns: 4 responses to each of 4 prompts, padded on the right; here random ones.
 draw = torch.Generator().manual_seed(0)
 prompts = [torch.randint(256, (n,), generator=draw) for n in (90, 1, 57, 120) for _ in range(4)]
 prompts = [prompts[i - i % 4] for i in range(len(prompts))]
 responses = [torch.randint(256, (3 + 5 * i % 17,), generator=draw) for i in range(len(prompts))]
-sides = ((prompts, "left"), (responses, "right"))
-sequences, attention_mask = (
-    torch.cat([torch.nn.utils.rnn.pad_sequence(rows, True, 0, side) for rows, side in of], 1).to(device)
-    for of in (sides, [([torch.ones_like(row) for row in rows], side) for rows, side in sides])
+pairs = list(zip(prompts, responses, strict=True))
+sequences, attention_mask, action_mask = (
+    torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    for rows in (
+        [torch.cat(pair) for pair in pairs],
+        [torch.ones(len(p) + len(r), dtype=torch.int64) for p, r in pairs],
+        [torch.arange(1, len(p) + len(r)) >= len(p) for p, r in pairs],
+    )
 )
-num_actions = max(len(response) for response in responses)
-action_mask = attention_mask[:, -num_actions:]
 advantages = torch.randn(len(prompts), generator=draw).to(device)[:, None]
 
 mine = torch.arange(len(prompts), device=device).chunk(ranks)[rank].split(args.micro_batch)
 with torch.no_grad():
-    old = [actor(sequences[some], attention_mask[some], num_actions) for some in mine]
+    old = [actor(sequences[some], action_mask[some], attention_mask[some]) for some in mine]
 for update in range(args.updates):
     total = torch.zeros(2, device=device)
     actor.rows = 0
     for n, some in enumerate(mine):
         actor.set_requires_gradient_sync(n == len(mine) - 1)
-        ratio = (actor(sequences[some], attention_mask[some], num_actions) - old[n]).exp()
+        ratio = (actor(sequences[some], action_mask[some], attention_mask[some]) - old[n]).exp()
         surrogate = torch.minimum(ratio * advantages[some], ratio.clamp(0.8, 1.2) * advantages[some])
         loss = -(surrogate * action_mask[some]).sum() / action_mask.sum()  # of the tokens of all ranks
         (loss * ranks).backward()  # FSDP takes the mean over ranks, the loss of the update is their sum

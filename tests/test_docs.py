@@ -243,6 +243,57 @@ def test_python_of_the_migration_page_computes_what_it_says():
     assert space["logp"].shape == space["completion_ids"].shape
 
 
+def rows_of_openrlhf(pairs, width):
+    """sequences, attention_mask, trained [B, L]: prompt, response, padding; and the columns of what its actor returns.
+
+    In the responses a tool's answer of 3 tokens does not count."""
+    rows = torch.zeros(3, len(pairs), width, dtype=torch.int64)
+    for i, (prompt, response) in enumerate(pairs):
+        end = len(prompt) + len(response)
+        rows[0, i, :end], rows[1, i, :end], rows[2, i, len(prompt) : end] = torch.cat([prompt, response]), 1, 1
+        rows[2, i, end - 6 : end - 3] = 0
+    action_mask = rows[2, :, 1:]
+    return rows[0], rows[1], torch.nn.functional.pad(action_mask, (1, 0)), slice(1, None)
+
+
+def rows_of_skyrl(pairs, width):
+    """The same with the padding on the left."""
+    *rows, _ = rows_of_openrlhf(pairs, width)
+    shift = [width - len(prompt) - len(response) for prompt, response in pairs]
+    sequences, mask, trained = (torch.stack([r.roll(n) for r, n in zip(x, shift, strict=True)]) for x in rows)
+    num_actions = max(len(response) for _, response in pairs)
+    loss_mask = trained[:, -num_actions:]
+    padded = torch.nn.functional.pad(loss_mask, (width - num_actions, 0))
+    return sequences, mask, padded, slice(-num_actions, None)
+
+
+@pytest.mark.parametrize("layout", [rows_of_openrlhf, rows_of_skyrl])
+def test_the_actor_of_a_loop_saves_in_the_layouts_of_its_trainers(layout):
+    """Log-probs are those of each sequence alone, in their columns, and a prompt's tokens are computed once."""
+    space = ran("fsdp.md")
+    model, draw = space["model"], torch.Generator().manual_seed(3)
+    prompts = [torch.randint(1, 90, (n,), generator=draw) for n in (40, 13) for _ in range(4)]
+    pairs = [(prompts[i - i % 4], torch.randint(1, 90, (7 + i % 4,), generator=draw)) for i in range(8)]
+    sequences, mask, trained, columns = layout(pairs, 52)
+    computed = []
+    model.model.register_forward_pre_hook(
+        lambda _, args, kw: computed.append(kw["input_ids"].shape[1]), with_kwargs=True
+    )
+    logp = space["Actor"](model)(sequences, mask, trained)[:, columns]
+    assert computed == [40 + 13 + 2 * (7 + 8 + 9 + 10)]
+    assert computed[0] < 0.45 * int(mask.sum())
+
+    expected = torch.zeros(sequences.shape)
+    for i, own in enumerate(mask.bool()):
+        alone = model(input_ids=sequences[i : i + 1, own]).logits[0, :-1].log_softmax(-1)
+        expected[i, own.nonzero()[1:, 0]] = alone.gather(1, sequences[i, own][1:, None])[:, 0]
+    expected = (expected * trained)[:, columns]
+    assert trained[:, columns].sum() == sum(len(response) - 3 for _, response in pairs)
+    torch.testing.assert_close(logp, expected.detach(), rtol=0, atol=1e-5, check_dtype=True)
+    logp.sum().backward()
+    assert model.lm_head.weight.grad.norm() > 0
+
+
 # ---------------------------------------------------------------- the rest of a page
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_have_a_language_and_links_lead_somewhere(page):
