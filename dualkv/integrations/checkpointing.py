@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dualkv.arrays import check_gib
-from dualkv.integrations import fused, layers
+from dualkv.integrations import fused, kept, layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -68,7 +68,7 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
         _refuse_memory(memory, device)
     arguments: dict[str, Any] = {"use_reentrant": False}
     if keep != "nothing":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, KEEP[keep])
+        arguments["context_fn"] = partial(kept.contexts, KEEP[keep])
     for decoder in layers.decoders(model):
         forget(decoder)
     # transformers renamed it within version 5.
@@ -98,7 +98,7 @@ def keep_attention(decoder: nn.Module, _args: Any, _kwargs: Any) -> None:
     for layer in layers_to_leave_out(decoder) if torch.is_grad_enabled() and not _fits(decoder) else []:
         how = layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
         if isinstance(how, partial) and how.keywords.get("use_reentrant") is False and "context_fn" not in how.keywords:
-            contexts = partial(create_selective_checkpoint_contexts, KEEP["attention"])
+            contexts = partial(kept.contexts, KEEP["attention"])
             layer._gradient_checkpointing_func = partial(how, context_fn=contexts)
 
 
@@ -239,18 +239,17 @@ class _Fit:
 
     def _contexts(self, level: int) -> Any:
         """Of one call of a layer, its forward and when it is computed again."""
-        counts = [0, 0]  # products in each of them
+        count = 0
         not_read = self.products if self.products and not self.last_is_read else -1
 
-        def policy(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-            kept = op in self.keep
+        def keeps(op: Any) -> bool:
+            nonlocal count
             if op in _PRODUCTS:
-                counts[context.is_recompute] += 1
-                self.products = max(self.products, counts[0])
-                kept = kept or (level == PRODUCTS and counts[context.is_recompute] != not_read)
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+                count += 1
+                self.products = max(self.products, count)
+            return op in self.keep or (op in _PRODUCTS and level == PRODUCTS and count != not_read)
 
-        return create_selective_checkpoint_contexts(policy)
+        return kept.contexts(KEEP["products"], keeps)
 
     def __call__(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not (decoder.training and torch.is_grad_enabled()):
