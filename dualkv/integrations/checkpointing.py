@@ -42,7 +42,10 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
         keep: "nothing" keeps only the input of each layer. "attention" also keeps out and lse of
             :func:`dualkv.attention`: T * H * (2 * Dv + 4) bytes a layer in bf16. "products" also keeps the results of
             all matrix products, so that only elementwise operations are computed again: T rows of every projection,
-            about 86 kB a row and layer for Qwen3-8B.
+            about 86 kB a row and layer for Qwen3-8B. Where a model writes into one of them in place (`clip_qkv`,
+            biases of grouped experts, adapters such as AdaLoRA), what is kept does not change
+            (:mod:`dualkv.integrations.kept`). Kernels that write past PyTorch, launched without an operator and
+            without `mark_dirty`, are not seen; of these Liger's rotary embedding is known, and refused.
         memory: GiB that the tensors of this process may take on the model's GPU at the peak of a step. As many of the
             last layers as fit keep their products, and if all of them do, as many as fit are not checkpointed at all.
             The first call with gradients leaves out one layer, which costs no memory at the peak, and measures; later

@@ -6,6 +6,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -236,11 +237,24 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = _below_autograd(*inputs)
         dispatch._fwd_setup(ctx, inputs, output)
+        ctx.versions = [x._version for x in output]
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        return dispatch._fwd_backward(ctx, dout, dlse)
+        return dispatch._fwd_backward(ctx, dout, dlse, partial(_unwritten, ctx.versions))
+
+
+def _unwritten(versions: list[int], dout: torch.Tensor, *inputs: Any) -> Any:
+    """The backward op; raises RuntimeError if its forward's result has been written. PyTorch raises too, but not under
+    gradient checkpointing, where hooks save the result."""
+    for name, x, version in zip(("out", "lse"), inputs[3:5], versions, strict=True):
+        if x._version > version:
+            raise RuntimeError(
+                f"{name} of dualkv.attention has been written in place {x._version - version} times after the forward,"
+                " expected none: the backward reads it (write into a copy)"
+            )
+    return torch.ops.dualkv.bwd(dout, *inputs)
 
 
 class _Transformed(torch.autograd.Function):

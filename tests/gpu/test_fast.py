@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import dualkv
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations import checkpointing  # noqa: E402
+from dualkv.integrations import checkpointing, kept  # noqa: E402
 from dualkv.integrations.transformers import enable, memory_for_logits, recompute_layers  # noqa: E402
 
 pytestmark = pytest.mark.any_gpu
@@ -91,3 +94,134 @@ def test_fast_is_as_near_to_fp64_as_plain() -> None:
         differences = [(x.double() - y).square().sum() for x, y in zip(found, exact, strict=True)]
         apart.append(float(torch.stack(differences).sum().sqrt()))
     assert apart[1] <= 1.1 * apart[0], apart
+
+
+# ---------------------------------------------------------------- kept products that the model overwrites
+SMALL = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+}  # fmt: skip
+
+
+def make_olmo(clip: float | None = 0.05) -> Any:
+    return tf.OlmoForCausalLM(tf.OlmoConfig(**SMALL, clip_qkv=clip))
+
+
+def make_gpt_oss() -> Any:
+    heads = {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 128}
+    return tf.GptOssForCausalLM(tf.GptOssConfig(**SMALL, **heads, num_local_experts=4, num_experts_per_tok=2))
+
+
+def make_gemma3n() -> Any:
+    own = {
+        "vocab_size_per_layer_input": 512, "num_key_value_heads": 2, "head_dim": 64, "hidden_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0, "laurel_rank": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }  # fmt: skip
+    return tf.Gemma3nForCausalLM(tf.Gemma3nTextConfig(**SMALL, **own))
+
+
+def make_adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=64))
+    model = peft.get_peft_model(model, peft.AdaLoraConfig(total_step=10, target_modules=["q_proj", "down_proj"]))
+    model.enable_input_require_grads()
+    return model
+
+
+OVERWRITE = {"olmo": make_olmo, "gpt_oss": make_gpt_oss, "gemma3n": make_gemma3n, "adalora": make_adapted}
+
+
+def randomized(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = make().to(torch.bfloat16).train()
+        for p in model.parameters():
+            if p.dim() > 1:
+                torch.nn.init.normal_(p, std=0.05)
+    return model
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    ids = torch.randint(512, (1, LAYOUT.num_tokens), generator=torch.Generator().manual_seed(1)).cuda()
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, dualkv=LAYOUT, use_cache=False).logits.float().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Relative difference of all gradients."""
+    pairs = list(zip(found, expected, strict=True))
+    difference = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
+    return (difference / sum(float(y.double().square().sum()) for _, y in pairs)) ** 0.5
+
+
+@pytest.mark.parametrize("kind", OVERWRITE)
+def test_products_that_a_model_overwrites_change_no_gradient(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation is the same arithmetic. Sums by atomics, of experts' rows, have another order in each run."""
+    model, copied, copy = enable(randomized(OVERWRITE[kind]), deterministic=True, check=False), [], kept._Kept.copy
+    monkeypatch.setattr(kept._Kept, "copy", lambda result: (copied.append(result), copy(result)))
+    expected = gradients(model)
+    again = apart(gradients(model), expected)
+    assert again < 1e-2
+    for keep in ("nothing", "attention", "products"):
+        recompute_layers(model, keep)
+        assert apart(gradients(model), expected) <= 4 * again, keep
+        assert bool(copied) == (keep == "products"), keep
+
+
+def test_gpt_oss_trains_fast() -> None:
+    """Layers keep products, then everything. Losses are those of layers that recompute everything."""
+    losses: list[list[float]] = []
+    ids = torch.randint(512, (1, LAYOUT.num_tokens), generator=torch.Generator().manual_seed(1)).cuda()
+    for fast in (False, True):
+        model, levels = enable(randomized(make_gpt_oss), deterministic=True, fast=fast, check=False), set[int]()
+        if not fast:
+            recompute_layers(model)
+        optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-3), []
+        for _ in range(6):
+            logits = model(input_ids=ids, dualkv=LAYOUT, use_cache=False).logits[0].float()
+            loss = torch.nn.functional.cross_entropy(logits, ids[0])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            found.append(float(loss))
+            levels.update(*(fit.levels for fit in checkpointing._fits(model.model)))
+        losses.append(found)
+    assert checkpointing.PRODUCTS in levels
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=0)
+
+
+def test_products_that_are_overwritten_take_no_more_memory() -> None:
+    """Between the forward and the backward: one copy of each, clamped in place or not."""
+    ids, taken = torch.zeros(1, LAYOUT.num_tokens, dtype=torch.int64, device="cuda"), []
+    for clip in (None, 0.05):
+        model = recompute_layers(enable(randomized(lambda clip=clip: make_olmo(clip)), check=False), "products")
+        gradients(model)
+        model.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        logits = model(input_ids=ids, dualkv=LAYOUT, use_cache=False).logits
+        taken.append(torch.cuda.memory_allocated() - before)
+        del logits
+    row = 2 * LAYOUT.num_tokens * SMALL["hidden_size"]  # bytes of one projection
+    assert abs(taken[1] - taken[0]) < row, (taken, row)
+
+
+def test_the_compilers_kernels_that_write_are_seen() -> None:
+    linear = torch.nn.Linear(256, 256, bias=False, device="cuda")
+
+    @torch.compile
+    @torch.no_grad()
+    def compiled(y: torch.Tensor) -> None:
+        y.mul_(3).add_(1)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x)
+        compiled(y.detach())
+        return y.square()
+
+    x = torch.randn(1, 64, 256, device="cuda", requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    contexts = partial(kept.contexts, checkpointing.KEEP["products"])
+    (found,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum(), x)
+    assert torch.equal(found, expected)

@@ -160,18 +160,18 @@ def test_a_last_product_is_kept_only_where_a_backward_reads_it(
     monkeypatch: pytest.MonkeyPatch, kind: str, kept: int
 ) -> None:
     """Gemma 2 has a norm behind it."""
-    contexts, saved = checkpointing.create_selective_checkpoint_contexts, []
+    contexts, saved = checkpointing.kept.contexts, list[bool]()
 
-    def watched(policy: Any) -> Any:
-        def says(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-            said = policy(context, op, *args, **kwargs)
-            if op in checkpointing._PRODUCTS and not context.is_recompute:
-                saved.append(said == checkpointing.CheckpointPolicy.MUST_SAVE)
+    def watched(ops: Any, keeps: Any) -> Any:
+        def says(op: Any) -> bool:
+            said: bool = keeps(op)
+            if op in checkpointing._PRODUCTS:
+                saved.append(said)
             return said
 
-        return contexts(says)
+        return contexts(ops, says)
 
-    monkeypatch.setattr(checkpointing, "create_selective_checkpoint_contexts", watched)
+    monkeypatch.setattr(checkpointing.kept, "contexts", watched)
     model = (make_featured(kind, 5) if kind == "gemma2" else make_model(kind)).train()
     memory = Memory(monkeypatch)
     recompute_layers(model, "attention", memory=1.0)
