@@ -26,6 +26,16 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 R2 = MOE | {"run": "replayed", "router_replay": "R2"}
 R3 = MOE | {"run": "replayed", "router_replay": "R3"}
 TWO_HEADS = {"model": "two_heads"}
+# Losses of routers; all rollouts are in one micro-batch, of which they are.
+COUNTED = MOE | {
+    "counted": True,
+    "budget": ROOMY,
+    "transformer": {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1.0,
+        "moe_z_loss_coeff": 0.1,
+    },
+}
 ONE: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-moe": STOCK | MOE,
@@ -33,6 +43,8 @@ ONE: dict[str, dict[str, Any]] = {
     "stock-sum-pi-squared": STOCK | SUM_PI_SQUARED,
     "stock-one-group-and-four": STOCK | ONE_GROUP_AND_FOUR,
     "stock-turns": STOCK | TURNS,
+    "stock-counted": STOCK | COUNTED,
+    "stock-counted-turns": STOCK | TURNS | COUNTED,
     "stock-r2": STOCK | R2,
     "stock-r3": STOCK | R3,
     "stock-two-heads-r2": STOCK | R2 | TWO_HEADS,
@@ -46,6 +58,8 @@ ONE: dict[str, dict[str, Any]] = {
     "offload": PACKED | {"engine": {"param_offload": True, "optimizer_offload": True}},
     "padded": PACKED | {"padded": True, "budget": TIGHT},
     "trees": TREES | PACKED | {"budget": LONG},
+    "counted": PACKED | COUNTED,
+    "counted-trees": TREES | PACKED | COUNTED | {"pad_to": 64},
     "r2": PACKED | R2 | {"budget": TIGHT, "transformer": RECOMPUTED},
     "r3": PACKED | R3 | {"budget": TIGHT, "transformer": RECOMPUTED},
     "r3-differing": PACKED | R3 | {"budget": LONG, "differing": [5, 7, 12]},
@@ -62,6 +76,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2": PACKED | ONE_GROUP_AND_FOUR | {"budget": 30},
     "cp2": PACKED | {"cp": 2, "budget": TIGHT},
     "cp2-trees-padded": TREES | PACKED | {"cp": 2, "budget": LONG, "pad_to": 7},
+    "cp2-counted": PACKED | COUNTED | {"cp": 2},
     "cp2-fused": PACKED | {"cp": 2, "fused": "triton", "budget": TIGHT},
     "cp2-per-token": PACKED | {"cp": 2, "budget": TIGHT, "transformer": {"calculate_per_token_loss": True}},
     "cp2-r3": PACKED | R3 | {"cp": 2, "budget": TIGHT},

@@ -17,7 +17,7 @@ from tests.integrations.verl_megatron.scenarios import FOUR, ONE, TWO
 Results = Callable[[str], list[dict[str, Any]]]
 ALL = ONE | TWO | FOUR
 EXACT = [name for name, s in ALL.items() if not name.startswith("stock") or name == "stock-tp2"]
-MATTERS = ("model", "temperature", "settings", "turns", "groups", "router_replay")
+MATTERS = ("model", "temperature", "settings", "turns", "groups", "router_replay", "counted")
 
 
 def reference(name: str) -> str:
@@ -66,6 +66,11 @@ def test_micro_batches_are_equal_on_all_ranks(results: Results) -> None:
     """Of one rank's rollouts one micro-batch would hold all, of the other's two."""
     for name in ("dp2", "pp2-dp2"):
         assert next(f["metrics"]["dualkv/micro_batches"] for f in results(name) if f["metrics"]) == 2
+
+
+def test_losses_of_routers_matter(results: Results) -> None:
+    own, counted = (results(name)[0] for name in ("stock-moe", "stock-counted"))
+    assert distance(steps(counted), steps(own)) > 0.05
 
 
 def test_routes_matter(results: Results) -> None:
