@@ -9,6 +9,7 @@ from dualkv.data.microbatch import MicroBatch, plan_micro_batches
 from dualkv.data.packing import PackedBatch, pack, pack_padded
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.heads import Head
+from dualkv.integrations.unenabled import watch  # noqa: F401  (refuses layouts for models that are not enabled)
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.ops.attention import attention
@@ -42,8 +43,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What `import dualkv` leaves for when it is used: submodules, the canary and the paper's function."""
-    if name in ("grpo", "integrations"):
-        return import_module(f"dualkv.{name}")
+    if name == "grpo":
+        return import_module("dualkv.grpo")
     if name == "flash_attn_dualkv_varlen_func":
         return import_module("dualkv.ops.compat").flash_attn_dualkv_varlen_func
     if name == "packed_vs_separate":

@@ -10,21 +10,24 @@
     dualkv.walk(batch, budget, forward, loss)  # as loss.backward() of the whole batch
 
 Every row is computed once, as in one pass over the whole tree. A part reads the keys and values of the path above it,
-which are kept for each layer. Its backward adds to their gradients. A trunk's own backward runs once all parts below it
-are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part. The sums are
-those of the whole tree, in another order: gradients of kept keys and values are added in fp32. Of recurrent layers the
-states and the last inputs of convolutions are kept, wherever parts below leave the path
+which are kept for each call of a layer. Its backward adds to their gradients. A trunk's own backward runs once all
+parts below it are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part.
+The sums are those of the whole tree, in another order: gradients of kept keys and values are added in fp32. Of
+recurrent layers the states and the last inputs of convolutions are kept, wherever parts below leave the path
 (:mod:`dualkv.integrations.recurrent.walked`).
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from dualkv.data.parts import TreePart, plan_parts
+from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
 from dualkv.ops.attention import attention
 
@@ -37,6 +40,32 @@ class _Kept(NamedTuple):
 
     made: tuple[torch.Tensor, ...]
     read: tuple[torch.Tensor, ...]
+
+
+class _Again(NamedTuple):
+    """A checkpointed region that runs again.
+
+    Attributes:
+        region: what stands for it in the forward too.
+        run: stands for this time.
+    """
+
+    region: Any
+    run: Any
+
+
+def _checkpointed() -> Any:
+    """The innermost checkpointed region that runs: itself in a forward, :class:`_Again` when it runs again, else None.
+
+    torch.utils.checkpoint has no name for it that a function inside could ask for. Both times its hooks for saved
+    tensors hold the region's frame. A caller refuses what this does not recognize.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or not inspect.isfunction(pack := inspect.unwrap(hooks[0])):
+        return None
+    held = inspect.getclosurevars(pack).nonlocals
+    again = held.get("target_frame_ref")
+    return held.get("frame") if again is None else _Again(again(), pack)
 
 
 class Branch:
@@ -54,6 +83,10 @@ class Branch:
         self.num_tokens = len(part.rows)
         self._kept: dict[Hashable, _Kept] = {}
         self._gradients: dict[Hashable, tuple[torch.Tensor | None, ...]] = {}
+        # Of each layer its calls in the forward: the checkpointed region of each, or None.
+        self._calls: dict[Hashable, list[weakref.ref[Any] | None]] = {}
+        self._again: dict[Hashable, int] = {}  # calls so far of the region that runs again now
+        self._run: Any = None
         self._training, self._done = torch.is_grad_enabled(), False
 
     @property
@@ -78,21 +111,24 @@ class Branch:
             q: [num_tokens, H, D].
             k, v: [num_tokens, Hk, D or Dv]; a trunk keeps them.
             softmax_scale, deterministic, features: as for :func:`dualkv.attention`.
-            layer: names the layer: the same in all branches, another one for each call of a forward.
+            layer: names the layer: the same in all branches. The n-th call of a layer in a forward reads what the n-th
+                calls of the path kept.
 
         Returns:
             out [num_tokens, H, Dv].
 
         Raises:
-            ValueError: another number of rows, a layer that the path does not have, no gradients where the walk has
-                them, and what the attention refuses.
+            ValueError: another number of rows, a layer or a call of it that the path does not have, no gradients where
+                the walk has them, a layer that ran several times and is recomputed otherwise than by PyTorch's
+                checkpointing, and what the attention refuses.
         """
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, this part has {self.num_tokens}")
         self.check_gradients()
-        above = [self._read(branch, layer, rows) for branch, (_, rows) in zip(self._above, self.part.path, strict=True)]
+        call = layer, self.call_of(layer)
+        above = [self._read(branch, call, rows) for branch, (_, rows) in zip(self._above, self.part.path, strict=True)]
         if self.part.is_trunk:
-            self.keep(layer, k, v)
+            self.keep(call, k, v)
         rows = self.part.path_rows
         if rows:
             q = torch.cat([q.new_zeros(rows, *q.shape[1:]), q])
@@ -104,13 +140,44 @@ class Branch:
         if self._training and not torch.is_grad_enabled():
             raise ValueError(
                 "a walk with gradients came to a layer without them, which would lose those of kept keys and values:"
-                " gradient checkpointing needs use_reentrant=False"
+                " gradient checkpointing needs use_reentrant=False, and models that run layers under torch.no_grad in a"
+                " step cannot be walked"
             )
 
+    def call_of(self, layer: Hashable) -> int:
+        """The number of this call of a layer among those of the part's forward: each call asks once. A call that is
+        recomputed in the backward has the number that it had in the forward.
+
+        Raises:
+            ValueError: a layer that ran several times is recomputed, and it cannot be known which call that is.
+        """
+        calls = self._calls.setdefault(layer, [])
+        if not self._done:
+            region = None if torch.compiler.is_compiling() else _checkpointed()
+            calls.append(None if region is None else weakref.ref(region))
+            return len(calls) - 1
+        if len(calls) == 1:
+            return 0
+        # Regions run again in the backward's order, and each from its beginning.
+        found = _checkpointed()
+        numbers: list[int] = []
+        if isinstance(found, _Again):
+            if found.run is not self._run:
+                self._run, self._again = found.run, {}
+            numbers = [n for n, region in enumerate(calls) if region is not None and region() is found.region]
+        so_far = self._again[layer] = self._again.get(layer, -1) + 1
+        if so_far >= len(numbers):
+            raise ValueError(
+                f"layer {layer!r} ran {len(calls)} times in a part of a walk and is recomputed by other means than"
+                " torch.utils.checkpoint(..., use_reentrant=False), or inside of another checkpoint, where it cannot be"
+                " known which call that is: checkpoint these layers once, or not at all"
+            )
+        return numbers[so_far]
+
     def keep(self, key: Hashable, *tensors: torch.Tensor) -> None:
-        """Keeps tensors of a trunk for the parts below. Checkpointed layers come here again, in the part's backward
-        too: the first time counts."""
-        if key not in self._kept and not self._done:
+        """Keeps tensors of a trunk for the parts below. Checkpointed layers come here again in the part's backward,
+        for which nothing is kept any more."""
+        if not self._done:
             self._kept[key] = _Kept(tensors, tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors))
 
     def kept_above(self, key: Hashable) -> tuple[torch.Tensor, ...]:
@@ -125,10 +192,12 @@ class Branch:
         raise ValueError(f"the path keeps nothing of {key!r}: a part above did not run it")
 
     @staticmethod
-    def _read(branch: Branch, layer: Hashable, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in branch._kept:
-            raise ValueError(f"the path has no keys of layer {layer!r}: a part above did not run it")
-        k, v = branch._kept[layer].read
+    def _read(branch: Branch, call: tuple[Hashable, int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if call not in branch._kept:
+            layer, number = call
+            times = f" {number + 1} times" if number else ""
+            raise ValueError(f"the path has no keys of layer {layer!r}: a part above did not run it{times}")
+        k, v = branch._kept[call].read
         return k[:rows], v[:rows]
 
     def collect(self) -> None:
@@ -180,7 +249,8 @@ def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | Non
         The sum of the losses, without gradient.
 
     Raises:
-        ValueError: a budget below 1; see :meth:`Branch.attention`.
+        ValueError: a budget below 1; a forward whose attention does not use the branch (:meth:`Layout.mark_used` of
+            `branch.layout`); see :meth:`Branch.attention`.
     """
     total: list[torch.Tensor] = []
     open_trunks: list[tuple[Branch, torch.Tensor | None]] = []
@@ -198,6 +268,9 @@ def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | Non
         by_index = {branch.part.index: branch for branch, _ in open_trunks}
         branch = Branch(part, [by_index[index] for index, _ in part.path])
         hidden = forward(part.input_ids, branch)
+        check_used(part.seen, "forward returned hidden states", "dualkv=branch")
+        # For what is computed of the log-probs of all parts. A part that is one path may do without.
+        batch.layout._segments.use.seen |= part.seen._segments.use.seen
         value = loss(hidden, part) if part.num_trained and loss is not None else None
         if value is not None:
             total.append(value.detach())

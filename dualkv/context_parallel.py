@@ -73,6 +73,7 @@ class ContextShard(Shard):
             return super().attention(
                 q, k, v, softmax_scale, deterministic, window=window, chunk=chunk, sinks=sinks, softcap=softcap
             )
+        self.layout._segments.use.seen = True  # a rank may have no rows of its own, and runs no op then
         learned = [x for x in (q, k, v, sinks) if x is not None and x.requires_grad]
         run = _Run(
             self.group,

@@ -37,6 +37,20 @@ from dualkv.prefixes import read_sequences
 
 Value = TypeVar("Value")
 
+# Called at every new layout: `dualkv.integrations` looks for libraries that would ignore layouts.
+AT_NEW_LAYOUT: list[Callable[[], None]] = []
+
+
+class Use:
+    """Whether attention ran on a layout, or on one that was made of it: `seen`, which the ops set in every forward.
+    `elsewhere`: a caller has said that it runs where the ops do not.
+    """
+
+    __slots__ = ("elsewhere", "seen")
+
+    def __init__(self) -> None:
+        self.seen = self.elsewhere = False
+
 
 class Segments:
     """The host side of a layout: checked numpy arrays, and values derived from them, each computed once.
@@ -51,6 +65,7 @@ class Segments:
         """silent: [G] rows at each group's beginning that ask nothing, of any segments; None if all rows ask.
         last: the last segments of all sequences, where they are known: some may have segments below them."""
         self.offsets, self.parent, self.silent, self.last = offsets, parent, silent, last
+        self.use = Use()
         self.depth = self._checked_depth()
         self._cache: dict[Any, Any] = {}
 
@@ -274,6 +289,8 @@ class Layout:
         segments = Segments(offsets, parent, silent, last)
         tensors = torch.from_numpy(offsets.astype(np.int32)), torch.from_numpy(parent.astype(np.int32))
         _remember(*tensors, segments)
+        for look in AT_NEW_LAYOUT:
+            look()
         return cls(segments, *tensors, device)
 
     @classmethod
@@ -429,6 +446,7 @@ class Layout:
     @outside_inference_mode
     def _asking_less(self, silent: IntArray) -> Layout:
         segments = Segments(self._segments.offsets, self._segments.parent, silent, self._segments.last)
+        segments.use = self._segments.use
         tensors = self.offsets.clone(), self.parent.clone()
         _remember(*tensors, segments)
         return Layout(segments, *tensors, self.device)
@@ -440,6 +458,25 @@ class Layout:
                 f"{name} is a layout without some queries (without_prompt_queries or such), expected one of all rows: "
                 "the next layer reads them"
             )
+
+    # ------------------------------------------------------------------ whether attention used it
+    def mark_used(self) -> None:
+        """Say that attention computed what this layout says, where DualKV cannot see it.
+
+        :func:`dualkv.response_logprobs`, :func:`dualkv.walk` and `unpack` of values with gradients raise ValueError
+        for a layout that no attention has used: `enable` or `dualkv=` was forgotten, and every row saw all rows before
+        it. An enabled model raises it for a batch's `input_ids` without the layout. :func:`dualkv.attention` and the
+        ops below it note their layout, and so do layouts that are made of it (`to`, shards, parts of a walk); copies
+        and pickles are layouts of their own. Call this first where attention runs elsewhere: on another pipeline
+        stage, in another process, in a CUDA graph that was captured with another layout, in separate sequences, or in a
+        function of your own.
+        """
+        self._segments.use.seen = self._segments.use.elsewhere = True
+
+    def _serves(self, other: Layout) -> Layout:
+        """This layout, whose use from now on is use of `other`."""
+        self._segments.use = other._segments.use
+        return self
 
     # ------------------------------------------------------------------ counts
     @property

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from dualkv.arrays import IntArray, check_gib, positions, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
+from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
 from dualkv.heads import Head, Rows, check_tensor, of_weight
 
@@ -82,8 +83,9 @@ def response_logprobs(
     Raises:
         ValueError: shapes, dtypes or devices that do not match, a temperature that is not above 0 and finite, a weight
             that is known to be only a part of a model's head (then pass the whole head), or of which this rank has a
-            part, a `memory` that is not positive or not of a GPU, response tokens outside the vocabulary. Tokens on a
-            GPU are checked there, without waiting for it: the failure is a device-side assertion.
+            part, a `memory` that is not positive or not of a GPU, a layout that no attention has used
+            (:meth:`Layout.mark_used`), response tokens outside the vocabulary. Tokens on a GPU are checked there,
+            without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
     states, head = _checked(hidden, head, batch, temperature, chunk_size, memory)
@@ -151,6 +153,7 @@ def _checked(
             f"hidden has shape {tuple(hidden.shape)}, expected [1, {total}, {width}] or [{total}, {width}] "
             "(packed tokens, columns of the head)"
         )
+    check_used(batch.seen if isinstance(batch, TreePart) else batch.layout, "hidden is")
     if isinstance(temperature, bool) or not isinstance(temperature, int | float | np.number | torch.Tensor):
         raise TypeError(f"temperature is {temperature!r}, expected a number")
     if isinstance(temperature, torch.Tensor) and temperature.numel() != 1:

@@ -39,7 +39,8 @@ def padded(layout: Layout, rows: int) -> Layout:
         return layout
     segments = layout._segments
     offsets = np.append(segments.offsets, layout.num_tokens + rows)
-    return Layout._from_arrays(offsets, np.append(segments.parent, -1), layout.device, last=segments.last)
+    made = Layout._from_arrays(offsets, np.append(segments.parent, -1), layout.device, last=segments.last)
+    return made._serves(layout)
 
 
 def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:

@@ -41,6 +41,7 @@ def base(function):
     """(what is called, good arguments of it by name)"""
     op = {"q": GOOD, "k": GOOD, "v": GOOD, "offsets": LAYOUT.offsets, "parent": LAYOUT.parent, "softmax_scale": 1.0}
     mask, batch = torch.ones(2, 2, dtype=torch.int64), dualkv.pack([[1, 2], [3]], [[[4, 5], [6]], [[7]]])
+    batch.layout.mark_used()
     one = torch.ones(1, dtype=torch.float64)
     return {
         "attention": (dualkv.attention, {"q": GOOD, "k": GOOD, "v": GOOD, "layout": LAYOUT}),

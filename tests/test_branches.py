@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualkv
@@ -164,6 +165,73 @@ def test_what_a_branch_refuses():
     for rows in (0, batch.layout.num_tokens):
         with pytest.raises(ValueError, match=f"rows is {rows}"):
             batch.layout.without_queries(rows)
+
+
+class Looped(nn.Module):
+    """Two layers that run three times, or in one checkpointed region each, or all of them in one."""
+
+    def __init__(self, regions: str) -> None:
+        super().__init__()
+        self.regions = regions
+        self.layers = nn.ModuleList(nn.Linear(8, 3 * 8) for _ in range(2))
+        self.embed = nn.Embedding(12, 8)
+
+    def layer(self, layer, x, branch):
+        q, k, v = (y.unflatten(1, (1, 8)) for y in layer(x).chunk(3, 1))
+        return x + branch.attention(q, k, v, layer=layer).flatten(1).sin()
+
+    def loop(self, x, branch):
+        for layer in self.layers:
+            x = self.checkpointed("layer", self.layer, layer, x, branch)
+        return x
+
+    def rounds(self, x, branch):
+        for _ in range(3):
+            x = self.checkpointed("loop", self.loop, x, branch)
+        return x
+
+    def checkpointed(self, name, function, *args):
+        return checkpoint(function, *args, use_reentrant=False) if name in self.regions else function(*args)
+
+    def forward(self, ids, branch):
+        return self.checkpointed("rounds", self.rounds, self.embed(ids[0]), branch)[None]
+
+
+def gradients_of_loops(batch, budget, regions):
+    """Also of trunks without a loss of their own: only the last tokens count."""
+    torch.manual_seed(0)
+    model = Looped(regions).double()
+    loss = dualkv.walk(batch, budget, model, lambda hidden, part: hidden[0, part.predict_rows].pow(3).sum())
+    return loss, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("regions", ["", "layer", "loop", "rounds"])
+@pytest.mark.parametrize("budget", [2, 4, 7])
+def test_layers_that_run_several_times(budget, regions):
+    sequences = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 8, 7, 6], [1, 2, 3, 9, 8, 5], [10, 11]]
+    batch = dualkv.pack_sequences(sequences, [[0] * (len(s) - 1) + [1] for s in sequences])
+    wanted, expected = gradients_of_loops(batch, 100, "")
+    loss, found = gradients_of_loops(batch, budget, regions)
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+    for mine, gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, gradient, rtol=0, atol=1e-12)
+
+
+def test_a_call_that_cannot_be_known_is_refused():
+    """A checkpoint in a checkpoint makes its regions anew when it runs again."""
+    batch = dualkv.pack_sequences([[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 8, 7, 6]])
+    with pytest.raises(ValueError, match=r"Linear.* ran 3 times .*use_reentrant=False"):
+        gradients_of_loops(batch, 4, "layer loop")
+
+
+def test_a_call_that_the_path_lacks_is_refused():
+    first, second, *_ = plan_parts(dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]]), 3)
+    trunk = Branch(first)
+    trunk.attention(*(torch.randn(len(first.rows), h, 8) for h in (4, 2, 2)), layer="a")
+    below, inputs = Branch(second, [trunk]), [torch.randn(len(second.rows), h, 8) for h in (4, 2, 2)]
+    below.attention(*inputs, layer="a")
+    with pytest.raises(ValueError, match=r"no keys of layer 'a': .* 2 times"):
+        below.attention(*inputs, layer="a")
 
 
 def test_a_checkpointed_part_keeps_nothing_behind_its_backward():

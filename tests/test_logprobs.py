@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from dualkv import heads, logprobs
-from dualkv.data.packing import PackedBatch, pack
+from dualkv.data import packing
+from dualkv.data.packing import PackedBatch
 from dualkv.heads import Head
 from dualkv.logprobs import response_logprobs
 from tests.dispatched import Dispatched
@@ -26,6 +27,13 @@ def batches(draw):
     prompts = draw(st.lists(tokens.filter(bool), min_size=1, max_size=3))
     responses = [draw(st.lists(tokens, min_size=1, max_size=4)) for _ in prompts]
     return pack(prompts, responses, labels=draw(st.sampled_from(STYLES)))
+
+
+def pack(*args, **options) -> PackedBatch:
+    """A batch whose hidden states these tests make without any attention."""
+    batch = packing.pack(*args, **options)
+    batch.layout.mark_used()
+    return batch
 
 
 def some_batch(style="gather") -> PackedBatch:

@@ -36,7 +36,7 @@ from dualkv.arrays import (
     token_tensor,
 )
 from dualkv.data import media as images
-from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows
+from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
 from dualkv.layout import Layout
 
 GroupIds = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
@@ -71,6 +71,14 @@ class PackedBatch:
     media: dict[str, Any] = field(default_factory=dict)
     _columns: IntArray | None = None  # [N] of the input, the column of each response's first token; None: all 0
     _places: IntArray | None = None  # [N] of [M], each response's place among the packed ones; None: in packed order
+
+    def __post_init__(self) -> None:
+        remember_layout(self.input_ids, self.layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and pickles do not run __post_init__."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @property
     def device(self) -> torch.device:
@@ -145,10 +153,11 @@ class PackedBatch:
             padding_value: fills "padded" around each response.
 
         Raises:
-            ValueError: not one value for each response token, or an unknown form.
+            ValueError: not one value for each response token, an unknown form, or values that require a gradient though
+                no attention has used the layout (:meth:`Layout.mark_used`).
         """
         lens = self._packed_lens[self._inverse]
-        check_unpacked(values, self.num_response_tokens, "response token", form)
+        check_unpacked(values, self.num_response_tokens, "response token", form, self.layout)
         if not np.array_equal(self.order, np.arange(len(self.order))):
             values = values.index_select(0, ranges(self._packed_starts[self._inverse], lens, values.device))
         return as_rows(values, lens, form, self.padded_width, padding_value, self._columns)
@@ -163,9 +172,9 @@ class PackedBatch:
             N tensors [P_i + R_i, ...].
 
         Raises:
-            ValueError: not one value for each packed row.
+            ValueError: not one value for each packed row, or values as :meth:`unpack` refuses them.
         """
-        values = of_packed_rows(values, self.layout.num_tokens)
+        values = of_packed_rows(values, self.layout)
         # In both styles a sequence is the rows of its prompt's segment, then the rows of its own segment.
         pieces = np.stack([self._parent, self._leaf], 1)[self._inverse].reshape(-1)
         begin, end = self._segments(pieces)

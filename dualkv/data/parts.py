@@ -65,7 +65,7 @@ class TreePart:
     @cached_property
     def layout(self) -> Layout:
         """Of the own rows alone: what counts them."""
-        return Layout.from_segments([0, len(self.rows)], [-1], self.device)
+        return Layout.from_segments([0, len(self.rows)], [-1], self.device)._serves(self.seen)
 
     @cached_property
     def _first_own(self) -> int:
@@ -76,9 +76,11 @@ class TreePart:
     def own(self) -> Layout:
         """Of the own rows, in segments that begin where the path's rows end; a trunk is a chain of them."""
         if self.is_trunk:
-            return Layout.from_segments([0, *self.cuts], range(-1, len(self.cuts) - 1), self.device)
+            chain = [0, *self.cuts], range(-1, len(self.cuts) - 1)
+            return Layout.from_segments(*chain, self.device)._serves(self.seen)
         parent = np.maximum(self.parent[self._first_own :] - self._first_own, -1)
-        return Layout.from_segments(self.offsets[self._first_own :] - self.path_rows, parent, self.device)
+        offsets = self.offsets[self._first_own :] - self.path_rows
+        return Layout.from_segments(offsets, parent, self.device)._serves(self.seen)
 
     @cached_property
     def hangs_at(self) -> IntArray:

@@ -7,10 +7,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dualkv.arrays import IntArray, ranges
+from dualkv.layout import Layout
 
 Form = Literal["list", "padded", "nested"]
+
+_LAYOUTS = WeakTensorKeyDictionary()
 
 
 def _check_tensor(values: object) -> None:
@@ -18,18 +22,71 @@ def _check_tensor(values: object) -> None:
         raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
 
 
-def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form) -> None:
-    """Raise ValueError if there are not `count` values, and for an unknown form; TypeError for no tensor."""
+def remember_layout(input_ids: torch.Tensor, layout: Layout) -> None:
+    """Notes the layout of a batch's `input_ids`, for models that get them without it."""
+    _LAYOUTS[input_ids] = layout
+
+
+def forgotten_layout(input_ids: Any) -> Layout | None:
+    """The layout of a packed batch's `input_ids`, if causal attention over all rows would be something else and nobody
+    has said that attention runs elsewhere."""
+    found: Layout | None = _LAYOUTS.get(input_ids) if isinstance(input_ids, torch.Tensor) else None
+    return None if found is None or found._segments.use.elsewhere or _is_one_sequence(found) else found
+
+
+def _is_one_sequence(layout: Layout) -> bool:
+    """Whether all sequences are all rows, which causal attention computes without a layout."""
+    s = layout._segments
+
+    def found() -> bool:
+        return s.silent is None and bool(((s.first_position + s.lengths)[s.ends_sequence] == s.total).all())
+
+    return s.cached("one sequence", found)
+
+
+def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form, layout: Layout) -> None:
+    """Raise ValueError if there are not `count` values, for an unknown form, and for values with gradients of a layout
+    that no attention has used; TypeError for no tensor."""
     _check_tensor(values)
     if values.dim() == 0 or values.shape[0] != count:
         raise ValueError(f"values has shape {tuple(values.shape)}, expected [{count}, ...]: one value for each {of}")
     if form not in get_args(Form):
         raise ValueError(f"form is {form!r}, expected 'list', 'padded' or 'nested'")
+    _check_made(values, layout)
 
 
-def of_packed_rows(values: torch.Tensor, total: int) -> torch.Tensor:
-    """values [total, ...] or [1, total, ...] -> [total, ...]; ValueError for other shapes, TypeError for no tensor."""
+def check_used(layout: Layout, subject: str, argument: str = "dualkv=batch.layout") -> None:
+    """Raise ValueError if no attention has used the layout, and causal attention over all rows is something else.
+
+    Args:
+        layout: as above.
+        subject: begins the message, before "of a layout".
+        argument: what the model should have got.
+    """
+    use = layout._segments.use
+    if use.seen:
+        return
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # the attention of a compiled function has run behind it
+    if not (use.seen or _is_one_sequence(layout)):
+        raise ValueError(
+            f"{subject} of a layout that no attention has used, so that every row saw all rows before it: call"
+            f" dualkv.integrations.transformers.enable(model) and pass {argument} to the model, or pass the layout to"
+            " dualkv.attention (where attention runs that DualKV cannot see: layout.mark_used())"
+        )
+
+
+def _check_made(values: torch.Tensor, layout: Layout) -> None:
+    if values.requires_grad:  # others may be targets, masks or advantages, which are unpacked before a forward
+        check_used(layout, "values require a gradient and are")
+
+
+def of_packed_rows(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """values [T, ...] or [1, T, ...] -> [T, ...]; raises ValueError for other shapes, and for values with gradients of
+    a layout that no attention has used; TypeError for no tensor."""
     _check_tensor(values)
+    total = layout.num_tokens
+    _check_made(values, layout)
     if values.dim() > 1 and values.shape[:2] == (1, total):
         return values[0]
     if values.dim() == 0 or values.shape[0] != total:

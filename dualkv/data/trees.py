@@ -27,7 +27,7 @@ from dualkv.arrays import (
     sequence_list,
 )
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
-from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows
+from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
 from dualkv.layout import Layout
 from dualkv.prefixes import PrefixTree, read_sequences
 
@@ -88,6 +88,14 @@ class PackedSequences:
         lens = np.array([len(r) for r in rows])
         mask = _some(np.concatenate(padded))
         return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask, batch.label_style)
+
+    def __post_init__(self) -> None:
+        remember_layout(self.input_ids, self.layout)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and pickles do not run __post_init__."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @property
     def device(self) -> torch.device:
@@ -155,9 +163,10 @@ class PackedSequences:
                 log-probs of whole sequences.
 
         Raises:
-            ValueError: not one value for each trained token, or an unknown form.
+            ValueError: not one value for each trained token, an unknown form, or values that require a gradient though
+                no attention has used the layout (:meth:`Layout.mark_used`).
         """
-        check_unpacked(values, len(self._trained), "trained token", form)
+        check_unpacked(values, len(self._trained), "trained token", form, self.layout)
         place = torch.from_numpy((np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]).to(values.device)
         of_tokens, lens = _repeated(values, place), self._trained_lens
         if whole:
@@ -176,9 +185,9 @@ class PackedSequences:
             N tensors [length_i, ...].
 
         Raises:
-            ValueError: not one value for each packed row.
+            ValueError: not one value for each packed row, or values as :meth:`unpack` refuses them.
         """
-        values = of_packed_rows(values, self.layout.num_tokens)
+        values = of_packed_rows(values, self.layout)
         return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
 
     @outside_inference_mode

@@ -105,6 +105,7 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
             [n for i in chosen for n in ([len(pairs[i][1])], [])],
             device,
         )
+        layout.mark_used()  # separate sequences, which the model computes without it
         batch = PackedBatch(input_ids.view(1, -1), layout, "gather", np.arange(len(chosen)), width)
         counted = _counted(batch, rollouts, chosen)
         inputs = {"input_ids": input_ids, **of_rows([media[i] for i in chosen] if media else [], width, device)}

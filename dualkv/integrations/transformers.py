@@ -30,6 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool
 from dualkv.branches import Branch
+from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import (
     checkpointing,
     fused,
@@ -160,6 +161,7 @@ def _enter_decoder(
     """Forward pre-hook of the decoder: checks a call with a layout, fills in positions, cache and mask."""
     layout = kwargs.get("dualkv")
     if layout is None:
+        _refuse_forgotten(module, args, kwargs)
         return None
     _check_layout(layout)
     name = type(module).__name__
@@ -201,6 +203,24 @@ def _enter_decoder(
     return args, {**kwargs, **changed}
 
 
+def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for a call without a layout whose tokens are those of a packed batch, unless a mask
+    [1, 1, T, T] or positions say what rows see.
+
+    Compiled functions leave that to what asks for the layout's use afterwards (:func:`dualkv.data.rows.check_used`).
+    """
+    tokens, mask = args[0] if args else kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if torch.compiler.is_compiling() or (layout := forgotten_layout(tokens)) is None:
+        return
+    # Where positions begin anew, transformers takes sequences apart: those of groups that share nothing.
+    apart = layout.nominal_tokens == layout.num_tokens and kwargs.get("position_ids") is not None
+    if (mask is None or getattr(mask, "ndim", 0) == 2) and not apart:
+        raise ValueError(
+            f"{type(module).__name__} got the packed input_ids of {layout!r} without dualkv, so every row would see all"
+            " rows before it: pass dualkv=batch.layout"
+        )
+
+
 def _check_layout(layout: Any) -> None:
     if not isinstance(layout, Layout | Shard | Placed | Branch):
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
@@ -219,6 +239,7 @@ def _enter_head(
     """
     layout = kwargs.get("dualkv")
     if layout is None:
+        _refuse_forgotten(module, args, kwargs)
         return None
     _check_layout(layout)
     named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
@@ -429,6 +450,7 @@ def _register(base: str, deterministic: bool) -> str:
             return masks.answer(**kwargs)
         return None if make is None else make(attention_mask=attention_mask, **kwargs)
 
+    forward._of_dualkv = True  # type: ignore[attr-defined]
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
     return name

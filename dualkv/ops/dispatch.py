@@ -193,6 +193,7 @@ def _fwd(
     sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
+    segments.use.seen = True
 
     def run(chosen: backends.Backend) -> tuple[torch.Tensor, torch.Tensor]:
         return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)

@@ -216,6 +216,7 @@ def test_roll_labels_are_the_next_packed_token(case):
 def test_unpack_is_differentiable(form, trailing):
     batch = pack([[1], [2], [1]], [[3, 4], [5, 6, 7], []])
     assert batch.order.tolist() == [0, 2, 1]
+    batch.layout.mark_used()
     values = torch.randn(batch.num_response_tokens, *trailing, requires_grad=True)
     weight = torch.randn(batch.num_response_tokens, *trailing)
     got = batch.unpack(values, form)
@@ -230,6 +231,7 @@ def test_unpack_is_differentiable(form, trailing):
 @pytest.mark.parametrize("style", ["gather", "roll"])
 def test_unpack_sequences_is_differentiable(style):
     batch = pack([[1, 2], [3]], [[[4], [5, 6], []], [[7]]], labels=style)
+    batch.layout.mark_used()
     hidden = torch.randn(1, batch.layout.num_tokens, 2, requires_grad=True)
     sequences = batch.unpack_sequences(hidden)
     assert [tuple(s.shape) for s in sequences] == [(3, 2), (4, 2), (2, 2), (2, 2)]

@@ -26,6 +26,7 @@ def update(prompts: list[torch.Tensor], responses: list[list[torch.Tensor]], hid
     batch = dualkv.pack(prompts, responses, labels="gather")
     assert_type(batch, dualkv.PackedBatch)
     assert_type(batch.layout.dedup_ratio, float)
+    batch.layout.mark_used()  # `hidden` comes from elsewhere
     logp, entropy = dualkv.response_logprobs(hidden, hidden, batch, temperature=0.7)
     rewards = torch.ones(batch.num_rollouts)
     advantages = grpo.group_advantages(rewards, [len(group) for group in responses])

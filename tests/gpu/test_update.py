@@ -46,6 +46,7 @@ def test_packing_is_that_of_the_cpu(labels):
 @pytest.mark.parametrize("labels", ["gather", "roll"])
 def test_logprobs_are_those_of_the_cpu_and_repeat_bitwise(labels):
     batch = dualkv.pack(*rollouts("cpu"), labels=labels)
+    batch.layout.mark_used()  # hidden states of these tests come from no attention
     hidden = torch.randn(1, batch.layout.num_tokens, WIDTH, dtype=torch.float64)
     head = torch.randn(VOCAB, WIDTH, dtype=torch.float64) / 8
 
@@ -67,6 +68,7 @@ def test_logprobs_are_those_of_the_cpu_and_repeat_bitwise(labels):
 def test_logprobs_in_bf16_keep_logits_within_the_limit(compiled):
     """Gradients are as near to fp64 with kept logits as without, and bitwise the same."""
     batch = dualkv.pack(*rollouts("cpu")).to("cuda")
+    batch.layout.mark_used()
     vocabulary = 60_000
     hidden = torch.randn(batch.layout.num_tokens, 256, device="cuda", dtype=torch.bfloat16)
     head = torch.randn(vocabulary, 256, device="cuda", dtype=torch.bfloat16) / 16
@@ -111,6 +113,8 @@ def test_packed_trees_are_those_of_the_cpu_and_gradients_repeat_bitwise():
     for name in ("input_ids", "position_ids", "predict_rows", "targets"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu()), name
     values, weights = torch.randn(2, max(len(here.targets), sum(here.trained_lens)))
+    here.layout.mark_used()
+    there.layout.mark_used()
 
     def run(batch, device: str) -> torch.Tensor:
         leaf = values[: len(here.targets)].to(device, copy=True).requires_grad_()
@@ -126,6 +130,7 @@ def test_packed_trees_are_those_of_the_cpu_and_gradients_repeat_bitwise():
 
 def test_a_token_outside_the_vocabulary_is_found_on_the_cpu():
     batch = dualkv.pack(*rollouts("cpu"))
+    batch.layout.mark_used()
     with pytest.raises(ValueError, match="outside the vocabulary"):
         dualkv.response_logprobs(torch.zeros(batch.layout.num_tokens, 8), torch.zeros(10, 8), batch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import dualkv
 from dualkv.branches import Branch
@@ -114,6 +115,62 @@ def test_frozen_projections():
         assert_close(parameter, kept[parameter], gradient, 1e-5)
 
 
+def check_walks(model, batch, budgets, bound, keeps=(None, "nothing", "attention")):
+    """Against one pass, without checkpointing and with it."""
+    weights = weights_of(batch, next(model.parameters()).dtype)
+    wanted = whole(model, batch, weights)
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    for keep in keeps:
+        if keep is not None:
+            recompute_layers(model, keep)
+        for budget in budgets:
+            model.zero_grad()
+            assert_close(f"loss, {keep}, {budget}", walked(model, batch, weights, budget), wanted, bound)
+            for name, gradient in gradients(model).items():
+                assert_close(f"{name}, {keep}, {budget} rows", gradient, expected[name], bound)
+
+
+def test_a_layer_that_runs_twice():
+    model = make_model("llama", dtype=torch.float64)
+    model.model.layers[1] = model.model.layers[0]
+    with double_throughout("llama"):
+        check_walks(enable(model).train(), packed(), (1, 4), 1e-12)
+
+
+def test_a_recurrent_layer_that_runs_twice():
+    with test_recurrent.double_throughout():
+        model = test_recurrent.make("qwen3_5_text", torch.float64)
+        layers = [i for i, layer in enumerate(model.model.layers) if hasattr(layer, "linear_attn")]
+        model.model.layers[layers[1]] = model.model.layers[layers[0]]
+        check_walks(enable(model).train(), packed(), (3, 7), 1e-9, (None, "nothing"))
+
+
+def test_stacks_that_run_in_cycles():
+    """Modules of HRM run in loops, all with gradients here; those that it runs without are refused."""
+    if not hasattr(transformers, "HrmTextConfig"):
+        pytest.skip("this version of transformers has no HRM")
+    batch = packed()
+
+    def model(trained: list[int]):
+        config = transformers.HrmTextConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2,
+            num_layers_per_stack=1, H_cycles=2, L_cycles=2, L_bp_cycles=trained, pad_token_id=None,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return enable(transformers.HrmTextForCausalLM(config).double(), check=False).train()
+
+    check_walks(model([2, 2]), batch, (4,), 1e-9, (None, "nothing"))
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        walked(model([1, 1]), batch, weights_of(batch, torch.float64), 4)
+
+
+def test_a_forgotten_branch_is_refused():
+    model, batch = enable(make_model()).train(), packed()
+    with pytest.raises(ValueError, match="dualkv=branch"):
+        dualkv.walk(batch, 4, lambda ids, branch: model.model(input_ids=ids).last_hidden_state)
+    assert not batch.layout._segments.use.seen
+
+
 @pytest.mark.parametrize("family", test_recurrent.FAMILIES)
 def test_recurrent_layers_in_fp64(family):
     """States and last inputs of convolutions come from the path, also where it is cut within a segment."""
@@ -163,7 +220,7 @@ def test_states_of_the_path_matter(monkeypatch):
         keep = Branch.keep
 
         def zeros(self, key, *tensors):
-            keep(self, key, *((x * 0 for x in tensors) if isinstance(key, tuple) else tensors))
+            keep(self, key, *((x * 0 for x in tensors) if isinstance(key[0], tuple) else tensors))
 
         monkeypatch.setattr(Branch, "keep", zeros)
         assert (walked(model, batch, weights, 4) - wanted).abs() > 1e-4 * wanted.abs()

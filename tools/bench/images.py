@@ -111,6 +111,7 @@ def run_replicated(model: Any, sizes: Sizes, group: Any, weights: torch.Tensor) 
             use_cache=False,
         ).last_hidden_state
         batch = dualkv.pack([prompt] * len(some), list(some), group_ids=range(len(some)))  # rows as in `ids`
+        batch.layout.mark_used()
         logp = dualkv.response_logprobs(hidden.flatten(0, 1), head(model), batch)[0].view(some.shape)
         (logp * weights[begin : begin + sizes.micro_batch]).sum().backward()
         found.append(logp.detach())

@@ -117,6 +117,7 @@ def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
     ids = {"input_ids": batch.input_ids}
     if way in OURS:
         return ids | {"dualkv": batch.layout}
+    batch.layout.mark_used()  # by attention that is not DualKV's
     offsets = batch.layout.offsets.tolist()
     ends, keys = offsets, None
     if way != "replicated":

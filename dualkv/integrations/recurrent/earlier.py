@@ -84,7 +84,7 @@ def replaced(own: Forward, packed: Forward) -> Forward:
         if layout is None:
             return own(layer, hidden_states, *args, **kwargs)
         if isinstance(layout, Branch):  # one that the hook before this layer did not see
-            layout = Walked(layout, layer)
+            layout = Walked.of(layout, layer)
         return packed(layer, hidden_states, layout, **kwargs)
 
     return forward

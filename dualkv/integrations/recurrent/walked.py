@@ -31,11 +31,18 @@ class Walked:
     Attributes:
         branch: the part that runs.
         layer: names the layer, the same in all parts.
+        call: the number of this call of it.
     """
 
     branch: Branch
     layer: Hashable
+    call: int
     _calls: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, branch: Branch, layer: Hashable) -> Walked:
+        """A branch that comes to a layer: once for each call of it."""
+        return cls(branch, layer, branch.call_of(layer))
 
     @property
     def num_tokens(self) -> int:
@@ -56,10 +63,10 @@ class Walked:
         """Rows of the path that own segments continue, each number once, in the order of the segments."""
         return [rows for rows in dict.fromkeys(self.branch.part.hangs_at.tolist()) if rows > 0]
 
-    def _key(self, kind: str) -> tuple[Hashable, str, int]:
-        """Of this call: a layer may have several of a kind."""
+    def _key(self, kind: str) -> Hashable:
+        """Of a scan or convolution in this call: a layer may have several of a kind."""
         number = self._calls[kind] = self._calls.get(kind, -1) + 1
-        return self.layer, kind, number
+        return self.layer, self.call, kind, number
 
     # ------------------------------------------------------------------ scans
     def initial(self, key: Hashable, device: torch.device) -> tuple[Tensor, waves.Gather] | None:
@@ -109,7 +116,9 @@ class Walked:
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of recurrent layers: says which of them a branch comes to."""
     branch = kwargs.get("dualkv")
-    return (args, {**kwargs, "dualkv": Walked(branch, module)}) if isinstance(branch, Branch) else None
+    if not isinstance(branch, Branch):
+        return None
+    return args, {**kwargs, "dualkv": Walked.of(branch, module)}
 
 
 def _roots(layout: Layout) -> list[int]:

@@ -1,0 +1,52 @@
+"""Models of transformers that get a layout and were not enabled: each attention function would ignore `dualkv=`.
+
+transformers hands keyword arguments that it does not know on to its attention functions, which drop them. So the
+registry's `get_interface` returns functions that raise an error for a layout. This module takes the registry from
+`sys.modules` when a layout is made, because `import dualkv` does not import transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from dualkv import layout
+
+
+def watch() -> None:
+    """Has transformers' registry refuse layouts for models that are not enabled, if transformers is imported."""
+    interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    own = getattr(interface, "get_interface", None)
+    if own is None or hasattr(own, "_of_dualkv"):
+        return
+
+    @wraps(own)
+    def get_interface(*args: Any, **kwargs: Any) -> Any:
+        function = own(*args, **kwargs)
+        return function if hasattr(function, "_of_dualkv") else partial(_without_layout, function)
+
+    get_interface._of_dualkv = True  # type: ignore[attr-defined]
+    interface.get_interface = get_interface
+
+
+def _without_layout(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls an attention function of transformers.
+
+    Raises:
+        ValueError: it would get a layout. Layers that are not causal may get one: those of images, which have no rows
+            of it.
+    """
+    if kwargs.get("dualkv") is not None:
+        module = args[0] if args else kwargs["module"]
+        if getattr(module, "is_causal", False):
+            raise ValueError(
+                f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) got dualkv="
+                f"{type(kwargs['dualkv']).__name__}, and its model is not enabled: call"
+                " dualkv.integrations.transformers.enable(model) first"
+            )
+    return function(*args, **kwargs)
+
+
+layout.AT_NEW_LAYOUT.append(watch)
