@@ -140,7 +140,7 @@ def packed_vs_separate(
     chosen = picked([len(x) for x in tokens], rollouts, seed)
     pairs: list[Pair] = []
     scales, dtypes = [0.0], {torch.float32}
-    with quiet(model, seed) as (same_noise, was_noisy):
+    with quiet(model, batch.device, seed) as (same_noise, was_noisy):
         if logp is None or was_noisy:
             packed = _packed(model, batch, chosen, temperature)
         else:
@@ -157,8 +157,8 @@ def packed_vs_separate(
             pairs.append((own, alone, of_logits(by_itself, ids[at], temperature)[0]))
             dtypes.add(logits.dtype)
             scales.append(scale)
-    coarsest = dtype or _coarsest(model, dtypes, batch.device)
-    return judge(compare(pairs, coarsest, max(scales), _layers(model), batch.device, group), error)
+    of_products = dtype or coarsest(model, dtypes, batch.device)
+    return judge(compare(pairs, of_products, max(scales), num_layers(model), batch.device, group), error)
 
 
 def picked(lens: Sequence[int], few: int, seed: int) -> list[int]:
@@ -207,7 +207,7 @@ def judge(compared: Compared, error: bool = False) -> Compared:
 
 # ---------------------------------------------------------------- the model, as it is wrapped
 @contextmanager
-def quiet(model: nn.Module, seed: int) -> Iterator[tuple[Callable[[], None], bool]]:
+def quiet(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[Callable[[], None], bool]]:
     """Run the body without gradients and dropout modules, and leave random states and buffers as they were.
 
     Yields a function after which equal calls draw equal noise, and whether dropout was on.
@@ -219,7 +219,7 @@ def quiet(model: nn.Module, seed: int) -> Iterator[tuple[Callable[[], None], boo
         for name, x in module._buffers.items()
         if x is not None and not x.is_meta and x.numel() <= MOST_NUMBERS
     ]
-    devices = list({x.device for x in model.parameters() if x.device.type == "cuda"})
+    devices = [x for x in {device, *(x.device for x in model.parameters())} if x.type == "cuda"]
 
     def same_noise() -> None:
         torch.default_generator.manual_seed(seed)
@@ -293,7 +293,7 @@ def _trained_tokens(batch: PackedBatch | PackedSequences) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- what rounding explains
-def _coarsest(model: nn.Module, dtypes: set[torch.dtype], device: torch.device) -> torch.dtype:
+def coarsest(model: nn.Module, dtypes: set[torch.dtype], device: torch.device) -> torch.dtype:
     """The dtype with the largest steps among those that a model may compute in."""
     found = dtypes | {x.dtype for x in model.parameters()}
     if torch.is_autocast_enabled(device.type):
@@ -305,7 +305,7 @@ def _coarsest(model: nn.Module, dtypes: set[torch.dtype], device: torch.device) 
     return max((x for x in found if x in COMPUTED), key=lambda x: torch.finfo(x).eps)
 
 
-def _layers(model: nn.Module) -> int:
+def num_layers(model: nn.Module) -> int:
     """Of the decoder, by its configuration; 1 where there is none."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -45,7 +45,7 @@ def trees(seed: int = 0) -> dualkv.PackedSequences:
 
 def logprobs(model: Any, batch: Any, **layout: Any) -> torch.Tensor:
     """As a trainer computes them, by the model's logits."""
-    logits = model(input_ids=batch.input_ids, **layout).logits[0, batch.predict_rows].float()
+    logits = model(input_ids=batch.input_ids.clone(), **layout).logits[0, batch.predict_rows].float()
     return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
 
 

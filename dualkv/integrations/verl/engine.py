@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -27,8 +28,10 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
+from dualkv.canary import Compared
 from dualkv.integrations import fused, heads, media, models, recurrent, transformers
 from dualkv.integrations.media import Placed
+from dualkv.integrations.verl import canary
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
@@ -77,6 +80,8 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
         self._running: Running | None = None
+        self._canary_steps, self._updates = canary.steps(model_config.fused_kernel_options), 0
+        self._compared: Compared | None = None
         self._read_options(model_config)
         self._checked = _checked(self._of_decoder(model_config.hf_config))
         _refuse_fused_head(model_config)
@@ -166,6 +171,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             return super().forward_backward_batch(data, loss_function, forward_only)
         rollouts, parts = planned
         keep_values = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        with_canary = not forward_only and self._canary_steps is not None and self._updates % self._canary_steps == 0
+        self._updates += not forward_only
+        self._compared = None
         outputs: list[Any] = []
         for micro_batch, packed in packed_parts(data, rollouts, parts):
             self._running = Running(packed)
@@ -174,6 +182,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
                     outputs.append(self._run(micro_batch, loss_function, forward_only, len(outputs) == len(parts) - 1))
             finally:
                 self._running = None
+            if with_canary and len(outputs) == 1 and "log_probs" in outputs[0].get("model_output", {}):
+                of_packed, log_probs = rollouts.select(np.array(parts[0])), outputs[0]["model_output"]["log_probs"]
+                self._compared = canary.compared(self, micro_batch, of_packed, log_probs, self._updates)
             if not keep_values:
                 outputs[-1].pop("model_output", None)
         # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
@@ -202,6 +213,17 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             loss, output = self.forward_step(micro_batch, loss_function=loss_function, forward_only=False)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return output
+
+    def forward_of(self, micro_batch: TensorDict, packed: PackedRollouts | None) -> dict[str, Any]:
+        """The output of a forward: of packed rollouts, or as veRL computes them."""
+        self._running = None if packed is None else Running(packed)
+        try:
+            return self._run(micro_batch, None, forward_only=True, last=True)
+        finally:
+            self._running = None
+
+    def _more_metrics(self) -> dict[str, float]:
+        return {} if self._compared is None else {"packed_vs_separate": self._compared.difference}
 
     # ------------------------------------------------------------------ a micro-batch
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:

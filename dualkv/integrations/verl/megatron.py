@@ -39,7 +39,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron
 from dualkv.integrations.megatron_configs import counted, refuse
-from dualkv.integrations.verl import routes
+from dualkv.integrations.verl import canary, routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import Shard, padded
@@ -390,6 +390,8 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             "fused_kernel_options.dualkv_fast is True, strategy megatron has fused kernels of its own: set"
             " actor.megatron.override_transformer_config"
         )
+    if canary.steps(options) is not None:
+        raise ValueError(f"fused_kernel_options.{canary.CANARY} is set, strategy megatron has no canary: unset it")
     keep = options.get("dualkv_keep", "nothing")
     if keep != "nothing":
         raise ValueError(

@@ -113,6 +113,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
         | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
+        | ({"dualkv_canary": s["canary"]} if "canary" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
@@ -239,6 +240,14 @@ def drawn_routes(s: dict[str, Any], data: TensorDict) -> torch.Tensor:
 def scored(s: dict[str, Any], models: Path) -> dict[str, Any]:
     worker = make_worker(s, models)
     return score(worker, rollouts_of(s, worker))
+
+
+def planted(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """A layer that reads its whole row, and a canary."""
+    worker = make_worker(s, models)
+    layer = worker.engine.module.get_decoder().layers[0]
+    layer.register_forward_hook(lambda _m, _a, out: out + 0.5 * out.mean(1, keepdim=True))
+    return {"metrics": train(worker, rollouts_of(s, worker))}
 
 
 def multimodal(s: dict[str, Any], models: Path) -> dict[str, Any]:
