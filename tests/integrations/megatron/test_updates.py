@@ -84,6 +84,8 @@ def test_another_layout_computes_something_else() -> None:
     cpu.parallel()
     model = build(enable(layer_spec()), {})
     packed, replicated = rollouts()
+    for micro_batch in packed:
+        micro_batch.batch.layout.mark_used()  # else the log-probs are refused, as no attention uses it here
     alone = [batch._replace(batch=dualkv.Layout.from_lengths([batch.input_ids.shape[1]], [[]])) for batch in packed]
     wrong = difference(update([model], alone), update([model], replicated))
     assert wrong.logp is not None
