@@ -1,7 +1,8 @@
 """Checks that a decoder computes packed groups exactly: a small copy runs a tree packed and replicated, on the CPU.
 
-The copy has the decoder's class, its configuration in small (see :mod:`dualkv.integrations.shrink`) and random weights.
-So the check does not touch the weights or the device of the model, and takes about a second.
+The copy has the decoder's class, its configuration in small (see :mod:`dualkv.integrations.shrink`), its PEFT adapters
+and random weights. So the check does not touch the weights or the device of the model. Each stage runs once for a
+configuration, when it is first needed, and takes about a second at most.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dualkv.integrations import recurrent, rotary
+from dualkv.branches import Branch, walk
+from dualkv.data.trees import PackedSequences
+from dualkv.integrations import adapters, layers, recurrent, rotary
+from dualkv.integrations.draws import Draws, Shape
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
 from dualkv.ops import backends
 
-# Relative difference allowed in the worst row of hidden states. fp32 rounding stays below 1e-5; a wrong position or key
-# makes more than 1e-2.
+# Relative difference allowed in the worst row of hidden states and in the worst gradient. fp32 rounding stays below
+# 1e-5 in hidden states; a wrong position or key makes more than 1e-2.
 TOLERANCE = 1e-3
 
 # Segment lengths and parents of the tree: a group with three responses, one empty and one of a single token; a group
@@ -37,8 +42,15 @@ PARENTS = [-1, 0, 0, 0, -1, 4, 4, -1, 7, 8, 8, 7]
 # or of no more tokens than the threshold (6 in the small copy), here also of just so many and of one more.
 EVEN_LENGTHS = [7, 9, 9, 1, 1, 0, 4, 5, 4, 4, 4, 0, 8, 8, 2, 4, 1, 3, 4, 0, 13, 3]
 EVEN_PARENTS = [-1, 0, 0, -1, 3, 3, 3, -1, 7, 8, 8, 7, 11, 7, -1, 14, 14, -1, 17, -1, 19, 19]
+BUDGET = 6  # rows of a part of the walk: some segments are cut, some parts have several
 
-_VERDICTS: dict[tuple[type, str], str | None] = {}
+# What is compared: hidden states in evaluation; hidden states and gradients in training, where every random draw is
+# one number; the same of `dualkv.walk`, a part at a time.
+Stage = Literal["evaluation", "training", "walk"]
+ASKED = "dualkv_asked"  # attribute of an enabled decoder: its adapters in small, `enable`, and the stages that ran
+
+Key = tuple[type, str, str, Stage]
+_VERDICTS: dict[Key, str | None] = {}
 _ALONE = threading.RLock()  # a check changes settings of the process
 
 
@@ -46,46 +58,109 @@ class CannotRunError(ValueError):
     """The packed call of a small copy is refused, though the replicated call runs."""
 
 
-def check(decoder: PreTrainedModel, enable: Callable[..., Any]) -> None:
+class OneDrawError(CannotRunError):
+    """A draw that a call makes once for all of its rows changes the result."""
+
+
+def check(decoder: PreTrainedModel, enable: Callable[..., Any], small: Sequence[Any] = ()) -> None:
     """Raises ValueError, in one sentence, if packed and replicated hidden states of a small copy differ.
 
     Args:
         decoder: only its class and configuration are read. Each pair of them is checked once in a process.
         enable: :func:`dualkv.integrations.transformers.enable`.
+        small: its adapters, by :func:`dualkv.integrations.adapters.shrunk`.
     """
-    # fully_shard replaces the class of a module by a subclass of its own.
-    cls = next(c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule))
-    verdict = verdict_of(cls, decoder.config, enable)
+    verdict = verdict_of(_class(decoder), decoder.config, enable, small)
     if verdict is not None:
         raise ValueError(verdict)
 
 
-def verdict_of(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> str | None:
+def ask_later(decoder: PreTrainedModel, small: Sequence[Any], enable: Callable[..., Any]) -> None:
+    """Lets the first call of a decoder in training, and the first in a walk, run that stage of the check.
+
+    Args:
+        decoder: notes what :func:`refuse_unproved` reads.
+        small, enable: as for :func:`check`.
+    """
+    vars(decoder)[ASKED] = tuple(small), enable, ("evaluation",)
+
+
+def refuse_unproved(decoder: PreTrainedModel, layout: Any) -> None:
+    """Raises ValueError if a call of an enabled decoder is of a kind that its small copy does not compute, or if other
+    adapters or noise came to the decoder since."""
+    adapters.refuse_later(decoder)
+    if decoder.training:
+        _ask(decoder, "training")
+    if isinstance(layout, Branch):
+        _ask(decoder, "walk")
+
+
+def _ask(decoder: PreTrainedModel, stage: Stage) -> None:
+    asked = decoder.__dict__.get(ASKED)
+    if asked is not None and stage not in asked[2] and (verdict := _verdict_of_call(decoder, stage)) is not None:
+        raise ValueError(verdict)
+
+
+def _verdict_of_call(decoder: PreTrainedModel, stage: Stage) -> str | None:
+    """Why a call of this stage is refused, in one sentence; None if it may run, and then it asks no more."""
+    small, enable, asked = vars(decoder)[ASKED]
+    verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
+    if verdict is None:
+        vars(decoder)[ASKED] = small, enable, (*asked, stage)
+    return verdict
+
+
+# What torch._dynamo.assume_constant_result sets: a compiled model runs the check where it is traced.
+cast(Any, _verdict_of_call)._dynamo_marked_constant = True
+
+
+def _class(decoder: PreTrainedModel) -> type[Any]:
+    """fully_shard replaces the class of a module by a subclass of its own."""
+    return next(c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule))
+
+
+def verdict_of(
+    cls: type[Any],
+    config: PreTrainedConfig,
+    enable: Callable[..., Any],
+    small: Sequence[Any] = (),
+    stage: Stage = "evaluation",
+) -> str | None:
     """Why decoders of this class and configuration are refused, in one sentence; None if they run packed."""
-    key = cls, json.dumps(config.to_dict(), sort_keys=True, default=str)
+    of_adapters = json.dumps([x.to_dict() for x in small], sort_keys=True, default=str)
+    key = cls, json.dumps(config.to_dict(), sort_keys=True, default=str), of_adapters, stage
     if key not in _VERDICTS:
-        _VERDICTS[key] = torch.compiler.disable(_verdict)(cls, config, enable)  # the caller may be compiled
+        run = torch.compiler.disable(_verdict)  # the caller may be compiled
+        _VERDICTS[key] = run(cls, config, enable, small, stage)
     return _VERDICTS[key]
 
 
-def _verdict(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> str | None:
+def _verdict(
+    cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any], small: Sequence[Any], stage: Stage
+) -> str | None:
     name = cls.__name__
     try:
-        differs = difference(cls, shrink(config), enable)
+        of, differs = difference(cls, shrink(config), enable, small, stage)
+    except CannotRunError as error:
+        return _unproved(name, _with_own_thresholds(cls, config, enable, small, stage) or error)
     except Exception as error:
-        return _unproved(name, _with_own_thresholds(cls, config, enable) or error)
+        if small:  # adapters that do not fit the copy are judged by their type alone
+            return verdict_of(cls, config, enable, (), stage)
+        return _unproved(name, _with_own_thresholds(cls, config, enable, small, stage) or error)
     if differs <= TOLERANCE:
         return None
+    how = {"evaluation": "", "training": " in training", "walk": " a part at a time (dualkv.walk)"}[stage]
+    by = " with its PEFT adapters" if small else ""
     return (
-        f"{name} does not compute packed groups as it computes replicated sequences: hidden states of a small copy"
+        f"{name}{by} does not compute packed groups{how} as it computes replicated sequences: {of} of a small copy"
         f" differ by {differs:.2g} relative"
     )
 
 
-def _with_own_thresholds(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> Exception | None:
+def _with_own_thresholds(cls: type[Any], config: PreTrainedConfig, *rest: Any) -> Exception | None:
     """The error of a copy that keeps the model's own thresholds, so that the message names these; None if it runs."""
     try:
-        difference(cls, shrink(config, thresholds=False), enable)
+        difference(cls, shrink(config, thresholds=False), *rest)
     except Exception as error:
         return error
     return None
@@ -101,50 +176,157 @@ def _unproved(name: str, error: Exception) -> str:
     )
 
 
-def difference(cls: type[Any], config: PreTrainedConfig, enable: Callable[..., Any]) -> float:
-    """The largest relative difference, over rows, between packed and replicated hidden states with random weights.
+# ---------------------------------------------------------------- the comparison
+Computed = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # hidden states [n, C] of each sequence, and gradients
+
+
+def difference(
+    cls: type[Any],
+    config: PreTrainedConfig,
+    enable: Callable[..., Any],
+    small: Sequence[Any] = (),
+    stage: Stage = "evaluation",
+) -> tuple[str, float]:
+    """The largest relative difference, over rows and gradients, between packed and replicated, with random weights.
+
+    Args:
+        cls, config: of the copy.
+        enable: :func:`dualkv.integrations.transformers.enable`.
+        small: adapters of the copy.
+        stage: what runs.
+
+    Returns:
+        what differs most, and by how much.
 
     Raises:
         CannotRunError: the packed call is refused.
         ValueError: hidden states are not finite. Other errors of the model pass through.
     """
     with _ALONE, _untouched(), torch.no_grad():
-        device = _device(cls)
-        model: Any = _copy(cls, config)
-        model.to(device)
-        layout = tree(even=bool(rotary.embeddings(model)))
-        paths = sequence_rows(layout)
-        draw, vocabulary = torch.Generator().manual_seed(1), model.get_input_embeddings().num_embeddings
-        first = vocabulary // 16  # the ids below are special tokens
-        ids = torch.randint(first, vocabulary, (1, layout.num_tokens), generator=draw)
-        ids = ids.to(device)
-        with recurrent.on_reference(model):
-            replicated = _alone(model, ids, paths)
+        trial = _Trial(cls, config, small, trains=stage != "evaluation")
+        with recurrent.on_reference(trial.model), torch.set_grad_enabled(stage != "evaluation"):
+            replicated = trial.replicated()
             try:
-                packed = enable(model, check=False)(input_ids=ids, dualkv=layout)[0]
+                enable(trial.model, check=False)
+                packed = trial.walked() if stage == "walk" else trial.packed()
             except ValueError as error:
                 raise CannotRunError(error) from error
-        packed = packed.cpu()
-    worst = 0.0
-    for expected, path in zip(replicated, paths, strict=True):
-        got = packed[0, path].double()
-        if not expected.isfinite().all():
-            raise ValueError("the replicated hidden states are not finite")
-        relative = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
-        worst = max(worst, float(relative.nan_to_num(nan=float("inf")).max()))
-    return worst
+            if stage == "training":
+                trial.refuse_draws_of_calls()
+    return trial.compare(replicated, packed)
 
 
-def _alone(model: Any, ids: torch.Tensor, paths: list[list[int]]) -> list[torch.Tensor]:
-    """Hidden states [n, C] fp64 on the CPU of each sequence, given by its packed rows. Sequences of one length run
-    together and none is padded, because a model may read the length of its call; short ones run first, because dynamic
-    rotary embeddings keep what longer ones leave."""
-    found: dict[int, torch.Tensor] = {}
-    for length in sorted({*map(len, paths)}):
-        some = [i for i, path in enumerate(paths) if len(path) == length]
-        hidden = model(input_ids=ids[0, torch.tensor([paths[i] for i in some])], use_cache=False)[0]
-        found |= zip(some, hidden.double().cpu(), strict=True)
-    return [found[i] for i in range(len(paths))]
+class _Trial:
+    """A small copy of a decoder and its inputs.
+
+    Attributes:
+        model: the copy.
+        batch: the sequences of the tree.
+    """
+
+    def __init__(self, cls: type[Any], config: PreTrainedConfig, small: Sequence[Any], trains: bool) -> None:
+        """trains: the copy runs in training mode, with gradients."""
+        self.trains, self.device = trains, _device(cls)
+        self.model: Any = _copy(cls, config)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        adapters.put_on(self.model, small)
+        self.model.to(self.device).train(trains)
+        for module in layers.attention_modules(self.model):
+            module.training = False  # without attention dropout, which the call of a model that has it refuses
+        draw = torch.Generator().manual_seed(1)
+        first = vocabulary // 16  # the ids below are special tokens
+        layout = tree(even=bool(rotary.embeddings(self.model)))
+        self.paths = sequence_rows(layout)
+        lens = np.array([len(path) for path in self.paths])
+        mask = np.arange(lens.sum()) != np.repeat(np.cumsum(lens) - lens, lens)
+        ids = torch.randint(first, vocabulary, (1, layout.num_tokens), generator=draw)
+        self.batch = PackedSequences(ids, layout, np.concatenate(self.paths), lens, mask)
+        weight = torch.randn(layout.num_tokens, 1, generator=draw)
+        self.weight = torch.zeros_like(weight)  # 0 where a row predicts nothing, which has no loss in a walk
+        self.weight[self.batch.predict_rows] = weight[self.batch.predict_rows]
+        self.shapes: list[frozenset[Shape]] = []  # of the random draws of each call
+
+    def _called(self, draws: Draws | None = None, **inputs: Any) -> torch.Tensor:
+        """Hidden states of a call whose random draws are all one number."""
+        placed = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        with draws or Draws() as draws:
+            hidden: torch.Tensor = self.model(**placed)[0]
+        self.shapes.append(frozenset(draws.shapes))
+        return hidden
+
+    def _loss(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [t, C] of packed rows [t]. The last norm fixes the sums of a row and of its squares."""
+        of_columns = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(2)).to(hidden.device)
+        return ((hidden * of_columns).sum(-1) * self.weight[rows, 0].to(hidden.device)).sum()
+
+    def _computed(self, hidden: list[torch.Tensor]) -> Computed:
+        """Hidden states of each sequence, and the gradients that have come down."""
+        found = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return hidden, found
+
+    def replicated(self) -> Computed:
+        """[n, C] of each sequence. The loss counts each packed row once. Sequences of one length run together and none
+        is padded, because a model may read the length of its call; short ones run first, because dynamic rotary
+        embeddings keep what longer ones leave."""
+        of_row = {row: i for i, path in reversed([*enumerate(self.paths)]) for row in path}
+        found: dict[int, torch.Tensor] = {}
+        for length in sorted({*map(len, self.paths)}):
+            some = [i for i, path in enumerate(self.paths) if len(path) == length]
+            rows = torch.tensor([self.paths[i] for i in some])
+            hidden = self._called(input_ids=self.batch.input_ids[0, rows], use_cache=False)
+            if not hidden.isfinite().all():
+                raise ValueError("the replicated hidden states are not finite")
+            if self.trains:
+                first = torch.tensor([[of_row[row] == i for row in self.paths[i]] for i in some])
+                self._loss(hidden[first], rows[first]).backward()
+            found |= zip(some, hidden.detach().cpu(), strict=True)
+        return self._computed([found[i] for i in range(len(self.paths))])
+
+    def packed(self) -> Computed:
+        hidden = self._called(input_ids=self.batch.input_ids, dualkv=self.batch.layout)[0]
+        if self.trains:
+            self._loss(hidden, torch.arange(len(hidden))).backward()
+        return self._computed([hidden.detach().cpu()[path] for path in self.paths])
+
+    def walked(self) -> Computed:
+        """A part at a time."""
+        found: dict[int, torch.Tensor] = {}
+
+        def forward(input_ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+            hidden = self._called(input_ids=input_ids, dualkv=branch)
+            found.update(zip(branch.part.rows.tolist(), hidden[0].detach(), strict=True))
+            return hidden
+
+        walk(self.batch, BUDGET, forward, lambda hidden, part: self._loss(hidden[0], torch.from_numpy(part.rows)))
+        return self._computed([torch.stack([found[row] for row in path]).cpu() for path in self.paths])
+
+    @torch.no_grad()
+    def refuse_draws_of_calls(self) -> None:
+        """Raises OneDrawError if a draw that has one shape in packed and replicated calls changes the result."""
+        of_calls = frozenset.intersection(*self.shapes)
+        inputs = {"input_ids": self.batch.input_ids, "dualkv": self.batch.layout}
+        for shape in sorted(of_calls):
+            least, most = (self._called(Draws(shape, extreme), **inputs) for extreme in (-1, 1))
+            if not torch.equal(least, most):
+                raise OneDrawError(
+                    f"in training a draw of shape {shape} for all rows of a call changes the result, as a dropped layer"
+                    " or dropout of weights does: replicated sequences draw for each, set its probability to 0"
+                )
+
+    def compare(self, replicated: Computed, packed: Computed) -> tuple[str, float]:
+        """What differs most, relative, and by how much."""
+        worst = {"hidden states": 0.0, "gradients": 0.0}
+        for expected, got in zip(replicated[0], packed[0], strict=True):
+            relative = (got.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+            worst["hidden states"] = max(worst["hidden states"], float(relative.nan_to_num(nan=float("inf")).max()))
+        largest = max((float(gradient.norm()) for gradient in replicated[1].values()), default=0.0)
+        for name in replicated[1].keys() | packed[1].keys():
+            expected, got = (found.get(name, torch.zeros(())) for found in (replicated[1], packed[1]))
+            # Gradients that are nearly zero, as those of biases of keys, are compared with a thousandth of the largest.
+            relative = (got - expected).norm() / (expected.norm() + 1e-3 * largest)
+            worst["gradients"] = max(worst["gradients"], float(relative.nan_to_num(nan=float("inf"))))
+        return max(worst.items(), key=lambda item: item[1])
 
 
 def tree(even: bool = False) -> Layout:
@@ -175,6 +357,8 @@ def _untouched() -> Iterator[None]:
     threads = torch.get_num_threads()
     with (
         torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        _disable_current_modes(),  # of the caller, who may count operations
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         backends.by_default(),

@@ -32,6 +32,7 @@ from dualkv.arrays import check_bool
 from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import (
+    adapters,
     checkpointing,
     fused,
     heads,
@@ -164,6 +165,7 @@ def _enter_decoder(
         _refuse_forgotten(module, args, kwargs)
         return None
     _check_layout(layout)
+    selfcheck.refuse_unproved(module, layout)
     name = type(module).__name__
     if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
@@ -480,8 +482,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     own sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt
     once; the replicated sequences count it once a response.
 
-    Wrapped models (DDP, FSDP, PEFT, `torch.compile`) may be enabled before or after the wrapping. A second call only
-    sets `deterministic` and `fast` again.
+    Wrapped models (DDP, FSDP, `torch.compile`) may be enabled before or after the wrapping, PEFT's after its adapters
+    are added. A second call only sets `deterministic` and `fast` again, and judges adapters that are new.
+
+    What training draws for each row by itself (dropout, jitter of routers) is drawn once for a row of a prompt, so the
+    responses of a group share it.
 
     Images and videos of prompts run packed in the models of :data:`dualkv.integrations.media.FAMILIES`: pass
     `**batch.media` too.
@@ -492,7 +497,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         deterministic: bitwise equal gradients from run to run. Models with one config object have one setting.
         check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
             random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
-            takes about a second, once for each configuration in a process. The model itself is not run.
+            takes about a second, once for each configuration in a process. The first call in training, and that of a
+            walk, check the same of gradients in training mode and of :func:`dualkv.walk`. The model itself is not run.
         fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
             where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
             kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
@@ -506,20 +512,27 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
-            recurrent layers have no right backward on this GPU; a window or chunks of less than 1 key.
-            A call with a layout raises ValueError for attention dropout in training, masks, caches, images that do not
-            match their placeholders or that the model is not known to run packed, a token count or positions other than
-            the layout's, a path longer than the keys that an indexer selects, and sequences that share rows and get
-            different rotary factors by their lengths.
+            recurrent layers have no right backward on this GPU; a window or chunks of less than 1 key; PEFT's adapters
+            that read other rows or add some, or that nobody has judged (docs/transformers.md has a table).
+            A call with a layout raises ValueError for attention dropout in training, noise that is not drawn for each
+            row (dropped layers, NEFTune) and statistics over rows in training, other adapters than before, masks,
+            caches, images that do not match their placeholders or that the model is not known to run packed, a token
+            count or positions other than the layout's, a path longer than the keys that an indexer selects, and
+            sequences that share rows and get different rotary factors by their lengths.
         TypeError: `deterministic` is not a bool.
     """
     check_bool("deterministic", deterministic)
     layers.refuse(model)
     inner = layers.decoders(model)
+    for sentence in adapters.objections(model, inner, known_alone=check):
+        raise ValueError(sentence)
     disable(model)
-    if check:
-        for decoder in inner:
-            selfcheck.check(decoder, enable)
+    for decoder in inner:
+        if check:
+            small = adapters.shrunk(model, decoder)
+            selfcheck.check(decoder, enable, small)
+            selfcheck.ask_later(decoder, small, enable)
+        adapters.remember(decoder)
     for decoder in inner:
         recurrent.install(decoder)
         for _, mixer in recurrent.mixers(decoder):
@@ -554,6 +567,9 @@ def disable(model: Model) -> Model:
         base = _base(config)
         if base is not None:
             config._attn_implementation = {"": base}
+    for decoder in layers.decoders(model):
+        for note in (adapters.SEEN, selfcheck.ASKED):
+            vars(decoder).pop(note, None)
     if fused.is_fused(model):
         fused.unfuse(model)
         for decoder in layers.decoders(model):

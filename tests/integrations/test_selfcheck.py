@@ -240,7 +240,7 @@ def test_a_model_without_weights_and_one_of_another_class_are_checked(monkeypatc
     model.model.__class__ = type("FSDPLlamaModel", (FSDPModule, tf.LlamaModel), {})
     selfcheck._VERDICTS.clear()
     enable(model)
-    assert [cls for cls, _ in selfcheck._VERDICTS] == [tf.LlamaModel]
+    assert [key[0] for key in selfcheck._VERDICTS] == [tf.LlamaModel]
 
 
 # ---------------------------------------------------------------- the small copy

@@ -34,7 +34,7 @@ from dualkv.integrations.trl.models import (
     prefix_tree,
     refuse_memory,
     refuse_model,
-    refuse_prompt_learning,
+    refuse_trainer,
     rows_of_tokens,
     tokens_of_rows,
 )
@@ -87,9 +87,9 @@ class PackedGroups(Base):
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            vision-language model whose images do not run packed, prompt-learning PEFT, a `canary` below 1, or a
-            `memory` that is not positive, without `fast`, off a GPU or beside other ranks; in training for images in
-            completions, and inputs other than text and images.
+            vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
+            `neftune_noise_alpha`, a `canary` below 1, or a `memory` that is not positive, without `fast`, off a GPU or
+            beside other ranks; in training for images in completions, and inputs other than text and images.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
@@ -113,7 +113,7 @@ class PackedGroups(Base):
                 f"processing_class is a multimodal processor, and images of {type(self.model).__name__} are not known"
                 " to run packed: use TRL's own trainer"
             )
-        refuse_prompt_learning(self.model)
+        refuse_trainer(self)
         enable_all(self, fast, memory)
         losses.warn_of_trl(self)
 

@@ -15,7 +15,7 @@ from dualkv.arrays import check_gib
 from dualkv.data.gain import pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.trees import PackedSequences, pack_tree
-from dualkv.integrations import models
+from dualkv.integrations import adapters, layers, models
 from dualkv.integrations.experts import load_balancing_loss
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.prefixes import PrefixTree, read_sequences
@@ -36,14 +36,16 @@ def refuse_model(model: Any) -> None:
     models.refuse(model)
 
 
-def refuse_prompt_learning(model: Any) -> None:
-    """Raises ValueError for a model with a PEFT adapter that adds tokens."""
-    for name, config in getattr(model, "peft_config", {}).items():
-        if config.is_prompt_learning:
-            raise ValueError(
-                f"the PEFT adapter {name!r} ({config.peft_type.value}) puts tokens of its own before every prompt, "
-                "which packed groups do not support: use TRL's own trainer, or an adapter such as LoRA"
-            )
+def refuse_trainer(trainer: Any) -> None:
+    """Raises ValueError for a trainer with noise by the length of rows (NEFTune), or whose model has PEFT adapters that
+    cannot run packed."""
+    if (alpha := trainer.args.neftune_noise_alpha) is not None:
+        raise ValueError(
+            f"neftune_noise_alpha is {alpha}, noise divided by the square root of the length of a row, and rows of a"
+            " prompt belong to sequences of several lengths: leave it out, or use TRL's own trainer"
+        )
+    for sentence in adapters.objections(trainer.model, layers.decoders(trainer.model)):
+        raise ValueError(sentence)
 
 
 def refuse_memory(fast: bool, memory: float | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from trl.experimental.online_dpo import OnlineDPOTrainer as Padded
 
 from dualkv.data.packing import pack_padded
-from dualkv.integrations.trl.models import enable_all, refuse_memory, refuse_model, refuse_prompt_learning
+from dualkv.integrations.trl.models import enable_all, refuse_memory, refuse_model, refuse_trainer
 
 
 class OnlineDPOTrainer(Padded):
@@ -24,15 +24,16 @@ class OnlineDPOTrainer(Padded):
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses,
-            prompt-learning PEFT, or a `memory` that :class:`dualkv.integrations.trl.PackedGroups` refuses; in training
-            for images, and prompts that the limit of TRL (`max_length`) cuts to nothing.
+            PEFT adapters that `enable` refuses, `neftune_noise_alpha`, or a `memory` that
+            :class:`dualkv.integrations.trl.PackedGroups` refuses; in training for images, and
+            prompts that the limit of TRL (`max_length`) cuts to nothing.
     """
 
     def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
         refuse_memory(fast, memory)
         refuse_model(model)
         super().__init__(model, *args, **kwargs)
-        refuse_prompt_learning(self.model)
+        refuse_trainer(self)
         enable_all(self, fast, memory)
 
     def _forward(

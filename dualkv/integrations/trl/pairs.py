@@ -33,7 +33,7 @@ from dualkv.integrations.trl.models import (
     pack_rollouts,
     refuse_memory,
     refuse_model,
-    refuse_prompt_learning,
+    refuse_trainer,
     rows_of_tokens,
     without_adapters,
 )
@@ -60,8 +60,9 @@ class DPOTrainer(trl.DPOTrainer):
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            dataset with images, prompt-learning PEFT, or a `memory` that :class:`PackedGroups` refuses; in training for
-            inputs other than text.
+            dataset with images, PEFT adapters that `enable` refuses,
+            `neftune_noise_alpha`, or a `memory` that :class:`PackedGroups` refuses; in training for inputs
+            other than text.
     """
 
     _packed = False
@@ -77,7 +78,7 @@ class DPOTrainer(trl.DPOTrainer):
 
     def _pack(self) -> None:
         if not self._packed:
-            refuse_prompt_learning(self.model)
+            refuse_trainer(self)
             enable_all(self, self._fast, self._memory)
             for model in (self.model, self.ref_model):
                 if model is not None:
@@ -103,8 +104,9 @@ class RewardTrainer(trl.RewardTrainer):
 
     Raises:
         ValueError: by the constructor for a model whose decoder :func:`dualkv.integrations.transformers.enable`
-            refuses, a head other than transformers' usual one, prompt-learning PEFT, or a `memory` that
-            :class:`PackedGroups` refuses; in training for inputs other than text.
+            refuses, a head other than transformers' usual one, PEFT adapters that `enable` refuses,
+            `neftune_noise_alpha`, or a `memory` that :class:`PackedGroups` refuses; in training for inputs
+            other than text.
     """
 
     def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
@@ -112,7 +114,7 @@ class RewardTrainer(trl.RewardTrainer):
         if isinstance(model, str):
             refuse_model(model)
         super().__init__(model, *args, **kwargs)
-        refuse_prompt_learning(self.model)
+        refuse_trainer(self)
         pack_score(without_adapters(self.model), self, fast, memory)
 
 

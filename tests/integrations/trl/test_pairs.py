@@ -157,6 +157,8 @@ def test_what_dpo_refuses(tmp_path: Path) -> None:
     tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     with pytest.raises(ValueError, match=r"the PEFT adapter 'default' \(PROMPT_TUNING\) puts tokens of its own"):
         dpo(DPOTrainer, tmp_path, peft=tuning)
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha is 5\.0, noise divided by"):
+        dpo(DPOTrainer, tmp_path, neftune_noise_alpha=5.0)
     make_model("mistral", head_dim=520).save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match="has head dim 520"):
         dpo(DPOTrainer, tmp_path, model="wide")

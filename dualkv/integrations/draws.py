@@ -1,0 +1,62 @@
+"""Random draws of a model in training, made comparable: every draw is one number, the same in every call.
+
+A packed call draws for each of its rows once. Dropout, jitter of routers and sampled experts are unbiased so, and the
+rollouts of a group share the draws of their prompt. :class:`Draws` makes the draws of a packed call and of replicated
+sequences equal. What differs then is what packed rows change: noise whose size depends on the length of the row, and
+statistics over rows. Draws that a call makes once for all of its rows are listed, so that their effect can be seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Shape = tuple[int, ...]
+SAMPLES = 512  # of a draw, for its extremes
+
+
+class Draws(TorchDispatchMode):
+    """Within it a random operation fills its result with one number, which its arguments alone decide.
+
+    Attributes:
+        shapes: of all draws.
+    """
+
+    def __init__(self, of: Shape | None = None, extreme: int = 0) -> None:
+        """
+        Args:
+            of: draws of this shape are extreme, each the least or the largest of SAMPLES.
+            extreme: -1 or 1.
+        """
+        super().__init__()
+        self.of, self.extreme = of, extreme
+        self.shapes: set[Shape] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            values, p = args[0], args[1]
+            self.shapes.add(tuple(values.shape))
+            return values / (1 - p), torch.ones_like(values, dtype=torch.bool)
+        generator = kwargs.get("generator") or torch.default_generator
+        generator.manual_seed(0)
+        made = func(*args, **kwargs)
+        if not isinstance(made, torch.Tensor) or not made.numel():
+            return made
+        shape = tuple(made.shape)
+        self.shapes.add(shape)
+        if shape == self.of:
+            found = made.clone()
+            for _ in range(SAMPLES):
+                pick = torch.minimum if self.extreme < 0 else torch.maximum
+                found = pick(found, func(*args, **kwargs))
+            return made.copy_(found)
+        keeps = func.overloadpacket in (
+            torch.ops.aten.bernoulli_,
+            torch.ops.aten.bernoulli,
+        )  # a dropout that drops none
+        return made.fill_(1 if keeps else made.flatten()[0])
