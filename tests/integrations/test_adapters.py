@@ -126,7 +126,7 @@ def test_the_guide_has_every_type() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     table = guide.partition("<!-- adapters -->")[2].partition("<!-- end -->")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    named = {name: "run packed" in row for row in rows for name in re.findall(r"`(\w+)`", row)}
+    named = {name: "run packed" in row for row in rows for name in re.findall(r"`([A-Z0-9_]+)`", row)}
     assert named == {name: reason == adapters.EXACT for name, reason in adapters.TYPES.items()}
 
 
