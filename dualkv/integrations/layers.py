@@ -170,6 +170,23 @@ def is_causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", False))
 
 
+class UnderOwnName:
+    """An attention module whose config names the model's own implementation, which FlashAttention's function reads."""
+
+    class _Config:
+        def __init__(self, config: Any, base: str) -> None:
+            self._config, self._attn_implementation = config, base
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._config, name)
+
+    def __init__(self, module: nn.Module, base: str) -> None:
+        self._module, self.config = module, self._Config(module.config, base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 # ---------------------------------------------------------------- what a layer computes
 class Features(NamedTuple):
     """Arguments of :func:`dualkv.attention`."""

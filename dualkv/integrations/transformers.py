@@ -366,23 +366,6 @@ HOOKS = (
 
 
 # ---------------------------------------------------------------- the registered implementations
-class _UnderOwnName:
-    """An attention module whose config names the model's own implementation, which FlashAttention's function reads."""
-
-    class _Config:
-        def __init__(self, config: Any, base: str) -> None:
-            self._config, self._attn_implementation = config, base
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._config, name)
-
-    def __init__(self, module: nn.Module, base: str) -> None:
-        self._module, self.config = module, self._Config(module.config, base)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -442,7 +425,7 @@ def _register(base: str, deterministic: bool) -> str:
         if in_place and (indices := kwargs.pop("indices", None)) is not None and attention_mask is not None:
             attention_mask = indexers.restricted(attention_mask, indices, query, key.shape[2])
         own = interface.get_interface(base, eager)
-        seen_as = module if in_place else _UnderOwnName(module, base)
+        seen_as = module if in_place else layers.UnderOwnName(module, base)
         return own(seen_as, query, key, value, attention_mask, **kwargs)
 
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
