@@ -57,8 +57,6 @@ POOLING = {
     r"ForQuestionAnswering\w*": "one distribution of starts and one of ends",
     r"ForReward\w*|RewardModel": "one reward",
 }
-# Heads whose loss takes the label of each row as it is, without a shift.
-UNSHIFTED = ("ForTokenClassification",)
 
 # Models that make the masks of their decoder with a rule for blocks of images, also of text alone.
 OWN_MASKS = ("Gemma4UnifiedModel",)
@@ -151,19 +149,6 @@ def decoders(model: nn.Module) -> list[PreTrainedModel]:
 def is_of_images(cls: type[nn.Module]) -> bool:
     """Whether a layer is one of OF_IMAGES. Wrappers make subclasses of a layer's class."""
     return any(c.__name__ in OF_IMAGES for c in cls.__mro__)
-
-
-def shifts_labels(cls: type[nn.Module]) -> bool:
-    """Whether a head's loss takes the label of a row for the row before it."""
-    return not any(c.__name__.endswith(UNSHIFTED) for c in cls.__mro__)
-
-
-def makes_own_loss(cls: type[nn.Module]) -> bool:
-    """Whether `cls.forward` computes a loss itself. transformers' loss functions take labels that are shifted already,
-    as `shift_labels`; such a forward does not."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    names = () if code is None else code.co_names
-    return "loss_function" not in names and ("CrossEntropyLoss" in names or "cross_entropy" in names)
 
 
 def is_causal(module: nn.Module) -> bool:

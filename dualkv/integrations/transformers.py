@@ -37,6 +37,7 @@ from dualkv.integrations import (
     fused,
     heads,
     indexers,
+    labels,
     layers,
     masks,
     media,
@@ -248,7 +249,7 @@ def _enter_head(
     runs_images = media.family(type(module)) is not None
     if not runs_images and not media.passes_on(module):
         media.refuse(module, named)
-    _refuse_shifts(module, named)
+    labels.refuse_shifts(module, named)
     if runs_images:
         args, kwargs = (), _with_images(module, named)
     else:
@@ -258,36 +259,13 @@ def _enter_head(
     return args, kwargs
 
 
-def _refuse_shifts(module: PreTrainedModel, named: dict[str, Any]) -> None:
-    """Raises ValueError for arguments of a head by which a loss takes rows of one response for those of another."""
-    labels, keep = named.get("labels"), named.get("logits_to_keep")
-    if labels is not None and layers.shifts_labels(type(module)):
-        instead = "pass the label of each row as shift_labels too, or use dualkv.response_logprobs"
-        if of_its_own := layers.makes_own_loss(type(module)):
-            instead = f"{type(module).__name__} makes a loss of its own: compute the loss from the logits"
-        if of_its_own or named.get("shift_labels") is None:
-            raise ValueError(
-                "labels came together with dualkv and would be shifted by one row, from response to response:"
-                f" {instead}"
-            )
-    # transformers' Trainer takes the labels out of a call whose loss it computes itself. (TRL's head is told to make
-    # log-probs of shift_labels, and no loss.)
-    alone = next((name for name in ("shift_labels", "num_items_in_batch") if named.get(name) is not None), None)
-    makes_loss = "labels" in layers.arguments(type(module)) and not named.get("fused_lm_head")
-    if labels is None and alone is not None and makes_loss:
-        raise ValueError(
-            f"{alone} came together with dualkv and without labels, so {type(module).__name__} makes no loss, and label"
-            " smoothing of transformers' Trainer would shift rows from response to response: set"
-            " label_smoothing_factor=0 and pass labels and shift_labels, or compute the loss from the logits of a call"
-            f" without {alone} (Trainer leaves num_items_in_batch out where the model has accepts_loss_kwargs=False)"
-        )
-    rows = keep.dim() == 1 if isinstance(keep, torch.Tensor) else keep is None or (type(keep) is int and keep == 0)
-    if not rows:
-        found = f"a tensor of shape {tuple(keep.shape)}" if isinstance(keep, torch.Tensor) else repr(keep)
-        raise ValueError(
-            f"logits_to_keep is {found} together with dualkv, and the last packed rows are those of one response:"
-            " expected a tensor [K] of rows, such as batch.predict_rows"
-        )
+def _enter_outermost(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the head that callers call. One within it may get their arguments without the labels."""
+    if kwargs.get("dualkv") is not None:
+        labels.refuse_alone(module, dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs)
+    return _enter_head(module, args, kwargs)
 
 
 def _for_decoder(module: PreTrainedModel, left: tuple[str, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -357,6 +335,7 @@ def _take_layout(
 HOOKS = (
     _enter_decoder,
     _enter_head,
+    _enter_outermost,
     _keep_layout,
     _take_layout,
     indexers.select_nothing,
@@ -530,11 +509,13 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         if (indexer := indexers.of_layer(module)) is not None:
             indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
     rotary.enable(model)  # behind the hook that hands attention its layout, before the decoder's, which unpacks it
+    within: set[nn.Module] = set()  # the heads so far; a module comes before its parts
     for module in model.modules():
         if module in inner:
             module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
         elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
-            module.register_forward_pre_hook(_enter_head, with_kwargs=True)
+            module.register_forward_pre_hook(_enter_head if module in within else _enter_outermost, with_kwargs=True)
+            within.update(module.modules())
     heads.known(model)
     if fast:
         fused.fuse(model)
