@@ -233,7 +233,7 @@ class Shard:
             features["sinks"] = sinks.unflatten(0, (self.world_size, -1))[self.rank]
         out = attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
         back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
-        return back.transpose(0, 1).flatten(1, 2)
+        return back.transpose(0, 1).flatten(1, 2).contiguous()  # a view of one head a rank is not; models call .view
 
     def _checked(
         self,
