@@ -22,6 +22,9 @@ REQUEST = (1, 0)
 # adds to, repeats or shortens has another shape or names no size, so that nothing is read from it.
 FULL = 1 << 29
 CHUNKED = 1 << 30
+# Behind these, how far a window or chunk is below 1: a layer that reads such a mask is refused. (Qwen2-MoE makes the mask
+# of a window of 0 that no layer has.)
+NO_WINDOW, NO_CHUNK = 1 << 27, 1 << 28
 # Of a causal mask that the model wants made, to change it or to hand it to an indexer.
 WANTED = FULL - 1
 # What an answer says of any longer window or chunk, behind FULL or CHUNKED: a path of so many tokens fits on no GPU.
@@ -88,8 +91,8 @@ def answer(
     elif not use_vmap and allow_is_causal_skip and type(local_size) is int:
         windows, chunks = (local_size == getattr(config, name, None) for name in FIELDS)
         if (windows or chunks) and local_size < 1:
-            raise ValueError(f"{FIELDS[chunks]} is {local_size}, expected 1 or more")
-        if windows != chunks:
+            size = min(1 - local_size, NO_WINDOW - 1) + (NO_CHUNK if chunks else NO_WINDOW)
+        elif windows != chunks:
             size = min(local_size, LONGEST) + (FULL if windows else CHUNKED)
     return torch.empty(1, 1, 0, size, device=device)
 
@@ -109,10 +112,16 @@ def read(mask: Any, selected: bool = False) -> Visible | None:
     """The keys that a layer sees by its mask; None for a mask that does not say.
 
     selected: whether the layer uses the mask only to select keys, of which it selects all.
+
+    Raises:
+        ValueError: a window or chunk below 1.
     """
     if not is_answer(mask):
         return None
     size = FULL if selected and mask.shape[3] == WANTED else mask.shape[3]
+    for field, begin in zip(FIELDS, (NO_WINDOW, NO_CHUNK), strict=True):
+        if begin < size < begin + NO_WINDOW:
+            raise ValueError(f"{field} is {1 + begin - size}, expected 1 or more")
     if size < FULL:
         return None
     if size == FULL:

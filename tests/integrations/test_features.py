@@ -150,9 +150,13 @@ def test_the_size_of_windows_and_chunks(name: str, field: str) -> None:
 
 
 def test_a_window_that_no_layer_has() -> None:
-    """transformers writes the field into the configuration of a Llama, whose layers do not read it."""
+    """transformers writes the field into the configuration of a Llama, whose layers do not read it. Qwen2-MoE makes the
+    mask too."""
     torch.manual_seed(0)
     assert enable(tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, sliding_window=0)))
+    config = tf.Qwen2MoeConfig(**SIZES, use_sliding_window=False, num_experts=4)
+    assert config.sliding_window == 0
+    assert enable(tf.Qwen2MoeForCausalLM(config))
 
 
 # ---------------------------------------------------------------- around the decoder
