@@ -290,11 +290,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as METHODS  # noqa: E402
 from tools import matrix, zoo  # noqa: E402
 
 CLIPS = ("dbrx", "olmo", "olmoe")  # types with `clip_qkv`
-OVERWRITE = ("olmo", "olmoe", "gpt_oss", "gemma3n_text")
-KINDS = [
-    *OVERWRITE,
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(zoo.exact_before() - {*OVERWRITE})),
-]
+OVERWRITE = ("olmo", "olmoe", "gpt_oss", "gemma3n_text", "llama4_text", "llama4")  # types that write into products
+DRAWN = OVERWRITE[:4]
+KINDS = [*DRAWN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(zoo.exact_before() - {*DRAWN}))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,15 +313,15 @@ def test_gradients_of_every_type_do_not_depend_on_what_is_kept(monkeypatch: pyte
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, case: matrix.Case, overwrites: bool | None = None) -> None:
-    expected = case.packed(enable(case.model(), check=False).train())
     copied = copies(monkeypatch)
     for keep in KEEP:
         try:
+            expected = case.packed(enable(case.model(), check=False).train())
             found = matrix.checkpointed(keep)(case)
         except ValueError as error:
-            if "checkpointing" not in str(error):
+            if "checkpointing" not in str(error) and "when training" not in str(error):
                 raise
-            return  # no checkpointing of this type
+            return  # no checkpointing of this type, or no training with text alone
         assert zoo.difference(found, expected) == 0.0, keep
         assert keep == "products" or not copied
     assert overwrites is None or bool(copied) == overwrites
