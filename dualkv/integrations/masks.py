@@ -22,8 +22,8 @@ REQUEST = (1, 0)
 # adds to, repeats or shortens has another shape or names no size, so that nothing is read from it.
 FULL = 1 << 29
 CHUNKED = 1 << 30
-# Behind these, how far a window or chunk is below 1: a layer that reads such a mask is refused. (Qwen2-MoE makes the mask
-# of a window of 0 that no layer has.)
+# Behind these, how far a window or chunk is below 1: a layer that reads such a mask is refused. (Qwen2-MoE makes the
+# mask of a window of 0 that no layer has.)
 NO_WINDOW, NO_CHUNK = 1 << 27, 1 << 28
 # Of a causal mask that the model wants made, to change it or to hand it to an indexer.
 WANTED = FULL - 1
