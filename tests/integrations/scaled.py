@@ -38,8 +38,8 @@ def parameters(rope: str, size: int, given: dict[str, Any], magnitudes: bool = F
         given: those of the defaults.
         magnitudes: with those of Phi-3.5-MoE.
     """
-    kept = {name: value for name, value in given.items() if name in ("partial_rotary_factor", "mrope_section")}
-    found = kept | {"rope_theta": 1e4, "rope_type": rope}
+    names = ("partial_rotary_factor", "mrope_section", "llama_4_scaling_beta")
+    found = {name: given[name] for name in names if name in given} | {"rope_theta": 1e4, "rope_type": rope}
     if rope != "default":
         found |= _ORIGINAL | {"factor": 4.0}
         found |= {"short_mscale": 1.1, "long_mscale": 1.4} if magnitudes else {}
@@ -84,6 +84,8 @@ def configuration(kind: str, rope: str) -> tuple[type[Any], Any] | None:
         for layer, size in sizes.items():
             if text.rope_parameters[layer]["rope_type"] != "proportional":  # whose layers have another head dim
                 text.rope_parameters[layer] = parameters(rope, size, text.rope_parameters[layer])
+    if vars(text).get("head_dim", 0) is None:  # transformers' rules for scales expect it
+        text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = THRESHOLD
     if rope == "dynamic":

@@ -17,7 +17,7 @@ import dualkv
 tf = pytest.importorskip("transformers")
 
 from dualkv.context_parallel import ContextShard  # noqa: E402
-from dualkv.integrations import rotary  # noqa: E402
+from dualkv.integrations import layers, media, rotary  # noqa: E402
 from dualkv.integrations.transformers import disable, enable, recompute_layers, suspended  # noqa: E402
 from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations import scaled, test_media  # noqa: E402
@@ -44,7 +44,8 @@ def check(kind: str, rope: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids, dualkv=LAYOUT).logits[0]
         assert scaled.error([logits[path] for path in PATHS], expected) < zoo.BOUND
-        for budget in (5, 20):
+        blind = any(type(decoder).__name__ in media.BLIND for decoder in layers.decoders(model))
+        for budget in () if blind else (5, 20):  # a walk of these is refused: images may be in their embeddings
             assert scaled.error(scaled.walked(model, ids, budget), expected) < zoo.BOUND
         rotary.disable(model)  # what is compared depends on it
         logits = model(input_ids=ids, dualkv=LAYOUT).logits[0]
