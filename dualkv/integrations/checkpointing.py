@@ -24,6 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _ATTENTION = [torch.ops.dualkv.fwd.default]
 _aten = torch.ops.aten
 _PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default]
+KEEPS_PRODUCTS = "dualkv_keeps_products"  # attribute of a decoder some of whose layers keep them
 KEEP: dict[str, list[Any]] = {
     "nothing": [],
     "attention": _ATTENTION,
@@ -74,6 +75,7 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
         arguments["context_fn"] = partial(kept.contexts, KEEP[keep])
     for decoder in layers.decoders(model):
         forget(decoder)
+        vars(decoder)[KEEPS_PRODUCTS] = keep == "products" or memory is not None
     # transformers renamed it within version 5.
     enable_it: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable_it(arguments)

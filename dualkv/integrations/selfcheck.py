@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dualkv.branches import Branch, walk
 from dualkv.data.trees import PackedSequences
-from dualkv.integrations import adapters, layers, recurrent, rotary
+from dualkv.integrations import adapters, checkpointing, layers, recurrent, rotary
 from dualkv.integrations.draws import Draws, Shape
 from dualkv.integrations.shrink import shrink
 from dualkv.layout import Layout
@@ -45,8 +45,8 @@ EVEN_PARENTS = [-1, 0, 0, -1, 3, 3, 3, -1, 7, 8, 8, 7, 11, 7, -1, 14, 14, -1, 17
 BUDGET = 6  # rows of a part of the walk: some segments are cut, some parts have several
 
 # What is compared: hidden states in evaluation; hidden states and gradients in training, where every random draw is
-# one number; the same of `dualkv.walk`, a part at a time.
-Stage = Literal["evaluation", "training", "walk"]
+# one number; the same of `dualkv.walk`, a part at a time, and of layers that keep their products.
+Stage = Literal["evaluation", "training", "walk", "products"]
 ASKED = "dualkv_asked"  # attribute of an enabled decoder: its adapters in small, `enable`, and the stages that ran
 
 Key = tuple[type, str, str, Stage]
@@ -76,7 +76,7 @@ def check(decoder: PreTrainedModel, enable: Callable[..., Any], small: Sequence[
 
 
 def ask_later(decoder: PreTrainedModel, small: Sequence[Any], enable: Callable[..., Any]) -> None:
-    """Lets the first call of a decoder in training, and the first in a walk, run that stage of the check.
+    """Lets the first call of a decoder in training, in a walk or with kept products run that stage of the check.
 
     Args:
         decoder: notes what :func:`refuse_unproved` reads.
@@ -91,6 +91,8 @@ def refuse_unproved(decoder: PreTrainedModel, layout: Any) -> None:
     adapters.refuse_later(decoder)
     if decoder.training:
         _ask(decoder, "training")
+        if decoder.__dict__.get(checkpointing.KEEPS_PRODUCTS):
+            _ask(decoder, "products")
     if isinstance(layout, Branch):
         _ask(decoder, "walk")
 
@@ -149,7 +151,12 @@ def _verdict(
         return _unproved(name, _with_own_thresholds(cls, config, enable, small, stage) or error)
     if differs <= TOLERANCE:
         return None
-    how = {"evaluation": "", "training": " in training", "walk": " a part at a time (dualkv.walk)"}[stage]
+    how = {
+        "evaluation": "",
+        "training": " in training",
+        "walk": " a part at a time (dualkv.walk)",
+        "products": " with kept products",
+    }[stage]
     by = " with its PEFT adapters" if small else ""
     return (
         f"{name}{by} does not compute packed groups{how} as it computes replicated sequences: {of} of a small copy"
@@ -208,6 +215,8 @@ def difference(
             replicated = trial.replicated()
             try:
                 enable(trial.model, check=False)
+                if stage == "products":
+                    checkpointing.recompute_layers(trial.model, "products")
                 packed = trial.walked() if stage == "walk" else trial.packed()
             except ValueError as error:
                 raise CannotRunError(error) from error
@@ -286,7 +295,9 @@ class _Trial:
     def packed(self) -> Computed:
         hidden = self._called(input_ids=self.batch.input_ids, dualkv=self.batch.layout)[0]
         if self.trains:
-            self._loss(hidden, torch.arange(len(hidden))).backward()
+            loss = self._loss(hidden, torch.arange(len(hidden)))
+            with Draws():  # layers may run again
+                loss.backward()
         return self._computed([hidden.detach().cpu()[path] for path in self.paths])
 
     def walked(self) -> Computed:

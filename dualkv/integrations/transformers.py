@@ -459,8 +459,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         deterministic: bitwise equal gradients from run to run. Models with one config object have one setting.
         check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
             random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
-            takes about a second, once for each configuration in a process. The first call in training, and that of a
-            walk, check the same of gradients in training mode and of :func:`dualkv.walk`. The model itself is not run.
+            takes about a second, once for each configuration in a process. The first call in training, of a walk and
+            with kept products checks the same of gradients in training mode, by :func:`dualkv.walk` or with these. The
+            model itself is not run.
         fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
             where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
             kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their

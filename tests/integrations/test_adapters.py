@@ -31,7 +31,7 @@ import dualkv  # noqa: E402
 from dualkv.integrations import adapters, layers, selfcheck  # noqa: E402
 from dualkv.integrations.draws import Draws  # noqa: E402
 from dualkv.integrations.shrink import shrink  # noqa: E402
-from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from dualkv.integrations.transformers import disable, enable, recompute_layers  # noqa: E402
 from tests.integrations.tiny import assert_close, make_model, token_ids  # noqa: E402
 
 LAYERS = ["q_proj", "k_proj", "v_proj"]
@@ -410,3 +410,25 @@ def test_dropout_of_adapters(name: str) -> None:
                 call()
         else:
             call()
+
+
+def test_kept_products_are_checked_in_the_first_call_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault is planted: of products that are kept, the copy is not the one that was made."""
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    model = enable(make_model().train())
+    call = partial(model, input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+    call()
+    recompute_layers(model, "products")
+    own = selfcheck.checkpointing.recompute_layers
+
+    def faulty(copy: Any, keep: str) -> None:
+        own(copy, keep)
+        copy.layers[0].mlp.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 1.1,))
+
+    with monkeypatch.context() as planted:
+        planted.setattr(selfcheck.checkpointing, "recompute_layers", faulty)
+        with pytest.raises(ValueError, match=r"packed groups with kept products .* gradients of a small"):
+            call()
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    call()
+    assert "products" in vars(model.model)[selfcheck.ASKED][2]

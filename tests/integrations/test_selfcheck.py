@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from dualkv.integrations.models import config_of  # noqa: E402
 from dualkv.integrations.shrink import SELF_CHECK, shrink, thresholds  # noqa: E402
 from dualkv.integrations.transformers import enable  # noqa: E402
 from tests.integrations.tiny import hooks, make_featured, make_model  # noqa: E402
+from tools import zoo  # noqa: E402
 
 MODELS = json.loads((Path(__file__).parents[1] / "files" / "models.json").read_text())
 
@@ -82,6 +83,32 @@ def test_models_that_are_exact_pass_in_two_seconds(case: str) -> None:
     start = time.process_time()
     assert verdict(family, **settings) is None
     assert time.process_time() - start < 2
+
+
+# Stages that a type refuses, in the call that needs them.
+REFUSED_STAGES = {
+    ("hrm_text", "walk"): "a walk with gradients came to a layer without them",
+    ("nemotron", "products"): "NemotronDecoderLayer is set to gradient checkpointing and does not hand keyword",
+    ("stablelm", "products"): "StableLmDecoderLayer is set to gradient checkpointing and does not hand keyword",
+}
+OFTEN = {"gpt2", "lfm2", "stablelm"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in OFTEN else pytest.mark.slow) for k in sorted(zoo.exact_before())]
+)
+def test_stages_of_every_exact_type(kind: str) -> None:
+    config = zoo.configuration(kind)
+    for auto, mapping in zoo.MAPPINGS.items():
+        if type(config) not in mapping:
+            continue
+        with torch.device("meta"):
+            whole = getattr(tf, auto).from_config(config, attn_implementation="eager")
+        for decoder in layers.decoders(whole):
+            for stage in get_args(selfcheck.Stage):
+                says = selfcheck.verdict_of(type(decoder), decoder.config, enable, (), stage)
+                expected = REFUSED_STAGES.get((kind, stage))
+                assert (says is None) if expected is None else (expected in (says or "")), f"{stage}: {says}"
 
 
 def kosmos() -> str | None:
