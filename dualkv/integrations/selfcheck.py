@@ -370,6 +370,7 @@ def _untouched() -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         _disable_current_modes(),  # of the caller, who may count operations
+        torch._guards.tracing(None),  # the caller's graph, if the call is compiled
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         backends.by_default(),

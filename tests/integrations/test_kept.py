@@ -357,6 +357,7 @@ OTHERS = {
     "ADAPTION_PROMPT": "of Llama and Mistral alone",
     "CARTRIDGE": "prompt",
     "CPT": "prompt",
+    "LILY": "refused",
     "MULTITASK_PROMPT_TUNING": "prompt",
     "POLY": "needs an argument of each call",
     "PREFIX_TUNING": "prompt",
