@@ -137,13 +137,18 @@ def refusals(model: nn.Module) -> list[str]:
     return found
 
 
-def refuse(model: nn.Module) -> None:
+def refuse(model: nn.Module, trains: bool = False) -> None:
     """Raises ValueError for a model that `enable` refuses. The model does not change.
 
     Args:
         model: may be on the meta device.
+        trains: also if its first call in training is refused.
     """
-    if found := refusals(model):
+    found = refusals(model)
+    for decoder in layers.decoders(model) if trains and not found else []:
+        verdict = selfcheck.verdict_of(type(decoder), decoder.config, integration.enable, stage="training")
+        found += [] if verdict is None else [verdict]
+    if found:
         raise ValueError(found[0])
 
 

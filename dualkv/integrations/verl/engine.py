@@ -29,7 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.canary import Compared
-from dualkv.integrations import fused, heads, media, models, recurrent, transformers
+from dualkv.integrations import adapters, fused, heads, layers, media, models, recurrent, transformers
 from dualkv.integrations.media import Placed
 from dualkv.integrations.verl import canary
 from dualkv.integrations.verl import data as verl_data
@@ -135,6 +135,11 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         module = super()._build_lora_module(module)
         if self.model_config.use_fused_kernels:
             heads.refuse_adapter(module, "use_fused_kernels is True", "set use_fused_kernels=False")
+        decoders = layers.decoders(module)
+        for sentence in adapters.objections(module, decoders):
+            raise ValueError(sentence)
+        for decoder in decoders:
+            adapters.remember(decoder)
         return module
 
     def _sharded_head(self) -> FSDPModule | None:
@@ -337,7 +342,7 @@ def _checked(config: Any) -> bool:
         # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False
     restore_attention()
-    models.refuse(model)
+    models.refuse(model, trains=True)
     return True
 
 
