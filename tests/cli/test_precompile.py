@@ -178,7 +178,7 @@ def calls(monkeypatch, kind):
     auto = next(auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping)
     with torch.device("meta"):
         whole = getattr(zoo.transformers, auto).from_config(config, attn_implementation="eager")
-    model = zoo._small(type(whole), whole.config)
+    model = zoo.small(type(whole), whole.config)
     zoo.enable(model, check=False)
     zoo.packed(model, zoo.LAYOUTS[0])
     return model.config, found

@@ -169,12 +169,14 @@ def test_products_that_a_model_overwrites_change_no_gradient(kind: str, monkeypa
         assert bool(copied) == (keep == "products"), keep
 
 
-def test_gpt_oss_trains_with_kept_products() -> None:
-    """By name, and as `fast` chooses. Losses are those of layers that recompute everything."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_gpt_oss_trains_with_kept_products(fast: bool) -> None:
+    """As layers that recompute everything, whose fused kernels round in their own way."""
     ids = torch.randint(512, (1, LAYOUT.num_tokens), generator=torch.Generator().manual_seed(1)).cuda()
 
     def losses(keep: str | None) -> list[float]:
-        model = enable(randomized(make_gpt_oss), deterministic=True, fast=keep is None, check=False)
+        """keep: None: as `fast` chooses."""
+        model = enable(randomized(make_gpt_oss), deterministic=True, fast=fast, check=False)
         if keep is not None:
             recompute_layers(model, keep)
         optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-3), []
@@ -189,8 +191,7 @@ def test_gpt_oss_trains_with_kept_products() -> None:
 
     expected = losses("nothing")
     assert expected[-1] < expected[0]
-    for keep in ("products", None):
-        torch.testing.assert_close(losses(keep), expected, rtol=2e-2, atol=0)
+    torch.testing.assert_close(losses(None if fast else "products"), expected, rtol=1e-4, atol=0)
 
 
 def test_products_that_are_overwritten_take_no_more_memory() -> None:

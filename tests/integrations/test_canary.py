@@ -110,19 +110,10 @@ def by_the_longest_position(model: Any) -> Any:
     model.model.rotary_emb.register_forward_hook(scaled, with_kwargs=True)
 
 
-def neftune(model: Any) -> Any:
-    from transformers.integrations.neftune import neftune_post_forward_hook
-
-    embed = model.get_input_embeddings()
-    embed.neftune_noise_alpha = 15.0
-    embed.register_forward_hook(neftune_post_forward_hook)
-
-
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "a layer that averages over the row": row_mean,
     "batch norm": batch_norm,
     "rotary embeddings of the longest position": by_the_longest_position,
-    "NEFTune": neftune,
 }
 
 
@@ -175,20 +166,18 @@ def test_adapters(adapter: str) -> None:
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings
     )
-    enabled = enable(make_model())
-    model = peft.get_peft_model(enabled, config).train()
     prompts = [torch.arange(3, 15), torch.tensor([50, 51, 8, 9, 52])]
     responses = [[torch.arange(20, 25), torch.arange(40, 47)], [torch.arange(60, 66)]]
     batch = dualkv.pack(prompts, responses)
-    try:
-        compared = found(model, batch, rollouts=3)
-    except ValueError:  # refused before it runs
-        assert adapter == "aLoRA"
+    model = peft.get_peft_model(make_model(), config).train()
+    if adapter == "aLoRA":  # refused before it runs
+        with pytest.raises(ValueError, match="ALora"):
+            enable(model, check=False)
         return
-    assert compared.within == (adapter == "LoraConfig")
-    if compared.within:
-        noisy = logprobs(model, batch, dualkv=batch.layout)
-        assert found(model, batch, noisy, rollouts=3).within
+    enable(model, check=False)
+    assert found(model, batch, rollouts=3).within
+    noisy = logprobs(model, batch, dualkv=batch.layout)
+    assert found(model, batch, noisy, rollouts=3).within
 
 
 # ---------------------------------------------------------------- it leaves everything as it was
