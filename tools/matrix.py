@@ -42,7 +42,8 @@ from tools.zoo import EXACT, REFUSED, WRONG, Computed, Result
 
 BUDGET = 6  # rows of a part of a walk: shorter than most segments, so that trunks are cut
 RANKS = 2
-RANK_SECONDS = 60  # that a rank waits for the other
+SECONDS = 1800.0  # of one type, on a machine that has other work too
+RANK_SECONDS = 600  # that a rank waits for the other
 LENGTHS = [11, 6, 9, 13, 2, 7, 3, 7, 2, 4, 10, 6, 1]
 PARENTS = [-1, 0, 0, 0, -1, 4, 4, 6, 6, -1, 9, 10, 9]
 
@@ -275,7 +276,7 @@ def main(
         chosen = sorted(random.Random(seed).sample(chosen, min(draw, len(chosen))))
     start, record = time.monotonic(), Record(json_to, gpu=False)
     results, spent = _before(json_to, record.about)
-    for kind, cells in zoo.run([kind for kind in chosen if kind not in results], workers, of=examine):
+    for kind, cells in zoo.run([kind for kind in chosen if kind not in results], workers, SECONDS, examine):
         results[kind] = {"all": cells} if "outcome" in cells else cells
         bad = {way: cell for way, cell in results[kind].items() if cell["outcome"] not in (EXACT, REFUSED)}
         worst = max((cell.get("error", 0.0) for cell in results[kind].values()), default=0.0)
