@@ -54,7 +54,8 @@ def attention() -> float:
 def logprobs() -> int:
     """Response tokens whose log-probs came back, a row each."""
     batch = dualkv.pack([[1, 2, 3]], [[[4, 5], [6]]])
-    logp, entropy = dualkv.response_logprobs(torch.randn(batch.layout.num_tokens, 8), torch.randn(9, 8), batch)
+    hidden = dualkv.attention(*torch.randn(3, batch.layout.num_tokens, 1, 8), batch.layout)[:, 0]
+    logp, entropy = dualkv.response_logprobs(hidden, torch.randn(9, 8), batch)
     assert [len(row) for row in batch.unpack(logp)] == [2, 1]
     assert entropy.min() >= 0
     return len(logp)
