@@ -200,7 +200,7 @@ def _rank(rank: int, folder: str, kind: type[Shard], case: Case, send: Any) -> N
 @torch.no_grad()
 def with_lora(model: Any) -> Any:
     """The model with random adapters at all linear layers but the head, and those of Mamba that PEFT refuses."""
-    refused = ["out_proj", "conv1d"] if any("Mamba" in type(module).__name__ for module in model.modules()) else None
+    refused = ["out_proj", "conv1d"] if any(name.endswith("conv1d") for name, _ in model.named_modules()) else None
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", exclude_modules=refused))
     draw = torch.Generator().manual_seed(zoo.SEED)
     for name, parameter in model.named_parameters():
