@@ -199,8 +199,11 @@ def _rank(rank: int, folder: str, kind: type[Shard], case: Case, send: Any) -> N
 
 @torch.no_grad()
 def with_lora(model: Any) -> Any:
-    """The model with random adapters at all linear layers but the head, and those of Mamba that PEFT refuses."""
-    refused = ["out_proj", "conv1d"] if any(name.endswith("conv1d") for name, _ in model.named_modules()) else None
+    """The model with random adapters at all linear layers but the head, and but those that PEFT cannot wrap: some of
+    Mamba, and Llama 4's routers, which return two tensors."""
+    refused = ["router"]
+    if any(name.endswith("conv1d") for name, _ in model.named_modules()):
+        refused += ["out_proj", "conv1d"]
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", exclude_modules=refused))
     draw = torch.Generator().manual_seed(zoo.SEED)
     for name, parameter in model.named_parameters():
