@@ -15,7 +15,7 @@ WAYS = {
     "context": "two ranks, `ContextShard`",
     "checkpointing": "layers recomputed",
     "products": "layers recomputed, products kept",
-    "lora": "LoRA at all linear layers",
+    "lora": "LoRA at linear layers",
 }
 
 

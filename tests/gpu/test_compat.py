@@ -137,7 +137,7 @@ def test_lengths_that_data_copy_writes_make_nan_without_a_wait(name, causal):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert stale.isnan().all()
-        assert not causal or all(grads[i].isnan().any() for i in (0, 1))  # of queries and the context's keys
+        assert not causal or all(grads[i].isnan().any() for i in (0, 1))  # on an H200 not in every element
         assert torch.equal(again, want)
 
 
