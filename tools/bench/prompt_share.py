@@ -1,0 +1,149 @@
+"""`python -m tools.bench.prompt_share --json docs/results/prompt-share-h200.json`: speed-up over the prompt's share.
+
+One group of N sequences, all of the same length: P of the prompt's tokens and R of a response's. The share P / (P + R)
+varies, the length does not. Forward and backward of the group run in turns: the N sequences replicated, with the
+attention that `--stock` names, and the group packed. Both ways recompute every layer in the backward, as trainers do.
+Only rows that predict response tokens reach the head.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
+from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.models import CONFIGS
+from tools.bench import stock_attention
+from tools.bench.record import JsonPath, Record
+from tools.bench.repeats import wait
+from tools.bench.step import Sizes, flops, make_model, make_rollouts, step
+
+SHARES = 0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95
+WHOLE = 16  # prompts are multiples of so many tokens
+
+
+def turn(run: Callable[[], Any], seconds: float) -> list[float]:
+    """Return the seconds of each run, of as many runs as fill a turn of `seconds`."""
+    times: list[float] = []
+    wait()
+    while sum(times) < seconds or not times:
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def measure(
+    sizes: Sizes, shares: Sequence[float], rounds: int, seconds: float, stock: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures after each pair of turns: all shares once, then all shares again, `rounds` times.
+
+    Args:
+        sizes: the group; prompt_len + response_len is the length of every sequence.
+        shares: shares of the prompt in this length, each above 0 and below 1.
+        stock: the attention of the replicated way, one of `stock_attention.CALLS`.
+    """
+    length = sizes.prompt_len + sizes.response_len
+    models = {way: make_model(sizes, device) for way in ("replicated", "packed")}
+    enable(models["packed"])
+    models["replicated"].config._attn_implementation = {"": stock_attention.register(stock, length)}
+    for model in models.values():
+        recompute_layers(model, "nothing")
+    points = [point(sizes, share) for share in shares]
+    found: list[dict[str, Any]] = [{} for _ in points]
+    for _ in range(rounds):
+        for group, figures in zip(points, found, strict=True):
+            weights, batches = group_of(group, device)
+            runs = {way: runner(models[way], batches[way], weights, sizes.chunk_size) for way in models}
+            if not figures:
+                logp = {way: run() for way, run in runs.items()}  # and all that is made at a first call
+                apart = (logp["packed"] - logp["replicated"]).double().square().mean().sqrt()
+                work = [flops(models["packed"], group, packed) for packed in (False, True)]
+                rows = {way: sum(batch.tokens for batch in batches[way]) for way in models}
+                figures |= {"prompt_len": group.prompt_len, "response_len": group.response_len, "rows": rows}
+                figures |= {"flop_ratio": work[0] / work[1], "logp_rms": float(apart)}
+                figures |= {"seconds": {way: [] for way in models}}
+            else:
+                runs["packed"]()  # memory of another size before it
+            for way, run in runs.items():
+                figures["seconds"][way].append(statistics.median(turn(run, seconds)))
+            replicated, packed = (statistics.median(figures["seconds"][way]) for way in models)
+            figures["speed_up"] = replicated / packed
+            yield {"points": [each for each in found if each]}
+
+
+def point(sizes: Sizes, share: float) -> Sizes:
+    """Return the group whose prompt has nearest to `share` of every sequence's tokens.
+
+    Raises:
+        ValueError: the prompt or the responses would be empty.
+    """
+    length = sizes.prompt_len + sizes.response_len
+    prompt = round(share * length / WHOLE) * WHOLE
+    if not 0 < prompt < length:
+        raise ValueError(f"got a share of {share:g} of {length} tokens, expected at least {WHOLE} tokens of each part")
+    return replace(sizes, prompt_len=prompt, response_len=length - prompt)
+
+
+def group_of(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, dict[str, list[ModelBatch]]]:
+    """Return the weights of the log-probs [M] and the micro-batches of each way."""
+    rollouts, total = make_rollouts(sizes), sizes.responses * sizes.response_len
+    length = sizes.prompt_len + sizes.response_len
+    weights = torch.randn(total, generator=torch.Generator().manual_seed(1)).to(device) / total
+    return weights, {
+        "replicated": replicated_batches(rollouts, sizes.micro_batch * length, device),
+        "packed": packed_batches(rollouts, sizes.prompt_len + total, device),
+    }
+
+
+def runner(model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int) -> Callable[[], torch.Tensor]:
+    """Make a call that runs forward and backward of all micro-batches and returns the log-probs [M]."""
+
+    def run() -> torch.Tensor:
+        logp = step(model, batches, weights, compiled=False, chunk_size=chunk_size)
+        model.zero_grad(set_to_none=True)
+        return logp
+
+    return run
+
+
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of the prompt and a response together.")] = 8192,
+    shares: Annotated[str, typer.Option(help="Of the prompt in these tokens.")] = ",".join(map(str, SHARES)),
+    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Turns of each way for each share.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Of a turn, at least.")] = 2.0,
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    stock: Annotated[
+        str, typer.Option(help=f"Attention of replicated rows, of {', '.join(stock_attention.CALLS)}.")
+    ] = "fa4",
+) -> None:
+    """Measure forward and backward of one group, replicated and packed; write the figures after each pair of turns."""
+    sizes = Sizes(model, layers, responses, length - WHOLE, WHOLE, micro_batch, rounds, chunk_size, dtype)
+    settings = {
+        "model": model, "layers": layers, "responses": responses, "length": length, "micro_batch": micro_batch,
+        "chunk_size": chunk_size, "dtype": dtype, "rounds": rounds, "turn_seconds": seconds, "stock_attention": stock,
+    }  # fmt: skip
+    cuda = torch.cuda.is_available()
+    record = Record(json_to, cuda)
+    asked = [float(share) for share in shares.split(",")]
+    for figures in measure(sizes, asked, rounds, seconds, stock, torch.device("cuda" if cuda else "cpu")):
+        record.write({"settings": settings, **figures})
+        print(*(f"{p['prompt_len']}+{p['response_len']}: {p['speed_up']:.2f}x" for p in figures["points"]), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
