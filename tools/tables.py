@@ -55,7 +55,6 @@ DOCUMENTS = (
             "transformers",
             "trust",
             "tuning",
-            "verl",
         )
     ),
 )

@@ -1,4 +1,4 @@
-"""The benchmark and the training that docs/verl.md names, in small."""
+"""The benchmark and the training of whole updates, in small."""
 
 from __future__ import annotations
 
