@@ -443,28 +443,28 @@ def two_sides(name: str, ours: str, theirs: str) -> str:
 
 
 def kernels() -> str:
-    """The main kernels of every head dim, by the manifest: tile, registers and shared memory."""
+    """The main kernels of each head dim, by the manifest: tile, registers (producer/MMA) and shared memory in KiB."""
     described = manifest.read(MANIFEST)["kernels"]
-    specs: list[KernelSpec[Any]] = [forward_spec("bf16", d, 4) for d in HEAD_DIMS]
-    specs += [backward_specs("bf16", d).main for d in HEAD_DIMS]
-    rows = []
-    for spec in specs:
-        kernel = described[str(spec)]
+
+    def cells(spec: KernelSpec[Any]) -> list[str]:
+        kernel, tile = described[str(spec)], asdict(spec.tile)
         budgets = sorted(int(n.split()[-1], 16) for n in kernel["instructions"] if n.startswith("USETMAXREG"))
-        tile = ", ".join(f"{name}={value}" for name, value in asdict(spec.tile).items())
-        row = [spec.operation, str(spec.head_dim), tile, str(kernel["registers"]), " / ".join(map(str, budgets))]
-        rows.append([*row, f"{kernel['shared_memory'] / 1024:.1f}"])
-    head = ["kernel", "head dim", "tile", "registers at launch", "producer / MMA", "shared memory, KiB"]
-    return markdown_table(head, rows)
+        numbers = [value for name, value in tile.items() if name != "deterministic"]
+        return [*("/".join(map(str, x)) for x in (numbers, budgets)), f"{kernel['shared_memory'] / 1024:.1f}"]
+
+    rows = [[str(d), *cells(forward_spec("bf16", d, 4)), *cells(backward_specs("bf16", d).main)] for d in HEAD_DIMS]
+    head = ["head dim", "forward: tile_n/warp_groups/stages/cluster", "registers", "KiB"]
+    return markdown_table([*head, "backward: tile_m/tile_n/stages/cluster", "registers", "KiB"], rows)
 
 
 def sanitizers() -> str:
-    """What was checked, on what, and what was found."""
+    """What was checked, on what, and what was found: errors in words, false positives counted by their reasons."""
     filed = _load("sanitizer-h200")
-    where = f"compute-sanitizer {filed['compute_sanitizer']}, {filed['gpu']['name']}, {filed['date'][:10]}"
-    where += f", {commit_of(filed)}"
-    found = [f"- {line}" for line in sanitize.findings(filed["tools"])] or ["No reports."]
-    return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *found])
+    where = f"compute-sanitizer {filed['compute_sanitizer'].split()[0]}, {filed['gpu']['name']}, {filed['date'][:10]}"
+    said = sanitize.errors(filed["tools"]) or ["No errors."]
+    excused = "; ".join(f"{why} {n:,}" for why, n in sanitize.reasons(filed["tools"]).items())
+    said += [f"False positives: {excused}."]
+    return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *said])
 
 
 def trust() -> str:

@@ -15,7 +15,7 @@ from dualkv.ops import hopper
 from tools import filed
 from tools.bench import record
 from tools.sanitize import __main__ as sanitize
-from tools.sanitize import cases, controls, known, reading, target
+from tools.sanitize import cases, controls, known, reading, show, target
 
 DATA = Path(__file__).parents[1] / "files" / "sanitize"
 
@@ -239,3 +239,20 @@ RACE = {"what": "Error: Race reported between Write access", "kernel": "k", "ins
 def test_a_false_positive_needs_its_control(tool, report, shown, says):
     assert known.why(tool, report, shown) == says
     assert says is None or says in known.REASONS
+
+
+def test_the_page_names_errors_and_counts_false_positives_by_reason():
+    def report(count, reason):
+        return {"what": "Race.", "kernel": "fwd.K", "instructions": ["STS"], "cases": 2, "count": count} | {
+            "false_positive": reason
+        }
+
+    tools = {
+        "racecheck": {"reports": [report(3, "polled"), report(4, "polled"), report(5, None)], "unfinished": ["killed"]},
+        "synccheck": {"reports": [report(6, "meeting")], "unfinished": []},
+    }
+    assert show.errors(tools) == [
+        "racecheck: AN ERROR: 5 x Race in fwd.K (STS), 2 cases",
+        "racecheck: not finished: killed",
+    ]
+    assert show.reasons(tools) == {"polled": 7, "meeting": 6}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.table import Table
@@ -36,3 +37,23 @@ def findings(tools: dict[str, Any]) -> list[str]:
             by_verdict.setdefault(f"{name}: {verdict}", []).append(f"{what}{where}, {report['cases']} cases")
         unfinished += [f"{name}: not finished: {why}" for why in tool["unfinished"]]
     return [f"{verdict}: {'; '.join(lines)}" for verdict, lines in by_verdict.items()] + unfinished
+
+
+def errors(tools: dict[str, Any]) -> list[str]:
+    """The lines of :func:`findings` on errors and on what was not finished."""
+    return findings(
+        {
+            name: tool | {"reports": [report for report in tool["reports"] if report["false_positive"] is None]}
+            for name, tool in tools.items()
+        }
+    )
+
+
+def reasons(tools: dict[str, Any]) -> Counter[str]:
+    """How many false positives there are of each reason, by its name in `known.REASONS`."""
+    counts: Counter[str] = Counter()
+    for tool in tools.values():
+        for report in tool["reports"]:
+            if report["false_positive"] is not None:
+                counts[report["false_positive"]] += report["count"]
+    return counts
