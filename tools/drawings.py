@@ -1,23 +1,25 @@
 """`python -m tools.drawings`: draw the pictures of README and docs anew; a test holds the files to that.
 
-Rows, visibility and the walk over key blocks are those of a small layout and its plan; the figures of the others are
-recorded under docs/results/. Each picture has its own ground, light or dark as the reader's browser is.
+Rows, visibility and the walk over key blocks are those of a layout and its plan. Figures are recorded under
+docs/results/; `tools/plots.py` draws the plots of them. Each picture has its own ground, light or dark as the reader's
+browser is.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
 from dualkv.layout import segments_of
 from dualkv.ops.plan.forward import forward_work
-from tools import filed
-from tools.tables import RESULTS, UPDATES
+from tools import filed, plots
+from tools.tables import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 STYLE = """<style>
@@ -76,31 +78,41 @@ def _labelled(x: float, y: float, width: float, height: float, kind: str, label:
 
 
 def packed_groups() -> str:
-    """The same rollouts with their prompt replicated and packed, and what positions their tokens have."""
-    layout = dualkv.Layout.from_lengths([16], [[10, 6, 8]])
-    prompt, responses = layout.prompt_lens[0], layout.response_lens[0]
-    left, row, unit = 24.0, 26.0, 20.0
-    parts = [_text(left, 32, f"Replicated: N (P + R) rows, here {layout.nominal_tokens}", "title")]
+    """Draw rollouts of one prompt replicated and packed: their tokens, rows and positions, with lengths to scale."""
+    prompt, response, n, shown = 8192, 2048, 32, 3
+    layout = dualkv.Layout.from_lengths([prompt], [[response] * n])
+    positions = layout.position_ids.tolist()
+    left, row, unit, gap = 24.0, 26.0, 352 / prompt, 40.0
+    replicated = f"Replicated: {n} sequences of {prompt:,} + {response:,} tokens"
+    packed = f"Packed: the prompt of {prompt:,} tokens once, then {n} responses of {response:,}"
+    width = 2 * left + (prompt + (shown + 1) * response) * unit + gap
+    parts = [_text(left, 32, replicated, "title")]
+    parts.append(_text(width - left, 32, f"{layout.nominal_tokens:,} tokens", "title", "end"))
     y = 44.0
-    for i, length in enumerate(responses):
+    for i in range(shown):
         parts += _labelled(left, y, prompt * unit, row, "prompt", "prompt")
-        parts += _labelled(left + prompt * unit, y, length * unit, row, RESPONSES[i], f"response {i + 1}")
+        parts += _labelled(left + prompt * unit, y, response * unit, row, RESPONSES[i], f"response {i + 1}")
         y += row + 6
-    y += 32
-    parts.append(_text(left, y, f"Packed: P + N R rows, here {layout.num_tokens}", "title"))
+    parts.append(_text(left + prompt * unit, y + 12, f"and {n - shown} more", "", "middle"))
+    y += 50
+    parts.append(_text(left, y, packed, "title"))
+    parts.append(_text(width - left, y, f"{layout.num_tokens:,} tokens", "title", "end"))
     y += 12
-    positions, x = layout.position_ids.tolist(), left
-    names = ["prompt", *(f"response {i + 1}" for i in range(len(responses)))]
-    for segment, (name, length) in enumerate(zip(names, [prompt, *responses], strict=True)):
+    x = left
+    for segment in (*range(shown + 1), n):
         first = int(layout.offsets[segment])
-        parts += _labelled(x, y, length * unit, row, "prompt" if segment == 0 else RESPONSES[segment - 1], name)
-        parts.append(_text(x + 2, y + row + 16, f"row {first}", "small"))
-        parts.append(_text(x + 2, y + row + 31, f"position {positions[first]}", "small"))
+        length = response if segment else prompt
+        if segment == n:
+            parts.append(_text(x + gap / 2, y + row / 2 + 4, "...", "", "middle"))
+            x += gap
+        kind, name = ("prompt", "prompt") if segment == 0 else (RESPONSES[(segment - 1) % 3], f"response {segment}")
+        parts += _labelled(x, y, length * unit, row, kind, name)
+        parts.append(_text(x + 2, y + row + 16, f"row {first:,}", "small"))
+        parts.append(_text(x + 2, y + row + 31, f"position {positions[first]:,}", "small"))
         x += length * unit
-    parts.append(
-        _text(left, y + row + 56, "Every token once. In every response positions go on from the prompt's end.")
-    )
-    return _picture(round(2 * left + layout.num_tokens * unit), round(y + row + 72), "A packed group", parts)
+    said = "Every response attends to the one prompt. Its positions go on from the prompt's end."
+    parts.append(_text(left, y + row + 58, said))
+    return _picture(round(width), round(y + row + 74), "Rollouts of one prompt, replicated and packed", parts)
 
 
 def _walk(item: list[int], tile_n: int) -> list[int]:
@@ -182,34 +194,6 @@ def _runs(q: int, end: list[int], segment: list[int]) -> list[tuple[int, int, st
     return [(a, b, kinds[a]) for a, b in zip(starts, [*starts[1:], len(kinds)], strict=True)]
 
 
-def savings() -> str:
-    """Time and memory of the recorded policy updates, prompts replicated and packed."""
-    left, bar, height, column = 24.0, 300.0, 20.0, 330.0
-    parts, y = [], 20.0
-    for name, what in UPDATES.items():
-        run = filed.read(RESULTS / f"{name}.json")
-        a, b, s = run["ways"]["replicated"], run["ways"]["packed"], run["settings"]
-        if not (a["peak_bytes"] and b["peak_bytes"]):
-            continue
-        title = f"{what}: P = {s['prompt_len']}, {s['responses']} responses of {s['response_len']} tokens"
-        parts.append(_text(left, y + 16, title, "title"))
-        figures = (
-            ("s an update", a["total_seconds"], b["total_seconds"]),
-            ("GiB above the weights", a["peak_bytes"] / 2**30, b["peak_bytes"] / 2**30),
-        )
-        for i, (unit, replicated, packed) in enumerate(figures):
-            x, top = left + i * column, y + 26
-            parts += [
-                _box(x, top, bar, height, "hidden"),
-                _box(x, top + height + 3, bar * packed / replicated, height, "prompt"),
-            ]
-            parts.append(_text(x + 6, top + 15, f"replicated: {replicated:.2f} {unit}", "small"))
-            side = x + bar * packed / replicated + 6
-            parts.append(_text(side, top + height + 18, f"packed: {packed:.2f} ({replicated / packed:.1f}x)", "small"))
-        y += 26 + 2 * height + 20
-    return _picture(round(2 * left + column + bar), round(y + 6), "What packing saves in a policy update", parts)
-
-
 def _path(points: Sequence[tuple[float, float]], kind: str) -> str:
     """A line through points; tenths of a pixel, each point from the one before."""
     rounded = [(round(x, 1), round(y, 1)) for x, y in points]
@@ -272,11 +256,28 @@ def roofline() -> str:
     return _picture(round(x(highest) + 40), round(y(least) + 50), "Roofline of the profiled kernels", parts)
 
 
-PICTURES = {
+# Plots: what draws them, and the records in docs/results/ that they show. Without its records a plot is not drawn.
+PLOTS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "attention-h200.svg": (plots.attention, ("forward", "backward", "forward-head-dims", "backward-head-dims")),
+    "agents-h200.svg": (plots.agents, ("verl-h200-traces", "trl-h200-traces")),
+    "prompt-share-h200.svg": (plots.prompt_share, ("prompt-share-h200",)),
+}
+
+
+def _plot(name: str) -> str:
+    draw, records = PLOTS[name]
+    return draw(*(filed.read(RESULTS / f"{record}.json") for record in records))
+
+
+PICTURES: dict[str, Callable[[], str]] = {
     "packed-groups.svg": packed_groups,
     "two-regions.svg": two_regions,
-    "savings.svg": savings,
     "roofline-h200.svg": roofline,
+    **{
+        name: functools.partial(_plot, name)
+        for name, (_, records) in PLOTS.items()
+        if all((RESULTS / f"{record}.json").exists() for record in records)
+    },
 }
 
 if __name__ == "__main__":
