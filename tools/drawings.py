@@ -146,10 +146,10 @@ def two_regions() -> str:
     far = total * cell
     crossing = "".join(f"M{left:g} {top + at:g}h{far:g}M{left + at:g} {top:g}v{far:g}" for at in cuts)
     matrix = [*(f'<path class="{kind}" d="{outline}"/>' for kind, outline in boxes.items())]
-    matrix += [f'<path class="cut" d="{crossing}"/>', _text(left, top - 8, "keys", "small")]
+    matrix += [f'<path class="cut" d="{crossing}"/>', _text(left, top - 8, "key rows", "small")]
 
     parts = [_text(left, 30, "Forward: a tile of query rows walks two regions of keys", "title")]
-    parts += [_text(left, 48, "1 to 3 own blocks and 4 the context's end, with the mask; 5 to 9 without", "small")]
+    parts += [_text(left, 48, "numbers: order of key blocks; 1 to 4 are masked, 5 to 9 lie wholly in view", "small")]
     parts += ['<g id="matrix">', *matrix, "</g>"]
     height = (tile[items.ROW_END] - tile[items.ROW]) * cell
     y = top + tile[items.ROW] * cell
@@ -161,6 +161,7 @@ def two_regions() -> str:
     for name, segment in (("prompt", 0), ("response 1", 1), ("response 2", 2)):
         middle = top + (layout.offsets[segment] + layout.offsets[segment + 1]).item() / 2 * cell
         parts.append(_text(left - 8, middle + 4, name, "small", "end"))
+    parts.append(_text(left - 8, top - 8, "query rows", "small", "end"))
 
     right = left + total * cell + apart
     parts.append(_text(right, 30, "Backward: a block of keys walks one run of query rows", "title"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualkv.bench.show import DIRECTIONS
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 INK, QUIET, GRID, GROUND = "#1f2328", "#59636e", "#d0d7de", "#ffffff"
 DARK = {INK: "#e6edf3", QUIET: "#9198a1", GRID: "#3d444d", GROUND: "#0d1117"}
 BLUE, ORANGE, GREEN = "#2f81f7", "#e16f24", "#3fa34d"  # readable on both grounds
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # which matplotlib brings
     "font.size": 10,
     "svg.fonttype": "path",
@@ -72,7 +72,7 @@ def _label(axes: Axes, at: tuple[float, float], text: str, color: str, move: tup
     axes.annotate(text, at, xytext=move, textcoords="offset points", color=color, ha=side, va="center")
 
 
-def _legend(axes: Axes, colors: dict[str, str], place: str) -> None:
+def _legend(axes: Axes, colors: dict[str, str], place: Literal["upper left", "upper right"]) -> None:
     from matplotlib.lines import Line2D
 
     marks = [Line2D([], [], color=color, marker="o", linestyle="", label=name) for name, color in colors.items()]
