@@ -42,7 +42,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What `import dualkv` leaves for when it is used: submodules, the canary and the paper's function."""
+    """Import the attributes that `import dualkv` defers until they are used: submodules, the canary and the paper's
+    function."""
     if name == "grpo":
         return import_module("dualkv.grpo")
     if name == "flash_attn_dualkv_varlen_func":

@@ -181,7 +181,7 @@ class Branch:
             self._kept[key] = _Kept(tensors, tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors))
 
     def kept_above(self, key: Hashable) -> tuple[torch.Tensor, ...]:
-        """What the path keeps under a key; gradients of these tensors arrive in the trunk that made them.
+        """The tensors that the path keeps under a key; their gradients arrive in the trunk that made them.
 
         Raises:
             ValueError: nothing is kept there.
@@ -207,7 +207,7 @@ class Branch:
             self._gradients[layer] = tuple(map(_added, sums, kept.read))
 
     def backward(self, loss: torch.Tensor | None) -> None:
-        """From the part's loss (None: it has none) and the gradients of kept keys and values."""
+        """Run the backward from the part's loss (None: it has none) and from the gradients of kept keys and values."""
         roots, gradients = ([], []) if loss is None else ([loss], [torch.ones_like(loss)])
         for layer, kept in self._kept.items():
             for made, gradient in zip(kept.made, self._gradients.get(layer, (None,) * len(kept.made)), strict=True):

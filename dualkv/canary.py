@@ -40,7 +40,7 @@ Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # log-probs of a rollout
 
 @dataclass(frozen=True)
 class Compared:
-    """What :func:`packed_vs_separate` found, over all ranks: the rank with the largest difference for its bound.
+    """The result of :func:`packed_vs_separate` over all ranks: the rank with the largest difference for its bound.
 
     Attributes:
         difference: nats; root mean square over the tokens of a rollout, of the rollout where it is largest.
@@ -255,7 +255,7 @@ def _logits(model: nn.Module, rows: torch.Tensor, **inputs: Any) -> torch.Tensor
 
 
 def _arguments(model: nn.Module) -> set[str]:
-    """What the forwards of a model and of what it wraps name."""
+    """The names of all arguments of the forwards of a model and its submodules."""
     return {name for cls in {type(m) for m in model.modules()} for name in inspect.signature(cls.forward).parameters}
 
 
@@ -284,7 +284,7 @@ def of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
 
 
 def _trained_tokens(batch: PackedBatch | PackedSequences) -> list[torch.Tensor]:
-    """Of each rollout the places in its own sequence of the tokens whose log-probs are in [M]."""
+    """Find the tokens whose log-probs are in [M]: for each rollout, their positions in its own sequence."""
     if isinstance(batch, PackedSequences):
         whole = batch.unpack(torch.ones_like(batch.targets), whole=True)
         return [row.nonzero()[:, 0] for row in whole]
@@ -306,7 +306,7 @@ def coarsest(model: nn.Module, dtypes: set[torch.dtype], device: torch.device) -
 
 
 def num_layers(model: nn.Module) -> int:
-    """Of the decoder, by its configuration; 1 where there is none."""
+    """The number of the decoder's layers by its configuration; 1 where there is none."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config

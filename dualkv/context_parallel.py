@@ -45,12 +45,12 @@ class ContextShard(Shard):
     @cached_property
     @outside_inference_mode
     def order(self) -> torch.Tensor:
-        """As :attr:`Shard.order`."""
+        """The packed rows in the order of the ranks, like :attr:`Shard.order`."""
         rows = np.concatenate([rows_of(part) for of_rank in self.shares for part in of_rank])
         return torch.from_numpy(rows).to(self.layout.device)
 
     def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """As :meth:`Shard.gather`."""
+        """Gather the rows of all ranks in packed order, like :meth:`Shard.gather`."""
         return super().gather(x, dim).index_select(dim, self.places.to(x.device))
 
     def attention(
@@ -66,7 +66,8 @@ class ContextShard(Shard):
         sinks: torch.Tensor | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """As :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this rank's rows."""
+        """Run attention like :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this
+        rank's rows."""
         check_bool("deterministic", deterministic)
         call = self._checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
         if self.world_size == 1:
@@ -101,7 +102,7 @@ class ContextShard(Shard):
 
 # ---------------------------------------------------------------- the exchange and the attention
 class _Run(NamedTuple):
-    """What an attention is asked for, the same on all ranks of the group.
+    """The settings of an attention call, the same on all ranks of the group.
 
     kept: whether a backward may follow, which needs what was received.
     """
@@ -116,11 +117,11 @@ class _Run(NamedTuple):
     kept: bool
 
     def send(self, kv: torch.Tensor, stage: Stage) -> _Exchange:
-        """Of own rows to where they are needed."""
+        """Send rows of this rank to the ranks that need them."""
         return _Exchange(kv.index_select(0, stage.sent), stage.sent_to, stage.received_from, self.group)
 
     def send_back(self, gradients: torch.Tensor, stage: Stage) -> _Exchange:
-        """Of received rows to where they belong."""
+        """Send the gradients of received rows back to the ranks that own these rows."""
         return _Exchange(gradients, stage.received_from, stage.sent_to, self.group)
 
 
@@ -133,7 +134,7 @@ class _Exchange:
         self._work = dist.all_to_all_single(self._received, self._sent, of, to, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """What came. Of a GPU the stream waits, not the host."""
+        """Wait for the received rows and return them. On a GPU the stream waits, not the host."""
         self._work.wait()
         return self._received
 

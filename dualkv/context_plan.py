@@ -52,8 +52,8 @@ def shares(segments: Segments, ranks: int) -> list[list[list[Range]]]:
 
 
 def _from_both_ends(keys: IntArray, ranks: int) -> tuple[float, list[tuple[Range, Range]]]:
-    """For each rank a range from the beginning and one from the end of what is left, and a rank's most pairs over the
-    mean; keys: [T] that each row sees."""
+    """Give each rank a range from the beginning and one from the end of the remaining rows. Returns the largest number
+    of pairs of a rank over the mean, and the ranges; keys: [T] keys that each row sees."""
     pairs = np.concatenate([[0], np.cumsum(keys)])
     rows, begin, end = len(keys) // ranks, 0, len(keys)
     first, most = np.arange(rows + 1), 0
@@ -68,7 +68,7 @@ def _from_both_ends(keys: IntArray, ranks: int) -> tuple[float, list[tuple[Range
 
 
 def _ranges(segments: Segments, rows: IntArray) -> list[Range]:
-    """Of ascending rows; none crosses groups."""
+    """Turn ascending rows into ranges that do not cross groups."""
     if not len(rows):
         return []
     cut = 1 + np.flatnonzero((np.diff(rows) != 1) | (np.diff(segments.group_of_row[rows]) != 0))
@@ -103,7 +103,7 @@ def _without(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
 
 
 def rows_of(ranges: Sequence[Range]) -> IntArray:
-    """Of all ranges, in order."""
+    """List the rows of all ranges, in order."""
     return np.concatenate([np.arange(0), *(np.arange(*one) for one in ranges)])
 
 
@@ -220,7 +220,8 @@ class Stage(NamedTuple):
 
 
 def stages(layout: Layout, of_ranks: list[list[list[Range]]], rank: int, window: Window | None = None) -> list[Stage]:
-    """For the two parts of each rank, in order; of_ranks are :func:`shares`."""
+    """Plan the stages of attention, one for each of the two parts of every rank, in order; of_ranks are
+    :func:`shares`."""
     segments, device = layout._segments, layout.device
     own = [sorted(chain.from_iterable(of_rank)) for of_rank in of_ranks]
     place = np.full(segments.total, -1)

@@ -1,4 +1,4 @@
-"""How a model makes logits of its last hidden states, and which weights are known to be only a part of that.
+"""Describe how a model makes logits from its last hidden states, and which weights are known to be only a part of that.
 
 :func:`dualkv.integrations.transformers.head` reads a model's :class:`Head`; :func:`dualkv.response_logprobs` runs it.
 """
@@ -73,7 +73,7 @@ class Head:
 
     @property
     def beside_weight(self) -> list[str]:
-        """What makes logits beside `weight`, in words; empty if nothing does."""
+        """Name everything beside `weight` that changes the logits, in words; empty if nothing does."""
         return [
             *["an adapter or a module of its own"] * (self.module is not None),
             *["a bias"] * (self.bias is not None),

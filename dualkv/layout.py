@@ -1,4 +1,4 @@
-"""Which packed rows belong to which prompt and response, and which tokens see each other.
+"""Describe which packed rows belong to which prompt and response, and which tokens see each other.
 
 A *group* is one prompt and its responses. A packed group stores each token once, `[prompt | R_1 | ... | R_N]`, and a
 micro-batch is many packed groups one after another. A :class:`Layout` describes a micro-batch as *segments* (a prompt
@@ -407,13 +407,13 @@ class Layout:
         return cls._from_arrays(np.concatenate([[0], np.cumsum(lengths)]), parent, device)
 
     def to(self, device: torch.device | str) -> Layout:
-        """The same layout with its per-token tensors on `device`; host state and plans are shared."""
+        """Copy the layout with its per-token tensors on `device`; host state and plans are shared."""
         if torch.device(device) == self.device:
             return self
         return Layout(self._segments, self.offsets, self.parent, device)
 
     def without_prompt_queries(self) -> Layout:
-        """The same layout for calls that do not use the prompts' rows of out and lse, whose gradients are zero there.
+        """Return the layout for calls that do not use the prompts' rows of out and lse, whose gradients are zero there.
 
         Kernels skip the work of these rows: their out and dq are zero, and their log-sum-exp is infinite. So a backward
         that is called with copies of `offsets` and `parent`, and computes these rows, makes the same gradients.
@@ -421,8 +421,8 @@ class Layout:
         return self._asking_less(self._segments.lengths[self._segments.roots])
 
     def without_queries(self, rows: int | Sequence[int]) -> Layout:
-        """The same layout for calls that do not use the first rows of out and lse, whose gradients are zero there: the
-        rows above a part of a tree. As :meth:`without_prompt_queries`, for any segments.
+        """Return the layout for calls that do not use the first rows of out and lse, whose gradients are zero there:
+        the rows above a part of a tree. Kernels skip these rows as for :meth:`without_prompt_queries`, in any segments.
 
         Args:
             rows: of the first group, 1 or more and fewer than it has; or of each group, 0 or more.

@@ -325,7 +325,7 @@ def _allocated(device: torch.device) -> int:
 def _chunks_to_keep(
     memory: float, hidden: torch.Tensor, weight: torch.Tensor, chunks: list[Chunk], compiled: bool
 ) -> int:
-    """How many chunks' logits stay within so many GiB in the backward, beside what it makes itself."""
+    """Count the chunks whose logits fit into so many GiB in the backward, beside the tensors that it makes itself."""
     if not chunks:
         return 0
     rows, (vocabulary, width) = chunks[0].u1, weight.shape

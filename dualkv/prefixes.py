@@ -83,8 +83,8 @@ class SharedPrefixes:
         return int(self._ends[-1])
 
     def at_least(self, min_shared: int) -> SharedPrefixes:
-        """The same sequences, where parts of fewer than `min_shared` tokens beyond the shared part above are not
-        shared."""
+        """Return the same sequences without sharing parts of fewer than `min_shared` tokens beyond the shared part
+        above."""
         if min_shared <= 1:
             return self
         parent, end, _, branch = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
@@ -95,7 +95,8 @@ class SharedPrefixes:
         return replace(self, common=np.array([kept[node] for node in branch], np.int64))
 
     def one_label_a_row(self) -> SharedPrefixes:
-        """The same sequences, where two of them share a token only if the next one is equal too, or one of them ends.
+        """Return the same sequences where two of them share a token only if the next one is equal too, or one of them
+        ends.
 
         So where they branch, each has a copy of the last common token, and all sequences of a row go on with one token.
         """

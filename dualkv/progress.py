@@ -1,4 +1,4 @@
-"""How a long loop reports its progress: to a bar of the command line, or to nobody."""
+"""Report the progress of a long loop: to a bar of the command line, or to nobody."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Shard:
 
     @cached_property
     def _row_counts(self) -> frozenset[int]:
-        """Of the layout with all, some or none of the segments that may pad it."""
+        """The row counts of the layout with all, some or none of the segments that may pad it."""
         nested = np.flatnonzero(self.layout.parent.numpy() >= 0)
         return frozenset(self.layout.offsets[nested[-1] + 1 if len(nested) else 0 :].tolist())
 

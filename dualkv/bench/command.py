@@ -1,4 +1,4 @@
-"""What the options of `dualkv bench` mean; the options themselves are in :mod:`dualkv.cli.commands`."""
+"""The meaning of the options of `dualkv bench`; the options themselves are in :mod:`dualkv.cli.commands`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chosen(
 
 
 def directions(text: str) -> list[str]:
-    """Of `fwd,bwd,both`, in this order."""
+    """Parse a comma-separated part of `fwd,bwd,both`; the result is in this order."""
     given = [part.strip() for part in text.split(",")]
     for part in given:
         if part not in DIRECTIONS:

@@ -1,4 +1,4 @@
-"""What the kernels compute of a workload with a window or chunks, by their work plans: numpy, no GPU."""
+"""Count what the kernels compute of a workload with a window or chunks, from their work plans: numpy, no GPU."""
 
 from __future__ import annotations
 

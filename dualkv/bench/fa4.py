@@ -62,7 +62,8 @@ class Varlen:
             self.out, self.lse = self._interface._flash_attn_fwd(*self._qkv, **self._settings, return_lse=True)[:2]
 
     def ready(self, out: torch.Tensor | None = None, lse: torch.Tensor | None = None) -> None:
-        """What the backward reads: out and lse of these queries over all their keys (None: of the last forward)."""
+        """Save what the backward reads: out and lse of these queries over all their keys (None: of the last
+        forward)."""
         if self.sequences:
             self._saved = (
                 self.out if out is None else out,

@@ -1,4 +1,4 @@
-"""What every side of a benchmark is built from: packed random tensors, and where prompts and responses lie in them."""
+"""The inputs of every side of a benchmark: packed random tensors, and where prompts and responses lie in them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Inputs:
         return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=self.device)
 
     def empty(self) -> torch.Tensor:
-        """For out: NaN until it is written."""
+        """Make a tensor for out: NaN until it is written."""
         return self.q.new_full((*self.q.shape[:2], self.v.shape[2]), float("nan"))
 
 

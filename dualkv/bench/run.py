@@ -199,7 +199,8 @@ def _why(error: Exception) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Its class and message in one line, at most 500 characters: what reports have in the place of figures."""
+    """Write an error's class and message in one line, at most 500 characters, for reports that show it in place of
+    figures."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
@@ -288,7 +289,7 @@ def _provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints, None where it cannot tell."""
+    """Return the output of git, or None if git fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""What `dualkv bench` shows of a report: tables for the terminal, Markdown, a plot."""
+"""The output of `dualkv bench` for a report: tables for the terminal, Markdown, a plot."""
 
 from __future__ import annotations
 

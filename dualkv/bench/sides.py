@@ -98,7 +98,7 @@ def composed(inputs: Inputs, direction: str) -> Side:
         return side
 
     def results(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a call with so many query rows."""
+        """Make zeros for out and lse of a call with so many query rows."""
         shape = rows, heads, max(head_dim, inputs.v.shape[2])
         return inputs.q.new_zeros(shape, dtype=dtype), inputs.q.new_zeros((heads, rows), dtype=torch.float32)
 
@@ -290,5 +290,5 @@ BACKWARD_ONLY = {"dualkv-deterministic", "fa4-3-calls-deterministic"}  # a forwa
 
 
 def of_direction(names: Sequence[str], direction: str) -> list[str]:
-    """Those of `names` that have something to show in a direction."""
+    """Select the sides in `names` that are measured in a direction."""
     return [name for name in names if direction != "fwd" or name not in BACKWARD_ONLY]

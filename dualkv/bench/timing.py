@@ -1,4 +1,4 @@
-"""How one side is timed: cold, sustained, and what it holds of the host; energy, clock and power through NVML."""
+"""Measure one side: cold and sustained time, its use of the host, and energy, clock and power through NVML."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Sample(NamedTuple):
-    """What NVML says at one moment (`at`, seconds)."""
+    """The counters that NVML reports at one moment (`at`, seconds)."""
 
     at: float
     joules: float  # since the driver was loaded
@@ -59,7 +59,7 @@ class Meter:
             self.absent = f"{type(e).__name__}: {e}"
 
     def sample(self) -> list[Sample]:
-        """What NVML says now; nothing where it is absent."""
+        """Read NVML now; the list is empty where NVML is absent."""
         if self.absent:
             return []
         joules = self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1e3
@@ -113,7 +113,8 @@ def host_us(call: Callable[[], Any], expected_ms: float) -> float:
 
 
 def sustained(call: Callable[[], Any], expected_ms: float, seconds: float, meter: Meter) -> dict[str, Any]:
-    """Back to back for `seconds` and MIN_CALLS calls at least: the next calls wait on the GPU before these are through.
+    """Run calls back to back for `seconds`, at least MIN_CALLS; the next batch is queued before the last one is
+    through.
 
     Returns:
         Median ms of the last three quarters, joules a call, watts, median clock, temperature at the end.
@@ -141,7 +142,8 @@ def sustained(call: Callable[[], Any], expected_ms: float, seconds: float, meter
 
 
 def energy(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Of samples taken while calls of `seconds` ran back to back; without energy where its counter hardly moved.
+    """Compute the energy, power, clock and temperature from samples taken while calls of `seconds` ran back to back.
+    Energy is left out where its counter hardly moved.
 
     The counter moves some ten times a second only. So power is what it gained between the first and the last time
     that it was seen to move, not between begin and end.

@@ -153,7 +153,7 @@ class Trace:
         return [np.concatenate([texts[piece.number] for piece in sequence]) for sequence in self.sequences]
 
     def loss_masks(self) -> list[npt.NDArray[np.bool_]]:
-        """Of each sequence the tokens that the policy wrote in it."""
+        """The tokens that the policy wrote, as one mask for each sequence."""
         return [np.repeat([p.trained for p in sequence], [p.tokens for p in sequence]) for sequence in self.sequences]
 
 

@@ -185,8 +185,8 @@ def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:
 
 # ---------------------------------------------------------------- what packing saves
 def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
-    """Of a forward and a backward that computes nothing again: 6 for a weight and row (of experts, those that a row
-    goes to), 12 for a pair, head and head dim.
+    """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row (of a mixture of
+    experts, the weights that a row is routed to), 12 for a pair, head and head dim.
 
     Gated delta nets count by the recurrence's own products, not by those of a kernel's chunks: a row multiplies the
     state of each head [key dim, value dim] three times (by its key, by its query, and to write), as three weights.

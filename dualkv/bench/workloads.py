@@ -1,4 +1,4 @@
-"""What the benchmark runs: packed groups and the heads that attend over them."""
+"""The workloads of the benchmark: packed groups and the heads that attend over them."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ class Workload:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head dim of q and k, and that of v."""
         return self.head_dim, self.head_dim_v or self.head_dim
 
     @property
     def reach(self) -> Window | None:
-        """Which keys of its path a query sees; None: all before it."""
+        """The keys of its path that a query sees; None: all before it."""
         return Window(self.window, self.chunk) if self.window or self.chunk else None
 
     def with_shape(self, **given: int | str | None) -> Workload:
-        """The same groups with other heads, kv_heads, head dims or dtype (None: as it is); the name says which."""
+        """Copy the workload with other heads, kv_heads, head dims or dtype (None: unchanged); the new name says
+        which."""
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return replace(self, name=" ".join([self.name, *(f"{n}={v}" for n, v in changes.items())]), **changes)
 
@@ -87,7 +88,7 @@ class Workload:
         return int((position + 1 - (self.reach.lowest(position) if self.reach else 0)).sum())
 
     def flops(self, direction: str) -> int:
-        """What the deduplicated work costs, each prompt once: the unit of every TFLOP/s of the benchmark.
+        """Count the FLOP of the deduplicated work, each prompt once: the unit of every TFLOP/s of the benchmark.
 
         A product is a multiply and an add for each pair, head, and element of a head:
         fwd:  2 (D + Dv) a pair and head (q k^T, p v).
@@ -98,7 +99,8 @@ class Workload:
         return 2 * products * self.heads * self.visible_pairs()
 
     def bytes(self, direction: str) -> int:
-        """What has to cross the GPU's memory if each tensor does once: the unit of every GB/s of the benchmark.
+        """Count the bytes that cross the GPU's memory if each tensor does so once: the unit of every GB/s of the
+        benchmark.
 
         fwd:  q, k, v are read, out and lse (fp32, a number a row and head) are written.
         bwd:  q, k, v, out, dout and lse are read, dq, dk and dv are written.
@@ -136,7 +138,7 @@ def _tree(name: str, lengths: Sequence[int], parent: Sequence[int]) -> Workload:
 
 
 def _binary_tree(name: str, prompt: int, levels: int, length: int) -> Workload:
-    """Below the prompt so many levels of segments of one length, two below each."""
+    """Make a tree with a prompt and `levels` levels of segments of one length below it, two below each segment."""
     parent = [-1]
 
     def add(above: int, left: int) -> None:

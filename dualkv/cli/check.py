@@ -192,7 +192,7 @@ def _repeats(made: Drawn, case: Case, backend: str) -> bool:
 
 
 def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """On a GPU the median of calls back to back, as benchmarks time them; elsewhere of one call."""
+    """Time a call: on a GPU the median of calls back to back, as benchmarks do; elsewhere one call."""
     begin = time.perf_counter()
     call()
     if device.type != "cuda":

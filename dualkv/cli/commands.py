@@ -180,7 +180,8 @@ def doctor(
     json_to: JsonOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """What this machine has: GPUs, driver, packages, kernels, what runs where and why, what to do about the missing."""
+    """Report on this machine: GPUs, driver, packages, kernels, what runs where and why, what to do about the
+    missing."""
     from dualkv.cli.doctor import examine
 
     console = console_of(json_to)
@@ -357,7 +358,7 @@ def trees(
     json_to: JsonOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """What packing saves on rollouts, before anyone trains: tokens, share ratio, depth, FLOP, and whether it pays."""
+    """Show what packing saves on rollouts before training: tokens, share ratio, depth, FLOP, and whether it pays."""
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
@@ -519,7 +520,7 @@ def main() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong and what to do next, on one line."""
+    """Say on one line what went wrong and what to do next."""
     if hasattr(error, "format_message"):  # an option that typer refuses
         return f"{error.format_message()} (see --help)"
     text = " ".join(str(error).split()) or type(error).__name__

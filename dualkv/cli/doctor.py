@@ -1,4 +1,4 @@
-"""What this machine has for dualkv: GPUs, driver, packages, kernels, what runs where and why, and what is missing."""
+"""Examine this machine for dualkv: GPUs, driver, packages, kernels, what runs where and why, and what is missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Runs:
-    """What computes attention for tensors on `where`, and why."""
+    """The backend that computes attention for tensors on `where`, and why."""
 
     where: str
     what: str
@@ -87,7 +87,7 @@ class Diagnosis:
         return bool(served) and computed and packages
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert to a dictionary for JSON."""
         return asdict(self) | {"healthy": self.healthy}
 
 
@@ -154,7 +154,7 @@ def _version(name: str) -> str | None:
 
 
 def _compiler() -> str | None:
-    """What compiles kernels at their first use."""
+    """The compiler that compiles kernels at their first use; None if nothing does."""
     try:
         may = store.may_compile() and compile.cannot_compile() is None
     except KernelError:  # said beside the kernels
@@ -230,7 +230,7 @@ def _driver() -> tuple[str | None, list[str]]:
 
 
 def _runs() -> list[Runs]:
-    """What serves each device, by the same questions as the ops ask."""
+    """Find the backend that serves each device, by the same checks as the ops."""
     runs = [_served("CPU", torch.device("cpu"), torch.float32)]
     for i in range(torch.cuda.device_count()):
         device = torch.device("cuda", i)
@@ -240,7 +240,8 @@ def _runs() -> list[Runs]:
 
 
 def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
-    """What computes a plain call for tensors of `dtype` on `device`, and why: by hand, or what stands before it."""
+    """Find the backend for a plain call with tensors of `dtype` on `device`, and why: DUALKV_BACKEND, or what the
+    backends before it refuse."""
     q = torch.empty(0, 1, 128, dtype=dtype, device=device)
     name, refused = backends.first(q, q)
     asked = backends.of_variable()

@@ -1,4 +1,4 @@
-"""Where the output of a command goes: tables, progress, JSON, plots."""
+"""The output of a command: tables, progress, JSON, plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which kernels models need, by name or config.json; compiled into a folder, on a machine without a GPU."""
+"""Find the kernels that models need, by name or config.json, and compile them into a folder, on a machine without a
+GPU."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def names() -> list[str]:
 
 
 def heads_of(model: str) -> Heads:
-    """Of a model by its name (its organisation and capitals may be there), or the path of a config.json or its folder.
+    """Read the heads of a model from its name (an organisation and capitals are allowed), or from the path of a
+    config.json or its folder.
 
     Raises:
         ValueError: no such model, or one whose attention dualkv does not compute.
@@ -121,7 +123,7 @@ def heads_of(model: str) -> Heads:
 
 
 def heads_of_config(config: Any, where: str) -> Heads:
-    """Of a Hugging Face configuration, or the text part of one.
+    """Read the heads from a Hugging Face configuration, or from the text part of one.
 
     Raises:
         ValueError: it says no heads, or asks for attention that dualkv does not compute.
@@ -151,7 +153,7 @@ def heads_of_config(config: Any, where: str) -> Heads:
 
 
 def _heads(config: dict[str, Any], where: str) -> Heads:
-    """Of a model's layers, or of one with its own fields, without features."""
+    """Read the heads of a model's layers, or of one layer with fields of its own, without features."""
     if config.get("model_type") == "dbrx":  # which has names of its own
         names, attention = {"num_attention_heads": "n_heads", "hidden_size": "d_model"}, config.get("attn_config") or {}
         if not isinstance(attention, dict):
@@ -178,7 +180,7 @@ def _heads(config: dict[str, Any], where: str) -> Heads:
 
 
 def _features(config: dict[str, Any]) -> tuple[str, ...]:
-    """What some layers of a configuration have, in the order of codegen.select.NAMES."""
+    """List the features that some layers of a configuration have, in the order of codegen.select.NAMES."""
     kinds = config.get("layer_types")
     sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     of_one_kind = sliding or config.get("attention_chunk_size") is not None
@@ -209,7 +211,7 @@ def _check_heads(found: dict[str, Any], where: str) -> None:
 
 
 def _not_computed(config: dict[str, Any]) -> str | None:
-    """What a configuration asks of attention that is not computed, in words."""
+    """Name the attention of a configuration that is not supported, in words; None if all is supported."""
     of_layers = (fields.get("head_dim") or 0 for fields in _of_single_layers(config).values())
     widest = max(config.get("global_head_dim") or 0, *of_layers, 0)
     if widest > HEAD_DIMS[-1]:
@@ -221,7 +223,7 @@ def _not_computed(config: dict[str, Any]) -> str | None:
 
 
 def shape(heads: Heads, tensor_parallel: int = 1) -> Shape:
-    """What one rank's kernels see; KV heads fewer than ranks are copied, as Megatron and vLLM do.
+    """The shape of one rank's kernels; KV heads fewer than ranks are copied, as Megatron and vLLM do.
 
     Raises:
         ValueError: heads that these ranks cannot share out.
@@ -289,7 +291,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Result:
-    """What a precompile did; `as_dict` is for JSON.
+    """The result of a precompile; `as_dict` is for JSON.
 
     Attributes:
         code: files written for reading.
@@ -396,7 +398,7 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def summary(result: Result) -> str:
-    """What was done and how the folder is used."""
+    """Say what was compiled and how the folder is used."""
     code = f"; {len(result.code)} files in {Path(result.folder) / precompiled.CODE_FOLDER}" if result.code else ""
     others = len(result.unusable)
     old = f"; {others} of other versions lie there too and are not used, remove them" if others else ""

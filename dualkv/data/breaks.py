@@ -90,7 +90,7 @@ def _first_run(a: Tokens, b: Tokens) -> tuple[int, int] | None:
 
 
 def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """Of every run of `RUN` tokens."""
+    """Hash every run of `RUN` tokens."""
     count = len(tokens) - RUN + 1
     found = np.zeros(max(count, 0), np.uint64)
     for i in range(RUN if count > 0 else 0):

@@ -1,4 +1,4 @@
-"""Which segments each rollout has, and how many rollouts each packed row stands for.
+"""Count the segments of each rollout, and the rollouts that share each packed row.
 
 Packed rows hold a shared token once, separate sequences once a rollout. What counts tokens counts alike where each row
 weighs as many rollouts as share it.

@@ -83,7 +83,7 @@ def _counts(parent: IntArray, length: IntArray) -> tuple[int, int, int]:
 
 
 def _cost(rows: int, pairs: int, borders: int) -> float:
-    """In rows."""
+    """Estimate the cost in rows."""
     return rows + (pairs + PAIRS_A_BORDER * borders) / PAIRS_A_ROW
 
 

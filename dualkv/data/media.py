@@ -226,7 +226,7 @@ def placeholder_of_a_response(input_ids: torch.Tensor, media: Entry, layout: Lay
 
 
 def _padded(values: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
-    """The same values with zeros behind, so that all but dimension `dim` are equally long."""
+    """Pad the values with zeros at the end, so that all dimensions but `dim` have equal sizes."""
     if len({value.dim() for value in values}) > 1:
         return values
     most = np.max([value.shape for value in values], 0).tolist()

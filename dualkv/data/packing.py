@@ -1,4 +1,4 @@
-"""From rollouts to packed groups, and back.
+"""Turn rollouts into packed groups, and packed values back into values of rollouts.
 
 `pack` and `pack_padded` store every prompt once, followed by its responses. The prompt's last token predicts the first
 token of every response. There are two label styles for that:
@@ -183,7 +183,7 @@ class PackedBatch:
 
     @outside_inference_mode
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with its tensors on `device`."""
+        """Copy the batch with its tensors on `device`."""
         input_ids = self.input_ids.to(device)
         if input_ids is self.input_ids:
             return self
@@ -222,7 +222,7 @@ class PackedBatch:
 
     @cached_property
     def _packed_starts(self) -> IntArray:
-        """Where each response's values begin in [M]."""
+        """The index in [M] at which each response's values begin."""
         return np.cumsum(self._packed_lens) - self._packed_lens
 
     @cached_property

@@ -58,13 +58,13 @@ class TreePart:
 
     @cached_property
     def seen(self) -> Layout:
-        """Of the path's rows, which ask nothing, and the own ones."""
+        """The layout of the path's rows, which have no queries, and of the part's own rows."""
         layout = Layout.from_segments(self.offsets, self.parent, self.device)
         return layout.without_queries(self.path_rows) if self.path_rows else layout
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the own rows alone: what counts them."""
+        """The layout of the own rows as one segment, for what counts rows."""
         return Layout.from_segments([0, len(self.rows)], [-1], self.device)._serves(self.seen)
 
     @cached_property
@@ -74,7 +74,7 @@ class TreePart:
 
     @cached_property
     def own(self) -> Layout:
-        """Of the own rows, in segments that begin where the path's rows end; a trunk is a chain of them."""
+        """The layout of the own rows in segments, which begin where the path's rows end; a trunk is a chain of them."""
         if self.is_trunk:
             chain = [0, *self.cuts], range(-1, len(self.cuts) - 1)
             return Layout.from_segments(*chain, self.device)._serves(self.seen)
@@ -115,7 +115,7 @@ class TreePart:
 
     @cached_property
     def _tokens_of_row(self) -> IntArray:
-        """As of :class:`PackedSequences`."""
+        """The number of tokens that each row predicts, like that of :class:`PackedSequences`."""
         predicted = np.bincount(self._predicting)
         return predicted[predicted > 0]
 
@@ -138,7 +138,8 @@ class TreePart:
 
     @cached_property
     def _copies(self) -> tuple[IntArray, IntArray]:
-        """Of the values that `batch.unpack` makes, end to end: (places of those of this part, place in [m] of each)."""
+        """Locate this part's tokens in the values that `batch.unpack` makes, end to end: (their indices there, index in
+        [m] of each)."""
         of_values = (np.cumsum(self.batch._is_trained) - 1)[self.batch._rows[self.batch._mask]]
         mine = np.full(len(self.batch._trained), -1, np.int64)
         mine[self._tokens] = np.arange(len(self._tokens))

@@ -1,4 +1,4 @@
-"""From values of tokens, end to end, to one row per rollout; and values of shared rows from those of rollouts."""
+"""Turn values of tokens, end to end, into one row per rollout; and values of shared rows from those of rollouts."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class PackedSequences:
 
     @outside_inference_mode
     def to(self, device: torch.device | str) -> PackedSequences:
-        """The same batch with its tensors on `device`."""
+        """Copy the batch with its tensors on `device`."""
         input_ids = self.input_ids.to(device)
         if input_ids is self.input_ids:
             return self

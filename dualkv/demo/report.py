@@ -1,4 +1,4 @@
-"""What `dualkv demo` shows: a table for people, a picture."""
+"""The output of `dualkv demo`: a table for people, a picture."""
 
 from __future__ import annotations
 

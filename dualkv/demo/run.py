@@ -47,7 +47,7 @@ HALF_PRECISION_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Differences:
-    """How far one update is from another.
+    """The differences between two updates.
 
     Attributes:
         logp: largest absolute difference of a response token's log-prob.
@@ -88,7 +88,7 @@ CPU = torch.device("cpu")
 def differences(
     a: Gradients, b: Gradients, weights: tuple[Weights, Weights] | None = None, device: torch.device = CPU
 ) -> Differences:
-    """How far `a` is from `b`, and `weights[0]` from `weights[1]`, computed on `device`."""
+    """Measure how far `a` is from `b`, and `weights[0]` from `weights[1]`, computed on `device`."""
     logp = a.logp.double() - b.logp.double()
     gradients, worst = _relative(a.of, b.of, device)
     return Differences(
@@ -141,7 +141,7 @@ class WayResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What `dualkv demo` prints.
+    """The result that `dualkv demo` prints.
 
     Attributes:
         settings: that made it.
@@ -171,7 +171,7 @@ class DemoResult:
     verdict: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert to a dictionary for JSON."""
         result = asdict(self)
         for name, way in self.ways.items():
             result["ways"][name]["total_seconds"] = way.total_seconds
@@ -229,7 +229,7 @@ def run_demo(settings: DemoSettings, track: Track = untracked) -> DemoResult:
 
 @dataclass
 class _Trace:
-    """What one way computed, for the comparison: of each update."""
+    """The results of one way for the comparison, one entry for each update."""
 
     gradients: list[Gradients] = field(default_factory=list)
     weights: list[Weights] = field(default_factory=list)

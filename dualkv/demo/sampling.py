@@ -170,7 +170,8 @@ def _name_of_cache(model: torch.nn.Module) -> str:
 
 
 def _cache_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Of a sequence: keys and values of each token, and states of recurrent layers; as the cache of one token has."""
+    """Compute the bytes of a sequence's cache from the cache of one token: keys and values of each token, and states of
+    recurrent layers."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""What `dualkv demo` is told to do."""
+"""The settings of `dualkv demo`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_CUDA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What `dualkv demo` runs; its options have the same names, and on a GPU other defaults (:data:`ON_CUDA`).
+    """The settings of `dualkv demo`; its options have the same names, and on a GPU other defaults (:data:`ON_CUDA`).
 
     Attributes:
         model: a named configuration (random weights) or a local folder.
@@ -78,7 +78,7 @@ class DemoSettings:
 
     @classmethod
     def given(cls, device: str | None = None, **options: Any) -> DemoSettings:
-        """With the defaults of the device; an option that is None is not given."""
+        """Make settings from options, where None means not given, with the defaults of the device."""
         settings = {name: value for name, value in options.items() if value is not None}
         on_cuda = cls(device=device).torch_device.type == "cuda"
         return cls(device=device, **(ON_CUDA | settings if on_cuda else settings))

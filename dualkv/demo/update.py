@@ -196,7 +196,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one update computed before its optimizer step, on the CPU.
+    """The results of one update before its optimizer step, on the CPU.
 
     Attributes:
         logp: [M] log-probs of the response tokens.

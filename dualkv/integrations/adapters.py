@@ -220,7 +220,7 @@ def _sentence(which: str, reason: str) -> str:
 
 
 class Seen(NamedTuple):
-    """What :func:`remember` has seen.
+    """The adapters that :func:`remember` found.
 
     Attributes:
         added: :data:`ADDED` at that time.
@@ -259,7 +259,7 @@ def refuse_later(decoder: nn.Module) -> None:
 
 
 def _others(decoder: nn.Module) -> str | None:
-    """Why other adapters than those that were seen are refused; None if there are no others, which is noted."""
+    """Say why other adapters than the remembered ones are refused; None if there are no others, which is noted."""
     seen: Seen = vars(decoder)[SEEN]
     if (now := of(decoder)) == seen.adapters:
         vars(decoder)[SEEN] = seen._replace(added=ADDED[0])

@@ -147,7 +147,8 @@ def _ranks() -> int:
 
 
 def _overwritten_products(model: nn.Module) -> str | None:
-    """Why products cannot be kept: Liger's kernel rotates q and k in place, unseen by PyTorch, here twice."""
+    """Say why products cannot be kept: Liger's kernel rotates q and k in place, unseen by PyTorch, here twice. None if
+    they can."""
     for name, module, _ in layers.decoder_layers(model):
         rotate = inspect.unwrap(module.forward).__globals__.get(fused.ROTARY)
         if getattr(rotate, "__module__", "").startswith("liger_kernel") and not hasattr(module, "q_norm"):
@@ -243,7 +244,7 @@ class _Fit:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
     def _contexts(self, level: int) -> Any:
-        """Of one call of a layer, its forward and when it is computed again."""
+        """Make the contexts of one call of a layer: for its forward and for its recomputation."""
         count = 0
         not_read = self.products if self.products and not self.last_is_read else -1
 
@@ -266,7 +267,7 @@ class _Fit:
         self.call, self.marks, self.ended = (rows, start, 0.0), [], False
 
     def _fitting(self, rows: int, start: int) -> list[int]:
-        """What each layer keeps in a call of so many rows."""
+        """Choose what each layer keeps in a call of so many rows."""
         others, products, left_out, last = len(self.layers) - 1, 0, 0, LEFT_OUT
         if not (self.more[LEFT_OUT] and self.rows):
             return [RECOMPUTED] * others + [last]
@@ -311,7 +312,7 @@ class _Fit:
             hidden.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._learn))
 
     def _learn(self) -> None:
-        """At the end of a backward."""
+        """Record the memory that a call needed, at the end of its backward."""
         rows, start, kept = self.call
         need = _peak(self.device) - start - kept
         self.learned += 1

@@ -18,7 +18,7 @@ SAMPLES = 512  # of a draw, for its extremes
 
 
 class Draws(TorchDispatchMode):
-    """Within it a random operation fills its result with one number, which its arguments alone decide.
+    """A mode in which a random operation fills its result with one number, which its arguments alone decide.
 
     Attributes:
         shapes: of all draws.

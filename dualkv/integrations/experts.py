@@ -179,7 +179,7 @@ def _replayed(name: str, own: Callable[..., Any], routes: torch.Tensor) -> Calla
 
 
 class _Chosen(TorchFunctionMode):
-    """Within it `torch.topk(scores [T, experts], k)` returns the given experts and their scores."""
+    """A mode in which `torch.topk(scores [T, experts], k)` returns the given experts and their scores."""
 
     def __init__(self, routes: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which flash-linear-attention recurrent layers run, and whether this machine's can train them.
+"""Decide which flash-linear-attention versions run recurrent layers, and whether this machine's can train them.
 
 Nothing but PyTorch is imported here, so that `dualkv doctor` can ask without transformers.
 """
@@ -31,7 +31,7 @@ def installed() -> bool:
 
 
 def refusal() -> str | None:
-    """Why the library cannot train gated delta nets on this machine, in one sentence; None if it can.
+    """Say in one sentence why the library cannot train gated delta nets on this machine; None if it can.
 
     It raises in their backward on Hopper with a Triton of wrong gradients, unless tilelang is installed.
     """
@@ -51,7 +51,7 @@ def refusal() -> str | None:
 
 
 def advice() -> str | None:
-    """What to do about the library on this machine, in one sentence; None where it runs, or is not installed."""
+    """Say in one sentence what to do about the library on this machine; None where it runs, or is not installed."""
     found = _version(NAME)
     if found is not None and not installed():
         return f"{NAME} is {found}, recurrent layers on a GPU run {NAME}{VERSIONS}: {INSTALL}"

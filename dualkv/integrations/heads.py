@@ -210,7 +210,7 @@ class Number:
 
 
 class Rule(NamedTuple):
-    """What a model does around its head, but for the adapters and the bias, which its module has.
+    """The operations of a model around its head, but for the adapters and the bias, which its module has.
 
     Attributes:
         before: the name of a module in front of the head.
@@ -262,7 +262,7 @@ def _rule(whole: PreTrainedModel, inner: PreTrainedModel) -> Rule:
 
 
 def rule_of(cls: type[Any], config: PreTrainedConfig, inner: type[Any] | None = None) -> Rule:
-    """What models of a class and configuration do around their head.
+    """Find what models of a class and configuration do around their head.
 
     Args:
         cls: of the whole model.
@@ -291,7 +291,7 @@ class UnknownError(ValueError):
 
 @dataclass
 class Seen:
-    """What a call of a small copy makes on the way to its logits; tensors of one sequence.
+    """The tensors that a call of a small copy makes on the way to its logits; all are of one sequence.
 
     Attributes:
         hidden: the last hidden states of its decoder, and of the model around it that has no head.
@@ -375,7 +375,7 @@ def _candidates(config: PreTrainedConfig) -> list[Number]:
 def _in_front(
     config: PreTrainedConfig, hidden: torch.Tensor, rows: torch.Tensor, seen: Seen
 ) -> tuple[str | None, Number]:
-    """What makes `rows`, the input of the head, of hidden states: the name of a module, and a factor."""
+    """Find what turns hidden states into `rows`, the input of the head: the name of a module, and a factor."""
     for number in _candidates(config):
         if _same(rows, hidden * number.of(config)):
             return None, number

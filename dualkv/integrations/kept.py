@@ -67,14 +67,14 @@ class _Kept:
         return self.tensor if all(alias._version == version for alias, version in self.counted) else None
 
     def copy(self) -> None:
-        """Before a write."""
+        """Copy the tensor before something writes to it."""
         if self.counted:
             whole = self.unwritten()
             self.tensor, self.counted = None if whole is None else whole.clone(), []
 
 
 class _Result:
-    """What an operation returned in the forward, if it is kept."""
+    """The result of an operation in the forward, if it is kept."""
 
     def __init__(self, op: Any, out: Any = None) -> None:
         self.op = op
@@ -82,7 +82,7 @@ class _Result:
         self.kept = [_Kept(x) for x in ([out] if self.is_tensor else out or [])]
 
     def take(self) -> Any:
-        """What the operation returned, once; None if it must be computed again."""
+        """Return the operation's result, once; None if it must be computed again."""
         tensors, self.kept = [kept.unwritten() for kept in self.kept], []
         if not tensors or any(x is None for x in tensors):
             return None

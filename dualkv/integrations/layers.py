@@ -188,7 +188,7 @@ def describe(module: nn.Module) -> str:
 
 
 def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
-    """What a layer computes in a packed call, from the mask and the arguments that its attention function gets.
+    """Read a layer's features in a packed call from the mask and the arguments that its attention function gets.
 
     The mask says which keys a row sees, as it does without a layout. FlashAttention's functions of transformers go by
     the argument `sliding_window` instead: a model whose mask says something else has no one meaning.

@@ -1,4 +1,4 @@
-"""Which keys a layer of transformers sees, said by the shape of an empty mask.
+"""Let a layer of transformers say which keys it sees, by the shape of an empty mask.
 
 In transformers a model chooses the mask of each layer: causal, with a sliding window, or in chunks. The choice lies in
 the code of the model, and no field of its layers is sure to repeat it. So a packed call leaves the choice to the model:

@@ -31,7 +31,7 @@ KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
 
 
 class Family(NamedTuple):
-    """What a model does with images.
+    """The way in which a model runs images.
 
     Attributes:
         inputs: the names of inputs that run packed.
@@ -122,7 +122,7 @@ class Placed:
 
 
 class Ahead(NamedTuple):
-    """What rows of images see behind themselves, as causal attention: rows of images backwards, each in a segment.
+    """The extra keys that rows of images see after themselves, encoded as causal attention over each image in reverse.
 
     Row i of an image of n rows sees rows i + 1 to n - 1 of it. Backwards, these queries n - 2, ..., 0 and keys
     n - 1, ..., 1 are causal: the query at index j sees the keys up to j.
@@ -175,7 +175,7 @@ _CONTAINS: dict[type, bool] = {}
 
 
 def family(cls: type[nn.Module]) -> Family | None:
-    """How models of this class run images; None if they do not. Wrappers make subclasses of a model's class."""
+    """Find how models of this class run images; None if they do not. Wrappers make subclasses of a model's class."""
     if cls not in _FAMILY:
         known = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
         _FAMILY[cls] = next((FAMILIES[name] for name in known if name in FAMILIES), None)
@@ -183,7 +183,7 @@ def family(cls: type[nn.Module]) -> Family | None:
 
 
 def families(model: nn.Module) -> list[Family]:
-    """Of the model and its parts; empty for a model that runs no images packed."""
+    """List how the model and its parts run images; empty for a model that runs no images packed."""
     # No `:=`: dynamo, which traces a model's first call, cannot read one in a comprehension.
     return [how for how in map(family, map(type, model.modules())) if how is not None]
 
@@ -332,7 +332,7 @@ def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
 
 
 def _check_patches(module: Any, named: dict[str, Any], layout: Layout) -> None:
-    """Of images that are padded to a number of patches, and frames of videos: their positions count the others."""
+    """Check images that are padded to a number of patches, and frames of videos; the position ids of padding are -1."""
     merged = module.config.vision_config.pooling_kernel_size**2
     for name, token in (("image_position_ids", "image_token_id"), ("video_position_ids", "video_token_id")):
         if named.get(name) is not None:

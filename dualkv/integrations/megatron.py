@@ -51,7 +51,7 @@ ROTARY = ("rope", "yarn")
 
 # ---------------------------------------------------------------- the modules
 class _Checked(nn.Module):
-    """What both kinds of self-attention ask of a config and of a call."""
+    """Checks of a config and of a call that both kinds of self-attention share."""
 
     layer_number: int
 
@@ -61,7 +61,8 @@ class _Checked(nn.Module):
         self.config = config
 
     def _enter(self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any]) -> PackedGroups | None:
-        """What a call is given if it is checked PackedGroups; the router of this layer hears of them."""
+        """Return the argument of a call if it is checked PackedGroups, else None; this layer's router is told of
+        them."""
         RUNNING.layer, RUNNING.packed = self.layer_number, None
         if not isinstance(given, PackedGroups):
             return None
@@ -136,7 +137,7 @@ class _PackedSelfAttention(_Checked, SelfAttention):
 
 
 class _PackedMLASelfAttention(_Checked, MLASelfAttention):
-    """The same with latent attention: q, k and v are expanded to all heads before the core attention gets them.
+    """Packed self-attention with latent attention: q, k and v are expanded to all heads before the core attention.
 
     megatron-core's class makes its rotary frequencies itself, and for what it takes for a row of one sequence.
     """

@@ -1,4 +1,4 @@
-"""Which configs of megatron-core can run packed groups: every field of its configs is judged here.
+"""Decide which configs of megatron-core can run packed groups: every field of its configs is judged here.
 
 A packed row holds the tokens of many sequences, and a shared token once. So what a field makes a model compute has one
 of these judgements:

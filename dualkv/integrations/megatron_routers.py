@@ -41,7 +41,7 @@ OF_ALL_DATA: dict[str, Any] = (
 
 
 class _Counts(NamedTuple):
-    """Of a call of a router.
+    """The counts of a call of a router.
 
     Attributes:
         times: [n, 1] int64: rollouts that have each row of the router.

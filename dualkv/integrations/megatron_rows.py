@@ -1,4 +1,4 @@
-"""What a call of a megatron-core model is given for packed groups: a layout on its way through the layers."""
+"""The argument of a call of a megatron-core model with packed groups: it carries a layout through the layers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class PackedGroups(PackedSeqParams):
 
     @property
     def layout(self) -> Layout:
-        """Of all rows, padded."""
+        """The layout of all rows, padded."""
         return self.shard.layout
 
     def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -160,7 +160,7 @@ class PackedGroups(PackedSeqParams):
     @cached_property
     @outside_inference_mode
     def _rollouts(self) -> Rollouts:
-        """Which rows the rollouts have; raises ValueError where a layout does not say where they end."""
+        """Find the rows of each rollout; raises ValueError where a layout does not say where rollouts end."""
         if not isinstance(self._batch, PackedSequences) and self.layout.depth > 2:
             raise ValueError(
                 f"layout has {self.layout.depth} levels, expected the batch of pack_sequences or count='rows': routers"
@@ -196,7 +196,7 @@ class PackedGroups(PackedSeqParams):
 
 
 class Rollouts(NamedTuple):
-    """Which rows the rollouts of a call have, on its device.
+    """The rows of the rollouts of a call, on its device.
 
     Attributes:
         times: [num_tokens] int64: rollouts that have each row of this context-parallel rank; 0 for rows that pad.

@@ -50,7 +50,7 @@ class Verdict:
         return not self.refusals
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert to a dictionary for JSON."""
         return asdict(self) | {"runs": self.runs}
 
 
@@ -127,7 +127,8 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Why `enable` refuses a model, a sentence for each reason: by its fields, and if they pass, by its small copy."""
+    """Give every reason why `enable` refuses a model, one sentence each: by its fields, and if they pass, by its small
+    copy."""
     found = _grouped(layers.objections(model))
     for decoder in [] if found else layers.decoders(model):
         try:
@@ -180,7 +181,7 @@ def _head_dims(module: Any) -> tuple[int | None, int | None]:
 
 
 def features(module: Any) -> list[str]:
-    """What a layer's attention has beside a softmax over all keys, in words."""
+    """Name what a layer's attention has beside a softmax over all keys, in words."""
     at = getattr(module, "layer_idx", None)
     of_layers = masks.by_config(module.config)
     window, chunk = of_layers[at or 0] if len(of_layers) > 1 else of_layers[0]

@@ -29,7 +29,7 @@ DECORATED_IN = "transformers.modeling_rope_utils"  # dynamic_rope_update, which 
 
 
 class Scaling(NamedTuple):
-    """How a rotary embedding depends on the length of its sequence.
+    """The dependence of a rotary embedding on the length of its sequence.
 
     Attributes:
         kind: transformers' name of it.
@@ -42,12 +42,12 @@ class Scaling(NamedTuple):
     every: int | None = None
 
     def alike(self, lengths: IntArray) -> IntArray:
-        """For each length one that stands for all lengths with the same factors."""
+        """Map each length to one that stands for all lengths with the same factors."""
         stands = np.append(self.bounds, self.bounds[-1] + 1)[np.searchsorted(self.bounds, lengths)]
         return stands if self.every is None else np.where(lengths > self.every, lengths, stands)
 
     def says(self) -> str:
-        """For messages."""
+        """Describe the scaling in error messages."""
         above = [f"sequences of more than {bound} tokens" for bound in self.bounds if bound != self.every]
         if self.every is not None:
             above.append(f"sequences of each length above {self.every} tokens")
@@ -55,7 +55,7 @@ class Scaling(NamedTuple):
 
 
 def scaling(module: nn.Module, layer_type: str | None = None) -> Scaling | None:
-    """How a rotary embedding of transformers depends on the length; None if it does not.
+    """Read how a rotary embedding of transformers depends on the length; None if it does not.
 
     layer_type: of embeddings that hold one for each type of layer.
     """
@@ -95,7 +95,7 @@ def embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def notes(model: nn.Module) -> list[str]:
-    """What calls of a model refuse, one sentence for each kind of embedding."""
+    """Say what calls of a model refuse, one sentence for each kind of embedding."""
     found = []
     for module in embeddings(model):
         kinds: Any = module.rope_type
@@ -187,8 +187,8 @@ def _name(module: nn.Module, how: Scaling) -> str:
 def _evaluated(
     module: nn.Module, given: dict[str, Any], of_rows: torch.Tensor | None, values: list[int], before: Any = None
 ) -> Any:
-    """What the module computes for rows [T], for those of each value in a call of its own, with that value's last
-    position; other rows are those of `before`.
+    """Run the module on rows [T]: the rows of each value in a call of their own, with that value's last position. Other
+    rows keep their results from `before`.
 
     Args:
         module: a rotary embedding.

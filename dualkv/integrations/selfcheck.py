@@ -104,7 +104,8 @@ def _ask(decoder: PreTrainedModel, stage: Stage) -> None:
 
 
 def _verdict_of_call(decoder: PreTrainedModel, stage: Stage) -> str | None:
-    """Why a call of this stage is refused, in one sentence; None if it may run, and then it asks no more."""
+    """Say in one sentence why a call of this stage is refused; None if it may run, and later calls of the stage then
+    skip the check."""
     small, enable, asked = vars(decoder)[ASKED]
     verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
     if verdict is None:
@@ -128,7 +129,7 @@ def verdict_of(
     small: Sequence[Any] = (),
     stage: Stage = "evaluation",
 ) -> str | None:
-    """Why decoders of this class and configuration are refused, in one sentence; None if they run packed."""
+    """Say in one sentence why decoders of this class and configuration are refused; None if they run packed."""
     of_adapters = json.dumps([x.to_dict() for x in small], sort_keys=True, default=str)
     key = cls, json.dumps(config.to_dict(), sort_keys=True, default=str), of_adapters, stage
     if key not in _VERDICTS:
@@ -264,7 +265,8 @@ class _Trial:
         return hidden
 
     def _loss(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of hidden states [t, C] of packed rows [t]. The last norm fixes the sums of a row and of its squares."""
+        """Compute a loss of hidden states [t, C] of packed rows [t]. The last norm fixes the sums of a row and of its
+        squares, so columns are weighted."""
         of_columns = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(2)).to(hidden.device)
         return ((hidden * of_columns).sum(-1) * self.weight[rows, 0].to(hidden.device)).sum()
 
@@ -326,7 +328,7 @@ class _Trial:
                 )
 
     def compare(self, replicated: Computed, packed: Computed) -> tuple[str, float]:
-        """What differs most, relative, and by how much."""
+        """Find the largest relative difference: its name and its value."""
         worst = {"hidden states": 0.0, "gradients": 0.0}
         for expected, got in zip(replicated[0], packed[0], strict=True):
             relative = (got.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)

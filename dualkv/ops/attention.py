@@ -134,7 +134,7 @@ def attention(
 
 
 def _forward(call: Call) -> Callable[..., Any]:
-    """What computes a call. Every way of it runs the op."""
+    """Choose the function that runs a call. All of them run the op."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _Transformed.apply
     if torch.compiler.is_compiling():

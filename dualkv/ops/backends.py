@@ -1,4 +1,4 @@
-"""What can compute a call of the ops, and which of it does: chosen by the device and the call, or by hand."""
+"""Choose the backend that computes a call of the ops: by the device and the call, or by hand."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _BY_DEFAULT = ContextVar("by default", default=False)
 
 @contextmanager
 def by_default() -> Iterator[None]:
-    """Within its body DUALKV_BACKEND counts for nothing: of calls that are not the user's own."""
+    """Ignore DUALKV_BACKEND in this context, for calls that are not the user's own."""
     token = _BY_DEFAULT.set(True)
     try:
         yield
@@ -123,7 +123,7 @@ def by_default() -> Iterator[None]:
 
 
 def of_variable() -> str | None:
-    """What DUALKV_BACKEND names, None if it is not set or empty."""
+    """The value of DUALKV_BACKEND; None if it is not set or empty."""
     return None if _BY_DEFAULT.get() else os.environ.get(VARIABLE) or None
 
 
@@ -164,8 +164,8 @@ def computed(
     dlse: torch.Tensor | None,
     backend: str | None,
 ) -> T:
-    """What `run` returns for the backend of a call (see `choose`, also for errors). Where nobody asked for one and the
-    first that serves the call cannot be compiled, the next one takes its place."""
+    """Call `run` with the backend of a call and return its result (see `choose`, also for errors). Where nobody asked
+    for a backend and the first that serves the call cannot be compiled, the next one takes its place."""
     found = choose(q, v, softcap, dlse, backend)
     while True:
         try:

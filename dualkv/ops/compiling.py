@@ -1,4 +1,4 @@
-"""What is raised where a backend's compiler fails, and not tried again."""
+"""Errors of a backend's compiler, which is not tried again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def refuse_again(key: tuple[Any, ...]) -> None:
 
 
 def refusal(key: tuple[Any, ...], error: Exception) -> BaseException:
-    """What is raised where `key` was not compiled. What cannot pass is kept; memory, files and other graphs may."""
+    """Make the error to raise where `key` was not compiled. Failures that cannot pass are kept; memory, files and other
+    graphs may."""
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):

@@ -41,8 +41,8 @@ ROWS_OF_A_PIECE = 128
 
 
 def unsupported(q: torch.Tensor, softcap: float | None = None, head_dim: int = 0) -> str | None:
-    """Why PyTorch's FlashAttention cannot take q's dtype and device, a cap and a head dim (of queries, keys and values,
-    the larger one), or None if it can."""
+    """Say why PyTorch's FlashAttention cannot take q's dtype and device, a cap and a head dim (of queries, keys and
+    values, the larger one); None if it can."""
     if softcap is not None:
         return "softcap"
     if head_dim > HEAD_DIM_MAX:
@@ -89,7 +89,7 @@ def _cumulative(length: IntArray, device: torch.device) -> torch.Tensor:
 
 
 def _rows(begin: IntArray, length: IntArray, device: torch.device) -> Rows:
-    """Of runs that begin at `begin` and have `length` rows, at least one."""
+    """Index the rows of runs that begin at `begin` and have `length` rows, at least one."""
     end = begin + length
     if (begin[1:] == end[:-1]).all():
         return slice(int(begin[0]), int(end[-1]))
@@ -281,7 +281,8 @@ def forward(
 
 
 def dq_floats(rows: int, sequences: int, head_dim: int) -> int:
-    """Of one head in PyTorch's backward, at most: it pads sequences by 128 rows and head dims to multiples of 64."""
+    """Count the dQ floats of one head in PyTorch's backward, at most: it pads sequences by 128 rows and head dims to
+    multiples of 64."""
     return (rows + 128 * sequences) * -(-head_dim // 64) * 64
 
 
@@ -352,7 +353,7 @@ def backward(
     wide = sum(not part.causal for part in calls) > 1 or dlse is not None
 
     def gradients(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
-        """Of the rows of q, k and v in a part."""
+        """Compute the gradients of the rows of q, k and v in a part."""
         of_queries = [_take(x, part.q_rows) for x in (dout, q, out)]
         of_keys = [_take(x, part.k_rows) for x in (k, v)]
         of_rows = lse if part.q_rows is None else lse[:, part.q_rows].contiguous()

@@ -38,7 +38,7 @@ BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gr
 def unsupported(
     q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
 ) -> str | None:
-    """Why cuDNN cannot serve a call, or None. All layouts and windows are served, and sinks."""
+    """Say why cuDNN cannot serve a call; None if it can. All layouts and windows are served, and sinks."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
     if max(q.shape[2], v.shape[2]) > HEAD_DIM_MAX:
@@ -61,7 +61,7 @@ def unsupported(
 
 @cache
 def device_unsupported(device: torch.device) -> str | None:
-    """Why cuDNN's attention does not run on this device, or None. Imports nothing."""
+    """Say why cuDNN's attention does not run on this device; None if it does. Imports nothing."""
     if device.type != "cuda" or torch.version.hip:
         return "ROCm devices" if device.type == "cuda" else f"{device.type} devices"
     capability = torch.cuda.get_device_capability(device)
@@ -71,7 +71,7 @@ def device_unsupported(device: torch.device) -> str | None:
 
 
 def not_installed() -> str | None:
-    """Why the package cannot be used, or None."""
+    """Say why the package cannot be used; None if it can."""
     (low, below), expected = VERSIONS, f"pip install 'dualkv[cudnn]' for {PACKAGE}"
     asked = f"{low[0]}.{low[1]} or newer, below {below[0]}.{below[1]}"
     try:
@@ -97,8 +97,8 @@ def _module() -> Any:
 
 @contextmanager
 def _compiling(*what: Any) -> Iterator[None]:
-    """For what imports or compiles. The DSL that cuDNN compiles with looks for its own options in sys.argv, and ends
-    the program over a `-d` of the program's; and cuDNN prints to standard output, which is the program's.
+    """Guard what imports or compiles cuDNN. Its DSL looks for options of its own in sys.argv, and ends the program over
+    a `-d` of the program's; and cuDNN prints to standard output, which is the program's.
 
     Raises:
         NotCompiled: cuDNN failed, now or before at the same. Errors of memory and of the device are raised as they are.

@@ -33,7 +33,7 @@ _lib.define(
 
 
 class Features(NamedTuple):
-    """What implementations take behind the scale, in this order.
+    """The arguments that implementations take after the scale, in this order.
 
     Attributes:
         window: None if no key of the layout is hidden by it.

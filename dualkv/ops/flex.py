@@ -38,7 +38,7 @@ OPTIONS = {
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why FlexAttention cannot serve a call, or None. All layouts, windows, caps and sinks are served."""
+    """Say why FlexAttention cannot serve a call; None if it can. All layouts, windows, caps and sinks are served."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype} inputs"
     (rows, heads, head_dim), head_dim_v = q.shape, v.shape[2]
@@ -52,7 +52,7 @@ def unsupported(q: torch.Tensor, v: torch.Tensor) -> str | None:
 
 @cache
 def device_unsupported(device: torch.device) -> str | None:
-    """Why FlexAttention does not run on this device, or None. Imports nothing."""
+    """Say why FlexAttention does not run on this device; None if it does. Imports nothing."""
     if device.type != "cuda":
         return f"{device.type} devices"
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # older ones were not tried

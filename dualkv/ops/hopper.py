@@ -41,7 +41,8 @@ MAX_STRIDE = 2**40  # bytes: TMA's limit
 
 # ---------------------------------------------------------------- which calls
 def unsupported(q: torch.Tensor) -> str | None:
-    """Why no kernel serves q [T, H, D], or None. All layouts, head dims, GQA ratios and features are served."""
+    """Say why no kernel serves q [T, H, D]; None if one does. All layouts, head dims, GQA ratios and features are
+    served."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
     return device_unsupported(q.device)
@@ -49,7 +50,7 @@ def unsupported(q: torch.Tensor) -> str | None:
 
 @cache
 def device_unsupported(device: torch.device) -> str | None:
-    """Why the kernels do not run on this device, or None."""
+    """Say why the kernels do not run on this device; None if they do."""
     if device.type != "cuda" or torch.version.hip:  # PyTorch gives AMD's GPUs such capabilities too
         return "ROCm devices" if device.type == "cuda" else f"{device.type} devices"
     capability = torch.cuda.get_device_capability(device)

@@ -37,7 +37,7 @@ def _merge(  # type: ignore[no-untyped-def]
 def merge(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor, rows: torch.Tensor | slice
 ) -> None:
-    """As :func:`dualkv.ops.composition.merge`, on the current stream and device."""
+    """Merge partial results like :func:`dualkv.ops.composition.merge`, on the current stream and device."""
     n, heads, head_dim = part_out.shape
     if n == 0:
         return

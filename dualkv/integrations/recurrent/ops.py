@@ -49,7 +49,7 @@ def convolve(
 def convolve_at_once(
     conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """As :func:`convolve`, by a `conv` that takes `initial_state` [M, C, k] and `cu_seqlens` of M sequences in a row.
+    """Run :func:`convolve` by a `conv` that takes `initial_state` [M, C, k] and `cu_seqlens` of M sequences in a row.
 
     A state is the k rows before a sequence, the last one last; its first is not read.
     """
@@ -148,7 +148,7 @@ class _Reordered(torch.autograd.Function):
 
 
 class _Again(NamedTuple):
-    """What stands for a saved view of `states[parents]`: the states as the hooks around keep them, and the view."""
+    """The saved form of a view of `states[parents]`: the states as the surrounding hooks keep them, and the view."""
 
     states: Any
     size: torch.Size
@@ -158,7 +158,7 @@ class _Again(NamedTuple):
 
 @contextmanager
 def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator[None]:
-    """What saves `initial` = `states[parents]` for its backward meanwhile keeps `states`, and gathers once more there.
+    """Save `states` for the backward in place of `initial` = `states[parents]`, which is gathered once more there.
 
     A state of Qwen3.5 takes 2 MB a layer, as much as the rows of a response of 80 tokens; a prompt has one and each of
     its responses would have another. Hooks around this one (gradient checkpointing, offloading) see the states in

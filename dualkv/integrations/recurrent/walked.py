@@ -50,7 +50,7 @@ class Walked:
 
     @property
     def layout(self) -> Layout:
-        """Of the own rows."""
+        """The layout of the own rows."""
         return self.branch.part.own
 
     @property
@@ -64,7 +64,7 @@ class Walked:
         return [rows for rows in dict.fromkeys(self.branch.part.hangs_at.tolist()) if rows > 0]
 
     def _key(self, kind: str) -> Hashable:
-        """Of a scan or convolution in this call: a layer may have several of a kind."""
+        """Make the key of a scan or convolution in this call: a layer may have several of a kind."""
         number = self._calls[kind] = self._calls.get(kind, -1) + 1
         return self.layer, self.call, kind, number
 
@@ -130,7 +130,7 @@ def _roots(layout: Layout) -> list[int]:
 
 
 def _gather(layout: Layout, hangs_at: Any, starts: list[int], device: torch.device) -> waves.Gather:
-    """Of the segments of the first wave."""
+    """Make the gather of the segments of the first wave."""
     segments = layout._segments
 
     def make() -> waves.Gather:

@@ -27,7 +27,7 @@ SHORTEST = 64
 
 
 class Gather(NamedTuple):
-    """Where the segments of a wave take their initial states from.
+    """The states from which the segments of a wave take their initial states.
 
     Attributes:
         parents: [N] int64, ascending: a segment's place in the wave before.
@@ -66,13 +66,13 @@ class Wave:
     @cached_property
     @outside_inference_mode
     def cu_seqlens(self) -> torch.Tensor:
-        """The same on the device."""
+        """The cumulative lengths of the segments on the device."""
         return self.cu_seqlens_cpu.to(self.device)
 
     @cached_property
     @outside_inference_mode
     def buckets(self) -> Buckets:
-        """Its segments by length, for functions that take padded batches only."""
+        """Group the segments by length, for functions that take padded batches only."""
         longest = SHORTEST << np.ceil(np.log2(np.maximum(self.lengths / SHORTEST, 1))).astype(np.int64)
         order = np.argsort(longest, kind="stable")
         batches: list[Batch] = []
@@ -186,7 +186,7 @@ def of_first_wave(segments: Segments) -> IntArray:
 
 
 def windows(layout: Layout, back: int, device: torch.device) -> Windows:
-    """What a convolution that reads `back` rows back, one or more, computes again."""
+    """Find the rows that a convolution which reads `back` rows back, one or more, computes again."""
     segments = segments_of(layout.offsets, layout.parent)
     return segments.cached(("recurrent windows", back, device), lambda: _windows(segments, back, device))
 

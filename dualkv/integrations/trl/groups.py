@@ -47,7 +47,7 @@ OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_m
 
 
 class PackedGroups(Base):
-    """What makes a trainer of TRL that samples groups compute once what the rollouts of a micro-batch share.
+    """A mixin for TRL's trainers that sample groups: it computes once what the rollouts of a micro-batch share.
 
     It goes before `trl.GRPOTrainer`, `trl.RLOOTrainer` or a subclass of these. Arguments, losses and metrics are TRL's:
 
@@ -204,7 +204,7 @@ class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
-    """What a processor returned for the prompt of each rollout, apart; an empty list without any.
+    """Split what a processor returned into one batch for the prompt of each rollout; an empty list without any.
 
     Args:
         given: as TRL joins it: images of all rollouts end to end, or padded to as many in each; values of tokens

@@ -1,4 +1,5 @@
-"""What TRL's trainers on packed rows share: refusals of models, packing, the load balancing loss, counts of rows."""
+"""The common parts of TRL's trainers on packed rows: refusals of models, packing, the load balancing loss, counts of
+rows."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def joined(prompts: list[npt.NDArray[Any]], responses: list[npt.NDArray[Any]]) -
 
 
 def prefix_tree(sequences: list[npt.NDArray[Any]]) -> PrefixTree:
-    """What :func:`pack_rollouts` makes of sequences where everything is shared."""
+    """Build the tree that :func:`pack_rollouts` uses for sequences where everything is shared."""
     return read_sequences(sequences, MIN_SHARED)[1].at_least(MIN_SHARED).one_label_a_row().tree()
 
 

@@ -1,4 +1,4 @@
-"""What the engines of all strategies do with a batch: micro-batches of whole groups, and the metrics of the work."""
+"""Prepare batches for the engines of all strategies: micro-batches of whole groups, and the metrics of the work."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class PacksBatches:
         return result
 
     def _more_metrics(self) -> dict[str, float]:
-        """Of an engine alone."""
+        """Return the metrics that one engine alone has."""
         return {}
 
 

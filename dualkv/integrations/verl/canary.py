@@ -70,8 +70,8 @@ def compared(
 
 @contextmanager
 def _rows_on_one_rank(engine: Any) -> Iterator[None]:
-    """Meanwhile each rank computes all rows: veRL splits them with FlashAttention alone, and the canary is to be as
-    little like the packed call as it can."""
+    """Make each rank compute all rows in this context. veRL splits rows with FlashAttention alone, and the canary is to
+    be as little like the packed call as it can."""
     before = engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size
     group = ulysses.get_ulysses_sequence_parallel_group()
     engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = False, 1

@@ -76,7 +76,7 @@ class Rollouts:
 
 
 class Images(NamedTuple):
-    """What an engine packs beside text.
+    """The inputs that an engine packs beside text.
 
     Attributes:
         inputs: the names of inputs of its model.
@@ -88,7 +88,7 @@ class Images(NamedTuple):
 
 
 def not_packable(data: Any, images: Images | str) -> str | None:
-    """Why this batch (a TensorDict) cannot be packed and veRL's own computation runs it, or None.
+    """Say why this batch (a TensorDict) cannot be packed and veRL's own computation runs it; None if it can.
 
     Args:
         data: the batch. Positions have several rows for models that see images.

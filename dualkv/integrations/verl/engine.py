@@ -153,7 +153,7 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         return result
 
     def _images(self) -> verl_data.Images | str:
-        """What is packed beside text, or why nothing is."""
+        """Find what is packed beside text, or say why nothing is."""
         families = media.families(self.module)
         if not families or any(how.ahead for how in families):
             return f"images of {self.module.config.model_type} are not known to run packed in veRL"

@@ -355,7 +355,7 @@ def _of_all(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _objection(data: TensorDict) -> str:
-    """Why veRL's fused heads do not compute a batch; empty if they do."""
+    """Say why veRL's fused heads do not compute a batch; empty if they do."""
     if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False):
         return "calculate_sum_pi_squared needs logits, which fused heads do not make: set use_fused_kernels=False"
     found = torch.as_tensor(data["temperature"]).unique()

@@ -37,7 +37,7 @@ class PackedRoutes(NamedTuple):
 
 
 def objection(data: Any, mode: str, shapes: Collection[tuple[int, int]]) -> str:
-    """Why the routes of a batch cannot be replayed; empty if they can.
+    """Say why the routes of a batch cannot be replayed; empty if they can.
 
     Args:
         data: the batch, a TensorDict.

@@ -129,7 +129,7 @@ def backward_work(
 
 
 class Lengths(NamedTuple):
-    """How items are cut.
+    """The lengths of pieces into which items are cut.
 
     Attributes:
         first: [n] lengths of pieces, in query blocks: the first that partial sums pay for.
@@ -373,7 +373,7 @@ def work_tables(keys: KeyItems, pieces: Pieces, order: IntArray, kv_heads: int) 
 
 
 def _tree_cuts(segments: Segments, step: int, overhead: int) -> IntArray:
-    """Where items of `step` keys each begin in a tree: the first row of each group, and of some segments.
+    """Find where items of `step` keys each begin in a tree: the first row of each group, and of some segments.
 
     An item's loop takes the rows that see its first key. What continues a segment may fill the segment's last item up
     at no cost. Where a branch ends, the next branch may fill the last item up too, or begin an item of its own. The
@@ -388,7 +388,7 @@ def _tree_cuts(segments: Segments, step: int, overhead: int) -> IntArray:
     end = [*begin[1:], segments.total]
 
     def rows(s: int, key: int) -> int:
-        """Of the items from `key` on, in segment s or behind it, to the end of the branch."""
+        """Count the query rows of the items from `key` on, in segment s or after it, to the end of the branch."""
         total = 0
         while True:
             count = max(-(-(end[s] - key) // step), 0)
@@ -417,8 +417,8 @@ def _tree_cuts(segments: Segments, step: int, overhead: int) -> IntArray:
 
 
 def _fixed_order(block_begin: IntArray, block_end: IntArray) -> tuple[IntArray, IntArray]:
-    """What items need to add to each query block in the order of their keys: their block ends, and the item that has
-    added before to those blocks that the item in front does not reach (-1: none).
+    """Find what items need to add to each query block in the order of their keys: their block ends, and the item that
+    has added before to those blocks that the item in front does not reach (-1: none).
 
     Every item that ends behind a block adds to the block, in order. The item before an item there is, from the item's
     first block on, the one in front; where that one ends, an ancestor; and where the item begins new subtrees further
@@ -475,7 +475,7 @@ def _sorted_pieces(blocks: IntArray, length: IntArray, kv_heads: int) -> IntArra
 
 
 def _span(blocks: IntArray, clusters: int) -> int:
-    """When the last cluster is done, in query blocks, if each takes the next piece whenever it is free."""
+    """Compute when the last cluster is done, in query blocks, if each takes the next piece whenever it is free."""
     loads = [0] * clusters
     for piece in (blocks + PIECE_OVERHEAD).tolist():
         heapq.heapreplace(loads, loads[0] + piece)

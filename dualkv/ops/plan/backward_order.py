@@ -62,7 +62,7 @@ class Pieces:
 
 
 def in_key_order(pieces: Pieces, priority: IntArray, kv_heads: int, wave: int) -> IntArray:
-    """By `priority` [n], the smallest first, then in the order of keys.
+    """Sort pieces by `priority` [n], the smallest first, then in the order of keys.
 
     With equal priorities no piece waits for one that starts later: pieces add to dQ in the order of their keys.
     `delayed_responses` makes other priorities, and so do prompts that are cut.
@@ -99,7 +99,8 @@ def delayed_responses(group: IntArray, is_response: Bools, shares_block: Bools, 
 
 
 def in_tree_order(pieces: Pieces, kv_heads: int, wave: int) -> IntArray:
-    """From the last query block on, which all pieces of a tree walk in this direction; at the end longest first.
+    """Sort pieces from the last query block on, which all pieces of a tree walk in this direction; the last ones
+    longest first.
 
     Pieces that start at the same block read the same queries for as long as both run. They start together, so that
     queries and dQ stay in L2 (the benchmark's agent tree: 5 % faster). The last TREE_TAIL of all blocks start longest

@@ -193,7 +193,7 @@ def tile_cost(work: Table) -> npt.NDArray[np.float64]:
 
 
 def _paths(segments: Segments, tiles: _Tiles) -> _Intervals:
-    """Without a window: whole paths."""
+    """Find the intervals of keys of each tile without a window: whole paths."""
     begin_of, above, number_of = _intervals(segments)
     number = number_of[tiles.first]
     start = np.cumsum(number) - number
@@ -209,8 +209,8 @@ def _paths(segments: Segments, tiles: _Tiles) -> _Intervals:
 
 
 def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray) -> _Intervals:
-    """Of each segment of a path, what the rows below it see: of the first row's segment and of those above it rows of
-    later segments may see less, or keys that the first row does not see.
+    """Find the keys that each tile's rows see with a window, segment by segment of the path. Rows of later segments may
+    see fewer keys of a segment above them than the first row, or keys that the first row does not see.
 
     Args:
         first_key: of :func:`first_keys`.

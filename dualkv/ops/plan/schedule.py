@@ -20,7 +20,7 @@ DEALT_ROUNDS = 64  # the last rounds are dealt; as even as dealing all of 82 to 
 
 
 def schedule(cost: Rows, head_groups: int, kv_heads: int, clusters: int, kv_bytes: int, longest_first: bool) -> Table:
-    """Which tile and head group is each item of the launch.
+    """Assign a tile and a head group to each item of the launch.
 
     Args:
         cost: [n] time that each tile takes, in any unit, in the order of the plan.
@@ -42,7 +42,8 @@ def schedule(cost: Rows, head_groups: int, kv_heads: int, clusters: int, kv_byte
 
 
 def side_by_side(head_groups: int, kv_heads: int, kv_bytes: int) -> int:
-    """How many head groups come side by side: all of them or half, if their K and V fit into L2 together; else 1."""
+    """Choose how many head groups run side by side: all of them or half, if their K and V fit into L2 together; else
+    1."""
     fit = L2_BYTES // kv_bytes * (head_groups // kv_heads)
     # With more than two parts, each would have too few rounds to even out.
     side = head_groups // 2 if head_groups > fit and head_groups % 2 == 0 else head_groups

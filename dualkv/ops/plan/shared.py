@@ -1,4 +1,4 @@
-"""What several planners use: types of arrays, lookups of segments, the cost of a masked block."""
+"""Common parts of the planners: types of arrays, lookups of segments, the cost of a masked block."""
 
 from __future__ import annotations
 

@@ -274,8 +274,8 @@ def visible_pairs(segments: Segments, window: Window, tile: BackwardTile, keys: 
 
 
 def position_tables(segments: Segments, window: Window, tile: BackwardTile) -> tuple[Table, Table]:
-    """Of the kernel: the position of every row of every query block, 0 past the last one; and of each key one past the
-    last position that sees it, or past all of them."""
+    """Make the kernel's tables: the position of every row of every query block, 0 past the last one; and for each key
+    one past the last position that sees it, or past all of them."""
     own, rows = segments.segment_of_row, np.arange(segments.total)
     position = rows - (segments.offsets[:-1] - segments.first_position)[own]
     padded = np.zeros(-(-segments.total // tile.tile_m) * tile.tile_m, np.int32)
