@@ -24,7 +24,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}  # of the largest value: half-precision
 
 
 def specs_in(folder: Path) -> list[KernelSpec]:
-    """What the folder's records name."""
+    """Read the specifications from the records of a folder."""
     records = [precompiled.record_of(path) for path in sorted(folder.glob("dualkv_*-*"))]
     return [KernelSpec.from_json(json.dumps(record["spec"])) for record in records]
 

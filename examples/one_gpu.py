@@ -41,7 +41,7 @@ PROMPTS = [f"Write one sentence about {what}, in small letters only." for what i
 
 
 def reward(text: str) -> float:
-    """How much of an answer is small letters."""
+    """The share of an answer that is small letters and spaces."""
     return sum(c.islower() or c == " " for c in text) / max(len(text), 1)
 
 

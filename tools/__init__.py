@@ -1,1 +1,1 @@
-"""What maintainers run: recorded runs and their tables, profiles, sanitizers, drawings, the zoo."""
+"""Programs for maintainers: recorded runs and their tables, profiles, sanitizers, drawings, the zoo."""

@@ -65,12 +65,12 @@ class Public:
 
     @property
     def returns(self) -> str:
-        """Its annotation, "" where there is none."""
+        """The annotation of the return value, "" where there is none."""
         annotation = getattr(self.node, "returns", None)
         return ast.unparse(annotation) if annotation is not None else ""
 
     def signature(self) -> str:
-        """As one writes the call, a parameter a line where there are many."""
+        """Write the signature as in a call, a parameter a line where there are many."""
         if isinstance(self.node, ast.ClassDef):
             return f"class {self.name}"
         returns = f" -> {self.returns}" if self.returns else ""
@@ -84,7 +84,7 @@ class Public:
 
 
 def _arguments(a: ast.arguments) -> list[str]:
-    """As the formatter writes them."""
+    """Write each argument as the formatter does."""
 
     def written(arg: ast.arg, default: ast.expr | None) -> str:
         if default is None:
@@ -142,7 +142,7 @@ def public(module: str) -> list[Public]:
 
 
 def summary(docstring: str) -> str:
-    """Its first paragraph on one line, roles of reStructuredText as code."""
+    """Write the first paragraph of a docstring on one line, roles of reStructuredText as code."""
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(docstring.partition("\n\n")[0].split()))
 
 

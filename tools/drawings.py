@@ -128,7 +128,7 @@ def _walk(item: list[int], tile_n: int) -> list[int]:
 
 
 def two_regions() -> str:
-    """Who sees whom, with one tile of the forward and two key blocks of the backward."""
+    """Draw which keys each query sees, with one tile of the forward and two key blocks of the backward."""
     tokens, tile_n, cell = 8, 4, 11.0
     layout = dualkv.Layout.from_lengths([14], [[18, 8]])
     segments = segments_of(layout.offsets, layout.parent)

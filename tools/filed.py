@@ -1,4 +1,4 @@
-"""How records lie in docs/results/: JSON that names the fields of equal entries once, short parts on one line.
+"""Lay records out in docs/results/: JSON that names the fields of equal entries once, short parts on one line.
 
 Entries with the same fields, in a list or under names, are stored as `{"columns": FIELDS, "rows": VALUES}` where that
 is shorter. FIELDS has the shape of one entry: null for a value that is stored as it is, a dict for the values of

@@ -74,7 +74,7 @@ class Case(NamedTuple):
         return zoo.loss(logits, weight)
 
     def computed(self, model: nn.Module, logits: torch.Tensor, loss: torch.Tensor) -> Computed:
-        """Of logits [T, V] of the packed rows."""
+        """Split logits [T, V] of the packed rows into sequences, and compute the gradients of the loss."""
         paths = selfcheck.sequence_rows(self.batch.layout)
         return [logits[path].detach() for path in paths], zoo.gradients(model, loss)
 

@@ -119,7 +119,7 @@ def updates() -> str:
 
 
 def replicated() -> str:
-    """What packing saves, with the attention that the replicated prompts ran with: the README's table."""
+    """Tabulate what packing saves, with the attention that the replicated prompts ran with: the README's table."""
 
     def measured(
         what: str, peer: str, sizes: dict[str, Any], ways: list[Any], seconds: str, whole: bool = True, least: str = ""
@@ -215,7 +215,7 @@ def _recorded(run: dict[str, Any], part: str = "") -> str:
 
 
 def _measured(results: Sequence[dict[str, Any]], peer: str = PEER) -> list[dict[str, Any]]:
-    """Those in which ours and a peer were measured."""
+    """Select the results in which DualKV and a peer were measured."""
     return [r for r in results if all("sustained_ms" in r["sides"].get(name, {}) for name in (OURS, peer))]
 
 
@@ -226,7 +226,7 @@ def _over(result: dict[str, Any], peer: str = PEER) -> float:
 
 
 def _against_peer(name: str, first: str = "workload") -> str:
-    """Ours and the peer, a row for each workload; `first` heads the column of their names."""
+    """Tabulate DualKV and the peer, a row for each workload; `first` heads the column of their names."""
     run = _load(name)
     results = _measured(run["results"])
     more = {FIXED: "deterministic: time ratio", CUDNN: "cuDNN, intervals: ratio"}
@@ -325,7 +325,7 @@ def tensor_parallel() -> str:
 
 
 def windows(direction: str) -> str:
-    """Ours against FlashAttention-4 and cuDNN, and what our plans execute over what is visible."""
+    """Tabulate DualKV against FlashAttention-4 and cuDNN, and what its plans execute over what is visible."""
     run, rows = _load("windows"), []
     for result in run["results"]:
         if result["direction"] != direction:
@@ -344,7 +344,8 @@ def windows(direction: str) -> str:
 
 
 def beside(name: str, peers: dict[str, str]) -> str:
-    """Ours and peers, whose columns `peers` names, a row for each result; last the speed over the better peer."""
+    """Tabulate DualKV and peers, whose columns `peers` names, a row for each result; the last column is the speed over
+    the better peer."""
     run, rows = _load(name), []
     for result in run["results"]:
         sides = [result["sides"].get(side, {}) for side in (OURS, *peers)]
@@ -362,7 +363,7 @@ def hybrid() -> str:
     runs, rows = sorted(map(_load, HYBRIDS), key=lambda run: str(run["date"]), reverse=True), []
 
     def found(part: str) -> tuple[Any, str]:
-        """Of the newest record that has it, and its commit."""
+        """Find a part in the newest record that has it, and that record's commit."""
         run = next(run for run in runs if part in run)
         return run[part], run["commit"][:7]
 
@@ -468,7 +469,8 @@ def sanitizers() -> str:
 
 
 def trust() -> str:
-    """What was tried to break it, how many failed, on what: of random calls a row for each commit and device."""
+    """Tabulate what was tried to break it, how many failed, on what; random calls have a row for each commit and
+    device."""
     rows = []
     fuzzed = [run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))]
     for run in sorted(fuzzed, key=lambda run: str(run["date"])):

@@ -65,7 +65,7 @@ def types() -> list[str]:
 
 # ---------------------------------------------------------------- one type
 def examine(kind: str) -> Result:
-    """What becomes of one type: `outcome`; `reason` unless it is exact; `error`, the largest relative difference.
+    """Examine one type: `outcome`; `reason` unless it is exact; `error`, the largest relative difference.
 
     A type that both auto classes build is as good as the worse of its models. A type that `enable` refuses by its
     self-check alone has an `error` too where its packed calls run without the check.
@@ -152,7 +152,7 @@ def inputs(model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss(logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Not linear in the logits [T, V]; weight [T]."""
+    """Compute a loss that is not linear in the logits [T, V]; weight [T]."""
     return (logits.logsumexp(-1) * weight).sum() - (logits[:, 0] * weight).sum()
 
 
@@ -182,7 +182,7 @@ def replicated(model: Any, layout: Layout, given: tuple[torch.Tensor, torch.Tens
 
 
 def packed(model: Any, layout: Layout) -> Computed:
-    """The same of one packed call of the enabled model."""
+    """Compute logits and gradients by one packed call of the enabled model."""
     ids, weight = inputs(model, layout)
     out = model(input_ids=ids, dualkv=layout).logits[0]
     return [out[path].detach() for path in selfcheck.sequence_rows(layout)], gradients(model, loss(out, weight))

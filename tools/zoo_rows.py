@@ -21,7 +21,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def newer(known: dict[str, Any], run: dict[str, Any]) -> str:
-    """How many of a newer transformers there are by outcome, and the types that are new or have another outcome."""
+    """Count the types of a newer transformers by outcome, and list the types that are new or have another outcome."""
     before, version = known["types"], known["transformers"]
     counts = ", ".join(f"{run['counts'].get(outcome, 0)} {outcome}" for outcome in OUTCOMES)
     changes: dict[tuple[str, str, str], list[str]] = {}

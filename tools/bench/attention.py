@@ -189,7 +189,8 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _side(side: dict[str, Any]) -> dict[str, Any]:
-    """Of rounds their milliseconds, of parts those that the total leaves out."""
+    """Shorten one side of a result: rounds keep their milliseconds, and only parts that the total leaves out are
+    kept."""
     shorter = {name: side[name] for name in OF_A_SIDE if name in side}
     if "parts" in shorter:
         shorter["parts"] = {name: part for name, part in side["parts"].items() if not part["in_total"]}

@@ -31,7 +31,7 @@ BEFORE, NOW = "before", "now"
 
 
 def kernels_in(folder: Path) -> dict[KernelSpec, Callable[[], Kernel]]:
-    """What loads each kernel in a folder, whatever sources and compiler made it.
+    """Make a function for each kernel in a folder that loads it, whatever sources and compiler made it.
 
     Raises:
         ValueError: there is none.

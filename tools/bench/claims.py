@@ -1,4 +1,4 @@
-"""What others claim about training on trees, with its conditions, and what was measured here on the nearest shape."""
+"""Compare what others claim about training on trees, with its conditions, with measurements on the nearest shape."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ TRL_WAYS = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV"}
 
 
 def verl_pairs(rows: list[dict[str, Any]]) -> dict[str, Pair]:
-    """By trace: veRL's own engine and DualKV's, as far as they ran."""
+    """Pair the rows of veRL's own engine and DualKV's by trace, as far as they ran."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if "error" not in row:
@@ -210,7 +210,7 @@ def trl(load: Load) -> str:
 
 
 def distances(load: Load) -> str:
-    """Of gradients from those in fp32, in veRL and in TRL."""
+    """Tabulate the distances of gradients from those in fp32, in veRL and in TRL."""
     of_verl: dict[str, Pair] = {}
     of_trl: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(FileNotFoundError):

@@ -67,7 +67,7 @@ def before(module: ModuleType, inputs: Inputs, direction: str) -> Side:
 
 
 def as_ampere() -> None:
-    """From here on Triton compiles products for warps, not warp groups, and PyTorch takes its tiles for an A100."""
+    """Make Triton compile products for warps, not warp groups, and PyTorch take its tiles for an A100, from here on."""
     import torch._inductor.config
     from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 

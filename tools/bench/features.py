@@ -120,7 +120,8 @@ def _tried(call: Callable[[], dict[str, float]]) -> dict[str, Any]:
 
 
 def costs(record: dict[str, Any]) -> str:
-    """Per cent of time that a feature adds, and its quartiles; milliseconds without it; how they were measured."""
+    """Tabulate the time that each feature adds, in per cent, with its quartiles and the milliseconds without it, and
+    say how they were measured."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for c in record["costs"]:
         cell = "not measured"

@@ -40,7 +40,7 @@ NAMES = {
 
 
 def calls(layout: Layout) -> dict[str, Callable[[], Any]]:
-    """What is timed, of NAMES, on random tensors of a layout."""
+    """Make the calls to time, one for each of NAMES, on random tensors of a layout."""
     q, k, v = (
         torch.randn(layout.num_tokens, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -63,7 +63,7 @@ def calls(layout: Layout) -> dict[str, Callable[[], Any]]:
 
 
 def microseconds(call: Callable[[], Any]) -> list[float]:
-    """Of each of CALLS calls; the queue is empty before."""
+    """Time each of CALLS calls; the queue is empty before."""
     torch.cuda.synchronize()
     times = []
     for _ in range(CALLS):
@@ -75,7 +75,7 @@ def microseconds(call: Callable[[], Any]) -> list[float]:
 
 
 def measure() -> dict[str, dict[str, dict[str, float]]]:
-    """By layout and call: the median, and the tenth and ninetieth of a hundred, of all rounds in turns."""
+    """Time all calls in turns; by layout and call, the median, tenth and ninetieth percentile of all rounds."""
     timed = {name: calls(Layout.from_lengths(*lengths, device="cuda")) for name, lengths in LAYOUTS.items()}
     times: dict[str, dict[str, list[float]]] = {name: {what: [] for what in of} for name, of in timed.items()}
     for of in timed.values():

@@ -46,7 +46,8 @@ from tools.bench.step import Sizes, make_model, make_rollouts, step
 
 @dataclass(frozen=True)
 class Groups:
-    """Of the parts that have other groups than the one of the command line: lengths are drawn from 1/4 to all of these.
+    """The sizes of groups for parts that have other groups than the command line's; lengths are drawn from 1/4 to all
+    of these.
 
     Attributes:
         groups, responses: how many, and responses of each.

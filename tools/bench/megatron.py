@@ -138,7 +138,7 @@ def make_model(run: Run, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
 
 @contextmanager
 def attention_of_sequences(model: Any, name: str) -> Iterator[None]:
-    """With one of :data:`stock_attention.CALLS` in the place of megatron-core's core attention."""
+    """Replace megatron-core's core attention by one of :data:`stock_attention.CALLS` in this context."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         """query [L, B, H, D], key and value [L, B, Hk, D] -> [L, B, H * D]."""
@@ -185,7 +185,7 @@ def rollouts(run: Run, group: Group) -> tuple[list[torch.Tensor], list[list[torc
 
 
 def weights_of(run: Run, group: Group) -> torch.Tensor:
-    """Of the log-probs in the loss, [groups, response tokens of a group]."""
+    """Draw the weights of the log-probs in the loss, [groups, response tokens of a group]."""
     drawn = torch.randn(group.tokens, generator=torch.Generator().manual_seed(1)) / group.tokens
     return drawn.view(group.groups, -1).to(run.device)
 
@@ -249,7 +249,7 @@ def replicated_steps(run: Run, model: Any, group: Group, head_on_all_rows: bool,
 
 # ---------------------------------------------------------------- shares of context-parallel ranks, one after the other
 def share_of(layout: dualkv.Layout, rank: int, ranks: int) -> sequence_parallel.Shard:
-    """Of a rank, where the others do not run."""
+    """Make the shard of one rank, where the others do not run."""
     shard = sequence_parallel.Shard(layout, None, ranks)
     shard.rank, shard.world_size = rank, ranks
     shard.num_tokens //= ranks
@@ -257,7 +257,7 @@ def share_of(layout: dualkv.Layout, rank: int, ranks: int) -> sequence_parallel.
 
 
 class _Kept:
-    """In the place of the exchange between ranks: the rows that this rank would send, copied."""
+    """A stand-in for the exchange between ranks: it copies the rows that this rank would send."""
 
     @staticmethod
     def apply(x: torch.Tensor, group: None) -> torch.Tensor:
@@ -298,7 +298,7 @@ def timed(
 
 
 def tried(call: Callable[[], Any]) -> Any:
-    """What it returns, or why it raised an error."""
+    """Return the result of the call, or the error that it raised."""
     try:
         return call()
     except Exception as error:
@@ -360,7 +360,8 @@ def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[st
 
 
 def shares(run: Run, model: Any, group: Group, ranks: int, whole: float | None) -> list[dict[str, Any]]:
-    """Of each rank; with `whole`, the seconds of one that has all rows, also its part of them."""
+    """Measure each rank's share alone; with `whole`, the seconds of one rank that has all rows, also its part of
+    them."""
     rows, found = -(-group.rows(True) // ranks), []
     for rank in range(ranks):
         with one_of(model, ranks):
@@ -470,7 +471,7 @@ def against_one_rank(run: Run, kind: str) -> dict[str, float]:
     several = make_model(run, **LAYOUTS[kind])
 
     def part_of(wanted: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-        """Of this rank, for its parameter of that name."""
+        """Cut a tensor of the whole model to this rank's part, for its parameter of that name."""
         if kind == "pipeline":  # a stage counts its own layers
             first = rank * run.model.layers // ranks
             name = re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) + first), name)

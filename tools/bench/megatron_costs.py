@@ -1,5 +1,5 @@
-"""What packed groups and replicated sequences cost in a dense model, in floating-point operations and bytes, and how
-context parallelism divides the costs among ranks."""
+"""Count the floating-point operations and bytes of packed groups and replicated sequences in a dense model, and how
+context parallelism divides them among ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Group:
     groups: int = 1
 
     def rows(self, packed: bool) -> int:
-        """Of all groups."""
+        """Count the rows of all groups."""
         prompts = 1 if packed else self.responses
         return self.groups * (prompts * self.prompt_len + self.responses * self.response_len)
 
     @property
     def tokens(self) -> int:
-        """Of responses, in all groups."""
+        """Count the tokens of responses in all groups."""
         return self.groups * self.responses * self.response_len
 
     def pairs(self, packed: bool) -> float:
-        """Of a query and a key that it sees, in all groups."""
+        """Count the pairs of a query and a key that it sees, in all groups."""
         prompts = 1 if packed else self.responses
         p, r = self.prompt_len, self.response_len
         return self.groups * (prompts * p * p / 2 + self.responses * (p * r + r * r / 2))
@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Model:
-    """Of the decoder's layers and the head."""
+    """The sizes of a model: its decoder's layers and its head."""
 
     layers: int
     hidden: int
@@ -54,7 +54,7 @@ class Model:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], layers: int | None = None) -> Model:
-        """Of the settings of :data:`dualkv.models.CONFIGS`, cut to some layers."""
+        """Take the sizes from the settings of :data:`dualkv.models.CONFIGS`, cut to some layers."""
         names = (
             "hidden_size",
             "intermediate_size",
@@ -67,7 +67,7 @@ class Model:
 
     @property
     def weights_of_layers(self) -> int:
-        """Without those of norms."""
+        """The number of the layers' weights, without those of norms."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
@@ -77,7 +77,8 @@ class Model:
 
 
 def flops(model: Model, group: Group, packed: bool, head_on_all_rows: bool = False) -> float:
-    """Of a forward and a backward that computes nothing again: 6 for a weight and row, 12 for a pair and head dim."""
+    """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row, 12 for a pair and head
+    dim."""
     rows = group.rows(packed)
     head = rows if head_on_all_rows else group.tokens
     attention = 12 * group.pairs(packed) * model.layers * model.heads * model.head_dim
@@ -110,15 +111,15 @@ def predicted_by(group: Group, ranks: int, rank: int) -> int:
 
 
 def flops_of_rank(model: Model, group: Group, ranks: int, rank: int) -> float:
-    """Of :func:`flops` of packed groups, those of a context-parallel rank: a share of the rows in the layers, of the
-    heads in attention, and the head for the tokens that its rows predict."""
+    """Count the part of :func:`flops` of packed groups that one context-parallel rank computes: a share of the rows in
+    the layers, of the heads in attention, and the head for the tokens that its rows predict."""
     layers = flops(model, group, True) - 6.0 * model.weights_of_head * group.tokens
     return layers / ranks + 6.0 * model.weights_of_head * predicted_by(group, ranks, rank)
 
 
 def bytes_of_rank(model: Model, group: Group, ranks: int) -> float:
-    """That a rank sends and gets in an update in 16 bits, with layers recomputed: exchanges of heads of two forwards
-    and a backward."""
+    """Count the bytes that a rank sends and gets in an update in 16 bits, with layers recomputed: exchanges of heads of
+    two forwards and a backward."""
     repeats = ranks // math.gcd(model.kv_heads, ranks)
     heads = 2.0 * (model.heads + model.kv_heads * repeats)
     rows = group.rows(True) / ranks
@@ -126,7 +127,8 @@ def bytes_of_rank(model: Model, group: Group, ranks: int) -> float:
 
 
 def bytes_of_gathering(model: Model, group: Group, ranks: int) -> float:
-    """As :func:`bytes_of_rank` where ranks gather keys and values: of the rank that sends or gets most."""
+    """Count the bytes like :func:`bytes_of_rank` where ranks gather keys and values, for the rank that sends or gets
+    most."""
     lens = [group.prompt_len] * group.groups, [[group.response_len] * group.responses] * group.groups
     layout = padded(Layout.from_lengths(*lens), -group.rows(True) % ranks)
     of_ranks = shares(layout._segments, ranks)
@@ -144,7 +146,7 @@ RATE, LINK = 500e12, 50e9  # FLOPs of a GPU and bytes between GPUs of different 
 
 
 def table() -> str:
-    """Of 2^20 packed rows on 8 to 64 GPUs."""
+    """Tabulate the costs of 2^20 packed rows on 8 to 64 GPUs."""
     rows = []
     for ranks in (8, 16, 32, 64):
         of_ranks = [flops_of_rank(QWEN3_32B, MILLION, ranks, rank) * 4 / 3 for rank in range(ranks)]

@@ -34,7 +34,8 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of_positions(cls, position_ids: Tensor) -> Ragged:
-        """Of sequences whose positions, [1, T], begin at 0. Found once for a tensor: the host waits for it."""
+        """Find the sequences in position ids [1, T], which begin at 0 each. They are found once for a tensor, because
+        the host waits for it."""
         found: Ragged | None = getattr(position_ids, "_ragged", None)
         if found is None:
             ends = [*torch.nonzero(position_ids.flatten() == 0).flatten().tolist(), position_ids.numel()]

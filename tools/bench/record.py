@@ -1,4 +1,4 @@
-"""How a run is recorded: its figures behind date, commit, changed files, GPU and versions, laid out by `tools.filed`.
+"""Record a run: its figures after date, commit, changed files, GPU and versions, laid out by `tools.filed`.
 
 Every program of this folder is called `python -m tools.bench.NAME ... --json FILE`. A machine that has the checkout
 in which git does not know the commit needs its stamp too (`python -m tools.stamp`).

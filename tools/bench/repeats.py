@@ -1,4 +1,4 @@
-"""How benchmarks of whole steps take the time of what is there already."""
+"""Time repeated runs of a whole step, for benchmarks."""
 
 from __future__ import annotations
 

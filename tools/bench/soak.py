@@ -163,7 +163,8 @@ def on_device(meter: Meter | None) -> dict[str, float]:
 
 
 def sample(device: str, seconds: float, steps: int, meter: Meter | None = None) -> dict[str, float]:
-    """What this process holds: MiB on the device (used and kept) and of the host; what else may leak, counted."""
+    """Measure what this process holds: MiB on the device (used and kept) and of the host; what else may leak,
+    counted."""
     gc.collect()
     gpu = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if device == "cuda" else (0, 0)
     with open("/proc/self/statm") as file:

@@ -83,7 +83,7 @@ class Sizes:
 
 
 def make_config(sizes: Sizes) -> Any:
-    """Of the named model cut to some layers."""
+    """Make the configuration of the named model, cut to some layers."""
     from transformers import AutoConfig
 
     settings = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
@@ -154,8 +154,8 @@ def make_rollouts(sizes: Sizes) -> Rollouts:
 
 
 def flops(model: Any, sizes: Sizes, packed: bool) -> float:
-    """Of a forward and a backward that computes nothing again: 6 for a weight and row (of experts, those that a row
-    goes to), 12 for a pair and head dim."""
+    """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row (of a mixture of
+    experts, the weights that a row is routed to), 12 for a pair and head dim."""
     config, n, p, r = model.config, sizes.responses, sizes.prompt_len, sizes.response_len
     prompts = 1 if packed else n
     rows = prompts * p + n * r

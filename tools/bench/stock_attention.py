@@ -23,7 +23,7 @@ PLAIN: Kinds = ((None, False),)
 
 
 class Rule(NamedTuple):
-    """What scores are made of besides q and k; sinks [H]."""
+    """The parts of scores besides q and k; sinks [H]."""
 
     scale: float | None = None
     window: int | None = None
@@ -129,8 +129,8 @@ def register(name: str, length: int) -> str:
 def seconds(
     name: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, kinds: Kinds = PLAIN
 ) -> float:
-    """Of a forward and a backward in bf16 on the current GPU, the mean of TIMED calls after a first one; of each of
-    `kinds` one after the other."""
+    """Time a forward and a backward in bf16 on the current GPU: the mean of TIMED calls after a first one, each of
+    which runs all of `kinds` one after the other."""
     shapes = [(batch, length, h, head_dim) for h in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     logits = torch.randn(heads, device="cuda", dtype=torch.bfloat16, requires_grad=True)

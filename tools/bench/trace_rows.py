@@ -35,7 +35,7 @@ Load = Callable[[str], dict[str, Any]]
 
 
 def shapes() -> str:
-    """Of every kind, seed 0, by counting alone."""
+    """Tabulate the shapes of every kind of trace, seed 0, by counting alone."""
     rows = []
     for kind, (what, _, _) in KINDS.items():
         s = Summary.of(Found.of_trace(draw(kind)), MODEL)
@@ -74,7 +74,7 @@ def sources() -> str:
 
 
 def attention(load: Load) -> str:
-    """Ours in TFLOP/s, and each peer's time over ours in the same run."""
+    """Tabulate DualKV's TFLOP/s, and each peer's time over DualKV's in the same run."""
     ours: dict[tuple[str, str], dict[str, Any]] = {}
     peers: dict[tuple[str, str], dict[str, str]] = {}
     for record in ATTENTION:

@@ -81,7 +81,7 @@ def copy_weights(worker: Any, model: PreTrainedModel) -> None:
 
 
 def settings_for(task: Task, updates: int, learning_rate: float, dtype: str = "fp32") -> Settings:
-    """Of veRL's own engine: one group a micro-batch."""
+    """Make the settings of veRL's own engine: one group a micro-batch."""
     return Settings(
         engine=Engine.VERL,
         model="a random Qwen3",

@@ -66,7 +66,7 @@ JOBS = (
 
 # ---------------------------------------------------------------- micro-batches
 class Rollouts(NamedTuple):
-    """Of each sequence: tokens, mask of those that count, the rollout that it is a turn of."""
+    """The rollouts of a batch, by sequence: tokens, mask of those that count, the rollout that it is a turn of."""
 
     tokens: list[Any]
     masks: list[Any]
@@ -83,7 +83,7 @@ class Rollouts(NamedTuple):
 
 
 def batches(way: str, rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
-    """Those of an update: the host work of a trainer."""
+    """Make the batches of an update: the host work of a trainer."""
     if way not in WAYS:
         raise ValueError(f"way is {way!r}, expected one of {', '.join(WAYS)}")
     tokens, masks, rollout = rollouts
@@ -159,7 +159,7 @@ def passes(
 
 
 def done_flops(model: str, some: list[ModelBatch]) -> float:
-    """Of what micro-batches compute; the head on the rows that predict."""
+    """Count the FLOP that micro-batches compute; the head on the rows that predict."""
     rows = sum(b.tokens for b in some)
     pairs = sum(int((b.batch.layout._segments.position + 1).sum()) for b in some)
     return flops(model, rows, pairs, sum(len(b.batch._tokens_of_row) for b in some))
@@ -167,7 +167,7 @@ def done_flops(model: str, some: list[ModelBatch]) -> float:
 
 # ---------------------------------------------------------------- measuring
 class Job(NamedTuple):
-    """What is measured of a trace."""
+    """The budget and the ways to measure on a trace."""
 
     name: str
     budget: int
@@ -175,7 +175,7 @@ class Job(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, budget: int, ways: list[str]) -> Job:
-        """Of NAME, NAME@ROWS, NAME=WAY,WAY or NAME@ROWS=WAY,WAY.
+        """Parse NAME, NAME@ROWS, NAME=WAY,WAY or NAME@ROWS=WAY,WAY.
 
         Raises:
             typer.BadParameter: other texts.
@@ -283,7 +283,8 @@ def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -
 
 
 def distance(sizes: Sizes, name: str, ways: list[str], budget: int, device: torch.device) -> dict[str, float]:
-    """Of each way's gradients, in the model's dtype, from those of replicated fp32: relative, by norms."""
+    """Measure how far each way's gradients, in the model's dtype, are from those of replicated fp32: relative, by
+    norms."""
     trace = traces.parse(name)
     assert trace is not None
     trained = sum(int(m.sum()) for m in trace.loss_masks())

@@ -56,7 +56,7 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs o
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: the options of the command line, which explains them."""
+    """The settings of a measurement: the options of the command line, which explains them."""
 
     model: str
     groups: int
@@ -84,7 +84,7 @@ class Rollouts:
 
     @property
     def tokens(self) -> int:
-        """Of all responses, those that count."""
+        """The number of tokens of all responses that count."""
         return sum(int(mask.sum()) for mask in self.masks)
 
 
@@ -263,7 +263,7 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def gradients_in_fp32(s: Settings, rollouts: Rollouts, device: torch.device) -> list[torch.Tensor]:
-    """Of the padded way."""
+    """Compute the gradients of the padded way in fp32."""
     model, step, _ = make_step("padded", s, rollouts, device, True)
     step()[0].backward()
     return [p.grad for p in model.parameters() if p.grad is not None]

@@ -99,7 +99,7 @@ def pair(head_dim: HeadDims) -> tuple[int, int | None]:
 
 
 def named(head_dim: HeadDims) -> str:
-    """As --head-dim takes it."""
+    """Write a head dim as --head-dim takes it."""
     return "/".join(map(str, filter(None, pair(head_dim))))
 
 
@@ -121,7 +121,8 @@ def _fault(spec: KernelSpec) -> str | None:
 
 
 def compiled(tried: Sequence[Candidate], ratios: Sequence[int], say: Callable[[str], None] = print) -> list[Candidate]:
-    """Those with kernels worth timing, and the table's; says why of the others."""
+    """Compile the candidates; returns those with kernels worth timing, and the table's, and says why the others are
+    left out."""
     specs = {one.name: one.specs(ratios) for one in tried}
     unique = list(dict.fromkeys(spec for some in specs.values() for spec in some))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -226,7 +227,7 @@ def _timed(
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """What is filed of a result: turns are the same in all of them."""
+    """Choose the figures of a result that are filed; its settings are the same in all of them."""
     w, kept = result["workload"], ("sustained_ms", "error")
     by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
     of_v = {"head_dim_v": w["head_dim_v"]} if w.get("head_dim_v") else {}

@@ -44,7 +44,7 @@ RUNS = {
 
 
 def _none(device: torch.device) -> str:
-    """In the place of what says whether a device is served (a Mock would keep what it is asked about)."""
+    """Replace a backend's check of devices, so that none is served (a Mock would keep its arguments)."""
     return "this run"
 
 

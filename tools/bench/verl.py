@@ -71,7 +71,7 @@ LOSSES: dict[Algorithm, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What is measured, on any strategy: options of the command line, which explains them."""
+    """The settings of a measurement on any strategy: options of the command line, which explains them."""
 
     engine: Engine
     model: str
@@ -101,7 +101,7 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Common):
-    """The same with FSDP."""
+    """The settings of a measurement with FSDP."""
 
     strategy: str
     sequence_parallel: int
@@ -128,7 +128,7 @@ def save_config(model: str, layers: int | None, folder: Path) -> Any:
 
 
 def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> Any:
-    """In place of `AutoModelForCausalLM.from_pretrained`: one block of random numbers, repeated, for every weight.
+    """Replace `AutoModelForCausalLM.from_pretrained`: one block of random numbers, repeated, for every weight.
 
     Random numbers for billions of weights would take minutes, and the time of an update does not depend on them.
     """
@@ -148,7 +148,7 @@ def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> A
 
 
 def random_shards(module: torch.nn.Module, *_: Any) -> None:
-    """In place of `fsdp2_load_full_state_dict`: each rank makes its share of the weights where it belongs."""
+    """Replace `fsdp2_load_full_state_dict`: each rank makes its share of the weights where it belongs."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.to_empty(device=get_device_id())
     with torch.no_grad():
@@ -298,7 +298,8 @@ def whole_batch(s: Common, worker: Any) -> TensorDict:
 
 
 def log_probs_on(s: Common, worker: Any) -> list[torch.Tensor]:
-    """Of the responses of `s`, fp32, by the worker's forward; none on a rank that veRL takes no output of."""
+    """Compute the log-probs of the responses of `s`, fp32, by the worker's forward; none on a rank whose output veRL
+    does not take."""
     data = whole_batch(s, worker)
     tu.assign_non_tensor(data, compute_loss=False)
     lens = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
@@ -310,7 +311,8 @@ def log_probs_on(s: Common, worker: Any) -> list[torch.Tensor]:
 def gradients_on(
     s: Common, worker: Any, old_log_probs: list[torch.Tensor], on_host: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping; no step is made.
+    """Compute the gradients of this rank's share of the parameters, fp32, after the rollouts of `s`, without clipping;
+    no step is made.
 
     With the model's own `old_log_probs` ratios are near 1; with others a few tokens could be most of the gradient.
     """

@@ -66,7 +66,7 @@ TRANSFORMER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(verl.Common):
-    """What is measured: options of the command line, which explains them."""
+    """The settings of a measurement with megatron-core: options of the command line, which explains them."""
 
     tensor_parallel: int
     context_parallel: int
@@ -178,7 +178,7 @@ def build(s: Settings) -> Any:
 
 
 class Compared:
-    """How far log-probs of a few rollouts are from those of the first worker that has the same weights."""
+    """A comparison of log-probs of a few rollouts with those of the first worker that has the same weights."""
 
     def __init__(self) -> None:
         self.first: dict[tuple[Any, ...], torch.Tensor] = {}

@@ -60,7 +60,7 @@ def report(
     json_to: OptionalJsonPath = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
-    """What each kernel of a profile did with its time."""
+    """Show where each kernel of a profile spent its time."""
     try:
         found = [metrics.read(folder) for folder in profiles]
         for profile in found:

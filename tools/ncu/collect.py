@@ -25,7 +25,7 @@ SECONDS = 600  # for one profile: some 40 passes of every kernel
 
 
 class ProfileError(RuntimeError):
-    """Why there is no profile, in one sentence."""
+    """An error that says in one sentence why there is no profile."""
 
 
 def find_ncu() -> str:
@@ -98,7 +98,7 @@ def collect(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints.
+    """Run a command and return its output.
 
     Raises:
         ProfileError: it fails, or takes longer than SECONDS.

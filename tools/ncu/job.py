@@ -1,4 +1,4 @@
-"""What is profiled: one direction of a workload, and the kernels that run it."""
+"""The job of a profile: one direction of a workload, and the kernels that run it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Job:
             tiles.FEW_KEYS_FORWARD_TILES.clear()
 
     def specs(self) -> dict[str, KernelSpec]:
-        """By operation, in the order of their launches."""
+        """The specifications by operation, in the order of their launches."""
         w, layout = self.workload, self.workload.layout()
         segments, ratio, more = segments_of(layout.offsets, layout.parent), w.heads // w.kv_heads, dict[str, Any]()
         if self.direction == "fwd":

@@ -1,4 +1,4 @@
-"""From a profile's folder to the figures of each kernel."""
+"""Read the figures of each kernel from a profile's folder."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Kernel:
 
     @property
     def l2_bytes(self) -> float | None:
-        """Between L2 and the SMs; a line that multicast brings to two SMs counts once."""
+        """The bytes between L2 and the SMs; a line that multicast brings to two SMs counts once."""
         return _times(self.get(_L2_SECTORS), SECTOR)
 
     @property
@@ -163,7 +163,7 @@ FIGURES = (
 # ---------------------------------------------------------------- a folder
 @dataclass(frozen=True)
 class Profile:
-    """What `run` left in a folder."""
+    """The profile that `run` left in a folder."""
 
     name: str
     about: dict[str, Any]
@@ -178,7 +178,7 @@ class Profile:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """What the roofline shows, for a JSON file."""
+        """Return the figures of the roofline, for a JSON file."""
         kernels = [
             {
                 "operation": kernel.operation,

@@ -1,4 +1,4 @@
-"""What a kernel has to do and to move at least, from the workload and its tile configuration alone."""
+"""Compute the least work and traffic of a kernel, from the workload and its tile configuration alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Need:
 
 
 def need(job: Job, spec: KernelSpec) -> Need:
-    """Of the kernel of `spec` in `job`."""
+    """Compute what the kernel of `spec` needs in `job`."""
     w = job.workload
     layout, native = w.layout(), tiles.kernel_head_dim(w.head_dim)
     q = layout.num_tokens * w.heads * w.head_dim * ELEMENT  # also out, dout, dq

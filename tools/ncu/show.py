@@ -11,7 +11,7 @@ STALLS_SHOWN = 6
 
 
 def caption(profile: Profile) -> str:
-    """What ran, where."""
+    """Say which job ran, with which tile, and on which GPU."""
     job, w = profile.job, profile.job.workload
     heads = f"H={w.heads} Hk={w.kv_heads} D={w.head_dim} {w.dtype}"
     options = [f"{name}={value}" for name, value in job.tile.items()] + ["deterministic"] * job.deterministic

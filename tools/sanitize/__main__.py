@@ -35,7 +35,7 @@ ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
 
 
 class SanitizeError(RuntimeError):
-    """Why nothing was checked, in one sentence."""
+    """An error that says in one sentence why nothing was checked."""
 
 
 def find_sanitizer() -> str:
@@ -72,7 +72,7 @@ def check(sanitizer: str, tool: str, what: str, limit: float) -> dict[str, Any]:
 
 
 def read(tool: str, what: str, text: str, seconds: float, code: int | None = 0, ended_by: str = "") -> dict[str, Any]:
-    """What a process printed that ended with `code`, or was ended."""
+    """Read the output of a process that exited with `code`, or was ended."""
     found = parse(text)
     wrong = found.failures + [ended_by] * bool(ended_by)
     if found.not_printed:
@@ -107,7 +107,8 @@ def _sass(spec: KernelSpec) -> tuple[str, dict[int, str]]:
 
 
 def instruction(case: Case | None, place: Place) -> str:
-    """What stands at a place of one of a case's kernels, its offset where that cannot be told."""
+    """Find the instruction at a place of one of a case's kernels; the result is the offset where that cannot be
+    told."""
     symbol, offset = place
     for spec in case.specs() if case else ():
         name, code = _sass(spec)
@@ -147,7 +148,7 @@ def _kind(text: str) -> str:
 
 # ---------------------------------------------------------------- command line
 def summary(runs: list[dict[str, Any]], plan: list[tuple[str, str]]) -> dict[str, Any]:
-    """By tool of the plan: cases, what the controls showed, reports, and what is missing."""
+    """Summarize the runs by tool of the plan: cases, what the controls showed, reports, and what is missing."""
     tools: dict[str, Any] = {}
     for name in dict.fromkeys(tool for tool, _ in plan):
         mine = [run for run in runs if run["tool"] == name]
@@ -183,7 +184,7 @@ def _conclude(tools: dict[str, Any], console: Console) -> None:
 
 
 def _from_logs(tool: str, filed_before: dict[str, Any], logs: Path) -> dict[str, Any]:
-    """What a tool printed, read again, without cases that are none any more; its time and what it left as filed."""
+    """Read a tool's logs again, without cases that exist no more; its time and its unfinished cases stay as filed."""
     runs = []
     for path in sorted(logs.glob(f"{tool}-*.log")):
         run = read(tool, path.stem.removeprefix(f"{tool}-"), path.read_text(), 0)

@@ -1,4 +1,4 @@
-"""What runs under the sanitizers: edge shapes of every family of kernels."""
+"""The cases that run under the sanitizers: edge shapes of every family of kernels."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Case:
 
 
 def cases(head_dim: int, tool: str) -> Iterator[Case]:
-    """Of a head dim and a tool.
+    """List the cases of a head dim and a tool.
 
     The wide backward hands P from one warp group to another, which racecheck takes for some 30,000 races a step, and
     keeps about a kilobyte of the host for each: it gets shorter lengths there.

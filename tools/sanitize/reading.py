@@ -1,4 +1,4 @@
-"""From what compute-sanitizer prints to reports by case."""
+"""Turn the output of compute-sanitizer into reports by case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[str, int]  # a kernel's symbol, offset of an instruction
 
 @dataclass(frozen=True)
 class Report:
-    """What a tool says of one case: equal messages once.
+    """The reports of a tool on one case: equal messages once.
 
     Attributes:
         case: its name, "" before the first.
@@ -50,7 +50,7 @@ class Output:
 
 
 def parse(text: str) -> Output:
-    """What a tool and the program that it ran printed."""
+    """Parse the output of a tool and of the program that it ran."""
     found: Counter[Report] = Counter()
     begun: list[str] = []
     ended: list[str] = []

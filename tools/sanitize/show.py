@@ -1,4 +1,4 @@
-"""What the tools found, as a table and in words."""
+"""Show the findings of the tools, as a table and in words."""
 
 from __future__ import annotations
 
