@@ -30,7 +30,7 @@ def tensor(rows, heads=2, head_dim=16, dtype=torch.float64, device="cpu"):
 
 
 def check_names(error, *names):
-    """That the message of an error is one line and has all these names and values, whatever its words are."""
+    """Check that the message of an error is one line and has all these names and values, whatever its words are."""
     assert "\n" not in str(error)
     for name in names:
         assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(error)), f"{error} does not name {name}"
@@ -112,7 +112,7 @@ class Bad:
         return lambda: what(**moved)
 
     def check(self, call, device):
-        """That `call` is refused, in one sentence."""
+        """Check that `call` is refused, in one sentence."""
         with pytest.raises(self.error) as caught:
             call()
         check_names(caught.value, *(str(device) if name == "cpu" else name for name in self.names.split("|")))
@@ -375,7 +375,7 @@ BAD_ON_CPU = [
 
 @contextmanager
 def nothing_runs(monkeypatch):
-    """Whatever computes fails: errors come before any work."""
+    """Make everything that computes fail in this context: errors come before any work."""
     with monkeypatch.context() as patch:
         modules = reference, composition, flex, cudnn, hopper
         places = [(module, name) for module in modules for name in ("forward", "backward")]

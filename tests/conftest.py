@@ -1,4 +1,4 @@
-"""What tests in several folders share."""
+"""The fixtures that tests in several folders share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def compiles(monkeypatch, tmp_path):
-    """What was compiled so far, by stand-ins, in this process and its children; the cache is an empty folder."""
+    """List what stand-ins compiled so far, in this process and its children; the cache is an empty folder."""
     for name in ("DUALKV_KERNEL_DIR", "DUALKV_JIT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))

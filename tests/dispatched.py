@@ -1,4 +1,4 @@
-"""What PyTorch's operations return while they are watched."""
+"""Watch PyTorch's operations and their results."""
 
 from __future__ import annotations
 

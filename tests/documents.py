@@ -1,4 +1,4 @@
-"""What README, docs and programs show: commands and blocks of code, and how a command is taken without being run."""
+"""Read the commands and blocks of code in README, docs and programs, and parse a command without running it."""
 
 from __future__ import annotations
 

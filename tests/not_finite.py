@@ -63,7 +63,7 @@ def step(tensors, layout, deterministic, needs="qkv"):
 
 
 def check(names, got, want, clean, rows, limits=False):
-    """Outside `rows` finite values are as they should be; nothing that should not be finite is lost anywhere.
+    """Check that finite values outside `rows` are right, and that nothing that should not be finite is lost anywhere.
 
     `limits`: infinite scores, whose softmax may be NaN or its limit.
     """

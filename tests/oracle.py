@@ -1,4 +1,4 @@
-"""What shared-prompt attention must equal: dense float64 attention on the replicated sequences, one at a time.
+"""The oracle of shared-prompt attention: dense float64 attention on the replicated sequences, one at a time.
 
 Written apart from the library on purpose: it shares neither the visibility rule nor the packing with it. A packed row's
 path is found by walking `parent`, and each path is an ordinary causal sequence.
@@ -10,7 +10,8 @@ import torch
 
 
 def paths(offsets: list[int], parent: list[int]) -> list[list[int]]:
-    """For each segment the packed rows of its replicated sequence, from its prompt's first token to its own last."""
+    """List, for each segment, the packed rows of its replicated sequence, from its prompt's first token to its own
+    last."""
     found: list[list[int]] = []
     for s, up in enumerate(parent):
         own = list(range(offsets[s], offsets[s + 1]))

@@ -1,4 +1,4 @@
-"""How fast the core is that a test has got."""
+"""Measure how fast the core of a test is."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ UNCONNECTED = "Gloo connectFullMesh failed"
 
 
 def on_ranks(count: int, function: str, *arguments: str) -> str:
-    """What the ranks printed to standard output and, behind it, to standard error. If gloo does not connect them, they
-    are started once more.
+    """Run the ranks. Returns what they printed to standard output and, after it, to standard error. If gloo does not
+    connect them, they are started once more.
 
     Args:
         count: of ranks.

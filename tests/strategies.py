@@ -14,7 +14,7 @@ LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40))
 
 
 def examples(count: int) -> settings:
-    """So many examples of a property, times EXAMPLES of the environment; however long they take."""
+    """Run so many examples of a property, times EXAMPLES of the environment, without a deadline."""
     return settings(max_examples=round(count * float(os.environ.get("EXAMPLES", "1"))), deadline=None)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def of_layout(layout: Layout) -> PackedSequences:
-    """Its full sequences, every token but the first counted; nothing if it has no rows."""
+    """Make a batch of a layout's full sequences, every token but the first counted; nothing if it has no rows."""
     ids = torch.arange(layout.num_tokens)[None]
     s = layout._segments
     paths: list[list[int]] = []
@@ -198,7 +198,8 @@ class Looped(nn.Module):
 
 
 def gradients_of_loops(batch, budget, regions):
-    """Also of trunks without a loss of their own: only the last tokens count."""
+    """Compute the gradients of a model that loops over regions; trunks have no loss of their own: only the last tokens
+    count."""
     torch.manual_seed(0)
     model = Looped(regions).double()
     loss = dualkv.walk(batch, budget, model, lambda hidden, part: hidden[0, part.predict_rows].pow(3).sum())

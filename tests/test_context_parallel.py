@@ -1,4 +1,5 @@
-"""Which rows each rank has, what they see, and what is sent. For attention of ranks see test_sequence_parallel.py."""
+"""Tests of the rows of each rank, what they see, and what is sent. For attention of ranks see
+test_sequence_parallel.py."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_ranks_have_equally_many_pairs(name: str, ranks: int) -> None:
 @settings(deadline=None)
 @given(LAYOUTS, RANKS, WINDOWS)
 def test_a_part_sees_what_its_rows_see(layout: Layout, ranks: int, window: Window | None) -> None:
-    """And no row of its paths is there that none of them sees, but for those between."""
+    """A part has only rows of its paths that one of its rows sees, and the rows between them."""
     layout = shared(layout, ranks)
     whole = visible(layout, window)
     for ranges in (part for of_rank in shares(layout._segments, ranks) for part in of_rank if part):

@@ -1,6 +1,6 @@
-"""What README and docs show works: every command is one that its program takes, down to its last option, and those of
-SMALL run here in a small form; every block of Python runs; every link leads somewhere; generated pages are current.
-"""
+"""The commands, code and links of README and docs work: every command is one that its program takes, down to its last
+option, and those of SMALL run here in a small form; every block of Python runs; every link leads somewhere; generated
+pages are current."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 # ---------------------------------------------------------------- commands
 def words_of_pip(words):
-    """What is wrong with a `pip install` or `uninstall` of files or packages: pins are those of constraints.txt."""
+    """List what is wrong with a `pip install` or `uninstall` of files or packages: pins are those of
+    constraints.txt."""
     pins = {r.name: r for r in map(Requirement, re.findall(r"^[^#\s].*$", CONSTRAINTS.read_text(), re.MULTILINE))}
     given = [word for word in words[2:] if not word.startswith("-")]
     asked = [Requirement(word) for word in given if not word.endswith(".whl")]
@@ -64,7 +65,7 @@ def words_of_pip(words):
 
 
 def check_options(words, whole):
-    """That a program of ours takes a command. A page may name a program alone (`whole` is False)."""
+    """Check that a program of this repository takes a command. A page may name a program alone (`whole` is False)."""
     if words[0] == "python":
         file = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
         paths = [path for path in (ROOT / file, ROOT / file.removesuffix(".py") / "__main__.py") if path.exists()]
@@ -113,7 +114,7 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("target", MADE)
 def test_targets_of_the_makefile_run(target):
-    """With the recipes as they are."""
+    """The targets run with the recipes as they are."""
     arguments, printed = MADE[target]
     settings = [f"BIN={Path(sys.executable).parent}", f"ARGS={arguments}"]
     command = ["make", "--old-file", ".venv/.installed", *settings, target]
@@ -163,7 +164,8 @@ def test_the_options_of_precompile_are_those_of_the_page():
 
 @pytest.mark.parametrize("page", ["README.md", "trees.md"])
 def test_lines_of_configuration_are_those_of_the_page_on_verl(page):
-    """Which are held to veRL's own configuration, where veRL is: tests/integrations/verl/test_configuration.py."""
+    """Lines of configuration are compared with veRL's own where veRL is installed:
+    tests/integrations/verl/test_configuration.py."""
     lines = [line for block in blocks(page, {"text"}) for line in block.splitlines() if re.match(r"\+?[\w.]+=", line)]
     assert lines
     table = PAGES["verl.md"].read_text().partition("| line | what it does |")[2].partition("\n\n")[0]
@@ -173,7 +175,7 @@ def test_lines_of_configuration_are_those_of_the_page_on_verl(page):
 
 # ---------------------------------------------------------------- Python
 def prepared(page):
-    """What the blocks of a page take for given."""
+    """Make the names that the blocks of a page use without defining them."""
     from tests.integrations.tiny import VOCAB, make_model
 
     torch.manual_seed(0)
@@ -221,7 +223,7 @@ def test_python(page, monkeypatch, tmp_path):
 
 
 def ran(page):
-    """What the blocks of a page leave behind."""
+    """Run the blocks of a page; returns the names that they define."""
     space = prepared(page)
     for block in blocks(page, {"python"}):
         exec(compile(block.replace('"cuda"', '"cpu"'), page, "exec"), space)
@@ -257,7 +259,7 @@ def rows_of_openrlhf(pairs, width):
 
 
 def rows_of_skyrl(pairs, width):
-    """The same with the padding on the left."""
+    """Make the rows of `rows_of_openrlhf` with the padding on the left."""
     *rows, _ = rows_of_openrlhf(pairs, width)
     shift = [width - len(prompt) - len(response) for prompt, response in pairs]
     sequences, mask, trained = (torch.stack([r.roll(n) for r, n in zip(x, shift, strict=True)]) for x in rows)

@@ -58,7 +58,7 @@ def test_long_context(example):
 
 
 def assert_same_updates(packed, replicated):
-    """What an example printed: equal losses and gradients, of fewer tokens."""
+    """Check that an example printed equal losses and gradients, of fewer tokens."""
     packed, replicated = COMPARED.findall(packed), COMPARED.findall(replicated)
     assert len(packed) == len(replicated) > 1
     for (loss, norm, tokens), (expected, expected_norm, all_tokens) in zip(packed, replicated, strict=True):

@@ -28,7 +28,7 @@ def test_groups_without_contrast_get_zero() -> None:
 @pytest.mark.parametrize("reward", [0.1, 0.9, 1.1, 3.3, -100.3, 1000.1])
 @pytest.mark.parametrize("size", [2, 3, 7, 8, 12, 16, 19])
 def test_equal_rewards_whose_mean_is_rounded_get_zero(reward: float, size: int) -> None:
-    """In fp32 the mean of eight rewards of 0.9 is not 0.9, and their standard deviation is as small as eps."""
+    """The mean of eight rewards of 0.9 is not 0.9 in fp32, and their standard deviation is as small as eps."""
     assert group_advantages(torch.full((size,), reward), [size]).tolist() == [0.0] * size
 
 

@@ -43,7 +43,7 @@ def test_import_is_light():
     ],
 )
 def test_waiting_threads_sleep_in_the_command_line_alone(tmp_path, words, given, spins):
-    """As OpenMP itself says when torch loads it."""
+    """The spin count is the one that OpenMP itself prints when torch loads it."""
     script = tmp_path / "dualkv"  # as pip writes it
     script.write_text("import sys\nfrom dualkv.__main__ import main\nsys.exit(main())\n")
     command = [sys.executable, *(str(script) if word == "SCRIPT" else word for word in words)]

@@ -66,7 +66,7 @@ KINDS = ["weight", "bias", "all", "module"]
 
 
 def dense(hidden, head, batch, temperature=1.0):
-    """The same from whole logits of every unpacked sequence, a list of rows each."""
+    """Compute log-probs and entropies from whole logits of every unpacked sequence, a list of rows each."""
     logps, entropies = [], []
     head = head if isinstance(head, Head) else Head(head)
     for states, ids, r in zip(
@@ -83,7 +83,7 @@ def dense(hidden, head, batch, temperature=1.0):
 
 
 def ours(hidden, weight, batch, temperature=1.0, **options):
-    """In the order of `dense`."""
+    """Compute log-probs and entropies by `response_logprobs`, in the order of `dense`."""
     return tuple(torch.cat(batch.unpack(v)) for v in response_logprobs(hidden, weight, batch, temperature, **options))
 
 
@@ -151,7 +151,7 @@ def test_logits_never_exist_whole(style):
 
 @pytest.fixture
 def backend(request, monkeypatch):
-    """Of `torch.compile`, for as long as a test runs. The GPU suite has the default's kernels, which take long."""
+    """Set the backend of `torch.compile` for a test. The GPU suite has the default's kernels, which take long."""
     logprobs._chosen.cache_clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
     yield
@@ -265,7 +265,7 @@ def test_only_gradients_that_are_required_are_made(needs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_a_head_are_those_of_its_log_probs(kind, dtype):
-    """In low precision a module and a linear layer round alike; entropies too."""
+    """A module and a linear layer round alike in low precision; entropies too."""
     batch = some_batch()
     hidden, weight = inputs(batch, dtype)
     head, _ = whole(weight, 2.0, kind)
@@ -278,7 +278,7 @@ def test_logits_of_a_head_are_those_of_its_log_probs(kind, dtype):
 
 
 def test_a_module_runs_under_the_autocast_of_the_forward():
-    """Its casts of weights are made anew, so that gradients reach them, and sums over chunks are in fp32."""
+    """The casts of a module's weights are made anew, so that gradients reach them, and sums over chunks are in fp32."""
     batch, linear = some_batch(), torch.nn.Linear(WIDTH, VOCABULARY)
     hidden, _ = inputs(batch, torch.float32)
     grads = []

@@ -90,7 +90,7 @@ def test_changelog_and_citation_know_the_version():
 
 # ---------------------------------------------------------------- types
 def test_a_program_that_uses_it_is_checked_strictly(distributions, tmp_path):
-    """Against the wheel, in an environment of its own."""
+    """The program is checked against the wheel, in an environment of its own."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -102,7 +102,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def refused(kind: type[Shard], layout: dualkv.Layout) -> list[str]:
-    """What a rank says of each wrong call, and the sum of a right one behind them: the ranks are in step."""
+    """Return the errors of a rank for each wrong call, and the sum of a right one after them: the ranks are in step."""
     shard, found = kind(layout, dist.group.WORLD), []
     rows = shard.num_tokens
     for wrong, _ in WRONG:
@@ -140,8 +140,8 @@ DIFFERING: list[tuple[Any, Any]] = [
 
 
 def differing(rank: int) -> list[str]:
-    """What a rank says where the last one differs, and of a group that it may not be in; then the sum of a right call:
-    the ranks are in step."""
+    """Return the errors of a rank where the last one differs, and for a group that it may not be in; then the sum of a
+    right call: the ranks are in step."""
     found = []
     for usual, odd in DIFFERING:
         kind, layout, multiple = odd if rank == RANKS - 1 else usual

@@ -79,7 +79,8 @@ def test_each_of_them_would_be_found(source):
 
 
 def test_what_is_installed_fits_the_bounds():
-    """What `make` installs (constraints.txt; files of their own for some extras) is what pyproject.toml allows.
+    """Everything that `make` installs (constraints.txt; files of their own for some extras) is within the bounds of
+    pyproject.toml.
 
     It does not install what `hybrid` and `cudnn` add: those kernels need a GPU.
     """
@@ -104,7 +105,8 @@ def test_what_is_installed_fits_the_bounds():
 
 
 def test_the_lowest_versions_are_the_bounds():
-    """Of the package and of what its CPU tests need: tests/lowest.txt pins no more than the lower bounds ask for."""
+    """The pins of tests/lowest.txt are no higher than the lower bounds of the package and of what its CPU tests
+    need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], *extras["bench"], *extras["dev"], *extras["transformers"], *extras["compile"]]

@@ -33,7 +33,7 @@ def attended(layout, attention=dualkv.attention):
 
 
 def is_used(batch) -> bool:
-    """What `response_logprobs` and both ways to unpack say; they agree."""
+    """Ask `response_logprobs` and both ways to unpack whether the layout was used; they agree."""
     hidden = torch.randn(1, batch.layout.num_tokens, 8, requires_grad=True)
     said = []
     for call in (
@@ -156,7 +156,7 @@ def test_walks():
 
 @pytest.mark.parametrize("uses", [True, False])
 def test_a_compiled_step(uses):
-    """Its attention has not run when it is traced."""
+    """Attention has not run when a compiled step is traced."""
     batch, _ = batches()
 
     def step(x, batch):

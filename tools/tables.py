@@ -344,8 +344,7 @@ def windows(direction: str) -> str:
 
 
 def beside(name: str, peers: dict[str, str]) -> str:
-    """Tabulate DualKV and peers, whose columns `peers` names, a row for each result; the last column is the speed over
-    the better peer."""
+    """Tabulate DualKV and peers, whose columns `peers` names; the last column is the speed over the better peer."""
     run, rows = _load(name), []
     for result in run["results"]:
         sides = [result["sides"].get(side, {}) for side in (OURS, *peers)]
@@ -469,8 +468,7 @@ def sanitizers() -> str:
 
 
 def trust() -> str:
-    """Tabulate what was tried to break it, how many failed, on what; random calls have a row for each commit and
-    device."""
+    """Tabulate what was tried to break it; random calls have a row for each commit and device."""
     rows = []
     fuzzed = [run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))]
     for run in sorted(fuzzed, key=lambda run: str(run["date"])):

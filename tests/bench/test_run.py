@@ -26,7 +26,7 @@ class Event:
         pass
 
     def query(self):
-        """Through after some polls."""
+        """Report False for some polls, then True."""
         self.polls -= 1
         return self.polls < 0
 
@@ -58,7 +58,7 @@ def constant(value, parts=()):
 
 
 def parses_arguments(inputs, direction):
-    """As the DSL of FlashAttention-4 does when it compiles."""
+    """Parse the program's arguments, as the DSL of FlashAttention-4 does when it compiles."""
     parser = argparse.ArgumentParser()
     parser.add_argument("-diagnostic", choices=["all", "fail"])
     parser.parse_known_args()
@@ -137,7 +137,7 @@ def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
 
 
 def test_the_first_turn_follows_one_of_the_last_side(no_gpu, monkeypatch):
-    """After a pause the card takes more power for a while: no side's figures have that."""
+    """The figures of no side come after a pause, when the card takes more power for a while."""
     calls, turns = [], []
 
     def maker(inputs, direction):

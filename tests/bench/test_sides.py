@@ -47,7 +47,7 @@ def _varlen(q, k, v, cu_q, cu_k, scale, causal, left=None):
 
 
 def _varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, causal, left=None):
-    """As FlashAttention does it: p from the given lse, and rowsum(dout * out) from the given out."""
+    """Compute gradients as FlashAttention does: p from the given lse, and rowsum(dout * out) from the given out."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     ratio, (rows, heads, _) = q.shape[1] // k.shape[1], q.shape
     assert dout.shape == out.shape == (*q.shape[:2], v.shape[2])
@@ -207,7 +207,7 @@ def test_a_backward_that_is_too_large_is_left_out(monkeypatch):
     ("name", "features"), [("cudnn-intervals", {}), ("magi-ranges", {}), ("flex", {}), ("flex", {"softcap": 2.0})]
 )
 def test_trees_and_caps(fake_peers, name, features, direction):
-    """Of the peers with one call for a whole layout."""
+    """Peers with one call for a whole layout compute trees and caps as DualKV does."""
     tree = Workload(
         "tree", (20,), ((7, 3, 0, 9),), heads=4, kv_heads=2, head_dim=16, parent=(-1, 0, 1, 2, 0), **features
     )

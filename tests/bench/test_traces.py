@@ -64,7 +64,7 @@ def test_packed_sequences_are_the_tree_and_exact(kind):
 
 
 def test_drawn_shapes():
-    """What the figures promise, within what 16 rollouts spread."""
+    """The drawn shapes keep what the figures promise, within the spread of 16 rollouts."""
     found = {kind: trees.Summary.of(trees.Found.of_trace(draw(kind)), "qwen3-8b") for kind in KINDS}
     assert draw("tau2", 3) == draw("tau2", 3) != draw("tau2", 4)
     assert found["search"].share_ratio == pytest.approx(1 / (1 - 0.35), rel=0.01)

@@ -14,7 +14,8 @@ from dualkv.ops import backends, composition
 
 
 def test_the_check_finds_what_is_wrong(monkeypatch):
-    """On the CPU, with backends that compute the reference, another scale, or nothing; cuDNN's is not imported."""
+    """The check runs on the CPU, with backends that compute the reference, another scale, or nothing; cuDNN's is not
+    imported."""
     imported = "cudnn" in sys.modules
     reference = backends.BACKENDS["reference"]
 
@@ -75,7 +76,7 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
 
 
 def test_the_check_has_every_kind_of_call():
-    """Those that one backend or another computes in a way of its own."""
+    """The cases include each kind of call that some backend computes in a way of its own."""
     made = list(check.cases())
     assert len({case.name for case in made}) == len(made) <= 13
     features = {name for case in made for name in case.features}

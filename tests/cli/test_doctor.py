@@ -1,4 +1,4 @@
-"""What `dualkv doctor` says of kernels: which are ready, where they are looked for, and what becomes of the others."""
+"""Tests of `dualkv doctor` on kernels: which are ready, where they are looked for, and what becomes of the others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, 
 
 
 def test_what_it_tells_to_install_is_what_the_package_asks_for():
-    """With what each extra is for: one of those it brings is among the optional packages."""
+    """The optional packages include one that each extra brings."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert list(doctor.NEEDED) == project["dependencies"]
     told = {

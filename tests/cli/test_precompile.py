@@ -135,7 +135,7 @@ def test_layers_of_two_head_dims(tmp_path):
     ],
 )
 def test_values_of_another_head_dim(tmp_path, kind, heads):
-    """They have kernels of their own; or they are padded, and need those of the larger head dim."""
+    """Some have kernels of their own; others are padded, and need the kernels of the larger head dim."""
     assert with_defaults(tmp_path, kind) == heads
     pair = (192, 128) if heads.head_dim == 192 else heads.head_dim
     found = requested([str(tmp_path)])
@@ -202,7 +202,7 @@ def test_kernels_of_a_configuration_are_those_that_packed_calls_ask_for(monkeypa
 
 
 def test_a_configuration_of_dbrx(tmp_path):
-    """With the names of its own config.json; of KV heads transformers' default is 1."""
+    """The names of its own config.json are read; transformers' default of KV heads is 1."""
     config = {"model_type": "dbrx", "n_heads": 48, "d_model": 6144, "attn_config": {"kv_n_heads": 8}}
     for attention, kv_heads in (({"kv_n_heads": 8}, 8), ({}, 1)):
         (tmp_path / "config.json").write_text(json.dumps(config | {"attn_config": attention}))

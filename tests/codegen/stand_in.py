@@ -30,7 +30,7 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
 
 
 def compiles() -> list[KernelSpec]:
-    """What was compiled by every process with this $COMPILES."""
+    """List the kernels that every process with this $COMPILES compiled."""
     path = Path(os.environ["COMPILES"])
     return [KernelSpec.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 

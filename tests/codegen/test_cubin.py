@@ -1,4 +1,4 @@
-"""What a cubin says of itself against what ptxas said, and how many CTAs an SM holds against CUDA's own rules."""
+"""Compare what a cubin says of itself with what ptxas said, and the CTAs that an SM holds with CUDA's own rules."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_record_covers_the_table_and_has_no_problem():
 
 
 def test_all_were_compiled_from_these_sources():
-    """So a change of the kernels asks for all of them to be compiled again."""
+    """A change of the kernels asks for all of them to be compiled again."""
     assert RECORD["sources"] == manifest.sources(), "the kernels' sources changed since the record: make manifest"
 
 

@@ -1,4 +1,4 @@
-"""Whatever the umask: what the package writes, the package loads, and nobody else can write to it.
+"""The package loads what it writes under any umask, and nobody else can write to it.
 
 Each case is a process of its own, so that the umask does not leak. One kernel a umask is compiled; the cache gets its
 files by a stand-in for a second compile, and the private toolchain its files by one for pip.

@@ -79,7 +79,7 @@ def _lie(**fields):
 
 
 def _both_lie(**fields):
-    """And so does its record."""
+    """Make the cubin and its record lie."""
 
     def tell(folder, name):
         _lie(**fields)(folder, name)
@@ -143,7 +143,7 @@ def test_a_manifest_that_lies(folder, lie, says):
 
 
 def test_the_gpu_has_the_last_word(made, monkeypatch):
-    """What the driver says of a loaded cubin (here a stand-in for it) is compared too."""
+    """The check also compares what the driver says of a loaded cubin (here a stand-in for it)."""
     said = max(manifest(made)["kernels"].items())[1]
     monkeypatch.setattr(cubin, "unreadable", lambda: None)
 

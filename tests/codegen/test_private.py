@@ -51,7 +51,7 @@ def private(monkeypatch, tmp_path):
 
 
 def test_its_versions_are_the_pinned_ones():
-    """Those of the compiler whose kernels the manifest records."""
+    """The pins are those of the compiler whose kernels the manifest records."""
     pins = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     assert f"nvidia-cutlass-dsl=={toolchain.PRIVATE}" in pins
     assert f"apache-tvm-ffi=={toolchain.PRIVATE_FFI}" in pins
@@ -119,7 +119,8 @@ def test_a_failed_download_is_one_sentence_and_leaves_nothing(private, monkeypat
 
 
 def test_what_does_not_serve_is_replaced(private, monkeypatch, tmp_path):
-    """As the toolchain of a machine whose driver was older, on a shared home."""
+    """A private toolchain is replaced if it does not serve, such as that of a machine with an older driver on a shared
+    home."""
     root = toolchain.private_folder()
     (root / "nvidia_cutlass_dsl").mkdir(parents=True)
     root.parent.chmod(0o700)
@@ -130,7 +131,7 @@ def test_what_does_not_serve_is_replaced(private, monkeypatch, tmp_path):
 
 
 def test_one_that_others_can_write_to_is_replaced(private):
-    """As an older version installed it under umask 002."""
+    """A private toolchain that others can write to is replaced: an older version installed it so under umask 002."""
     root = toolchain.install().root
     root.chmod(0o775)
     assert f"the private toolchain {root} can be written by others (mode 775)" in toolchain.lacking()

@@ -77,7 +77,7 @@ def _cuda(folder, *flags, names=("libcudart.so.13", "libcuda.so.1")):
 
 
 def run(program: str, kernels: Path, cuda: Path, **environment: str) -> tuple[list[str], list[str]]:
-    """What the program prints, and what was called of CUDA."""
+    """Run a program. Returns its output, and the calls of CUDA."""
     environment |= {"DUALKV_KERNEL_DIR": str(kernels), "DUALKV_JIT": "0", "LD_LIBRARY_PATH": str(cuda)}
     done = subprocess.run(
         [sys.executable, "-c", CALLS + program], env=os.environ | environment, capture_output=True, text=True

@@ -82,7 +82,8 @@ def test_kernels_of_one_backward_agree_on_their_tiles():
 
 
 def test_rows_that_see_few_keys_have_kernels_of_their_own():
-    """Only where the table has a tile for them, and neither with a window nor with softcapping."""
+    """The kernels are other ones only where the table has a tile for them, and neither with a window nor with
+    softcapping."""
     known = set(table())
     for head_dim, of_v in HEAD_DIM_PAIRS:
         for features in ((), ("sinks", "dlse"), ("window",), ("softcap",), ("window", "softcap")):
@@ -97,7 +98,8 @@ def test_rows_that_see_few_keys_have_kernels_of_their_own():
 
 
 def test_forwards_whose_rows_see_few_keys_have_kernels_of_their_own():
-    """Only where the table has a tile for them, and neither of trees nor with a window or softcapping."""
+    """The kernels are other ones only where the table has a tile for them, and neither for trees nor with a window or
+    softcapping."""
     known = set(table())
     for (head_dim, of_v), ratio in itertools.product(HEAD_DIM_PAIRS, MIXED_RATIOS):
         for trees, features in ((0, ""), (0, "sinks"), (0, "softcap"), (1, ""), (1, "window"), (1, "window+sinks")):

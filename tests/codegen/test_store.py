@@ -78,7 +78,8 @@ def test_source_digest_covers_what_a_kernel_imports(tmp_path, monkeypatch):
 
 
 def test_a_change_of_what_host_and_kernels_agree_on_is_a_miss(compiles, tmp_path, monkeypatch):
-    """Of any number there, for the kernels of every operation, which are found again as long as nothing changes."""
+    """A change of any number there is a miss for the kernels of every operation, which are found again as long as
+    nothing changes."""
     monkeypatch.setattr(toolchain, "source_digest", READ_SOURCE_DIGEST)
     monkeypatch.setattr(toolchain, "read_source_digest", READ_SOURCE_DIGEST)
     monkeypatch.setenv("STAND_IN_SECONDS", "0")
@@ -347,7 +348,8 @@ def test_kernel_dir_of_a_stranger_or_open_to_others_is_refused(compiles, monkeyp
 
 @pytest.mark.parametrize("part", ["", "kernel.so"])
 def test_an_entry_open_to_others_is_refused_wherever_it_lies(compiles, monkeypatch, part):
-    """As an older version left it under umask 002: the cache heals, and a folder from elsewhere is not loaded from."""
+    """The cache replaces an entry that an older version left open under umask 002; an entry of another folder is not
+    loaded."""
     path = store.entry(SPEC) / part
     path.chmod(0o775)
     with pytest.raises(KernelError, match=r"the compiled kernel .* can be written by others \(mode 775\)"):

@@ -1,4 +1,4 @@
-"""What the store must survive: processes at once and killed ones, damaged files, disks that refuse, no HOME, forks.
+"""The store survives processes at once and killed ones, damaged files, disks that refuse, no HOME, forks.
 
 Compiles are stand-ins (tests/codegen/stand_in.py); the processes, signals, locks, forks and file systems are real.
 """
@@ -136,7 +136,8 @@ print(at, healed)
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_killed_at_any_moment(compiles, damaged):
-    """At every access to the file system, of a first store and of one that replaces a damaged entry."""
+    """A process is killed at every access to the file system, of a first store and of one that replaces a damaged
+    entry."""
     said = output(start(f"WITH_DAMAGE = {damaged}\n" + KILLED, STAND_IN_SECONDS="0"))
     moments, healed = map(int, said.split())
     assert moments > 15
@@ -251,7 +252,7 @@ def test_no_flipped_bit_and_no_truncation_of_the_code_is_loaded(compiles):
 
 
 def test_a_flipped_bit_of_a_record_never_passes_for_another_kernel(compiles):
-    """Either it is a miss, or what decides about loading is as it was."""
+    """A flipped bit is a miss, or it leaves unchanged what decides about loading."""
     path = store.entry(SPEC) / "kernel.json"
     good = path.read_bytes()
     decide = ("schema", "spec", "compiler", "sources", "so_sha256")
@@ -326,7 +327,7 @@ def test_nowhere_to_write(compiles, monkeypatch, tmp_path):
 
 
 def test_a_temporary_folder_goes_with_its_process(compiles, monkeypatch):
-    """And not with a child of it."""
+    """The folder goes with the process that made it, not with a child of it."""
     monkeypatch.setenv("DUALKV_CACHE_DIR", "/proc/dualkv")
     program = """
 path = store.entry(SPEC)

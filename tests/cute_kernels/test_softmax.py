@@ -203,7 +203,7 @@ def test_softcap_is_tanh(approximations):
 
 
 def normalized(acc, reference, rows, lse, sinks):
-    """Of references in natural logarithms and whole rows' sums."""
+    """Normalize with references in natural logarithms and the sums of whole rows."""
     row_sum = [Number(np.array([x, 0, 0, 0])) for x in rows]  # of each thread
     softmax.normalize(acc, [Number(x) for x in reference], row_sum, lse, 1.0, [Number(x) for x in sinks])
     assert [x.x[0] for x in row_sum] == [np.float32(x) for x in rows]
@@ -263,7 +263,8 @@ def drawn_rows(case):
 
 
 def test_the_fuzzer_draws_rows_that_need_the_limit(monkeypatch):
-    """Its far keys, in the order of real plans: without the limit some rows lose keys, with it none does."""
+    """The fuzzer draws far keys in the order of real plans: without the limit some rows lose keys, with it none
+    does."""
     lost = {softmax.SUM_LIMIT: 0, float("inf"): 0}
     tried = (seeded("far", index, "cuda") for index in range(830, 1010))
     for case in (c for c in tried if c.values == "far keys" and len(c.lengths) == 3 and c.parent == (-1, 0, 0)):

@@ -55,7 +55,8 @@ def test_segments_pay_over_the_same_sequences_one_by_one_where_sharing_does(sequ
 
 
 def test_an_empty_segment_is_no_border():
-    """As of prompts of one token, whose responses have copies of it. A border would cost 3.4 rows here."""
+    """A prompt of one token leaves an empty segment, because its responses have copies of it. A border would cost 3.4
+    rows here."""
     longer = np.array([-1, -1]), np.array([103, 103])
     assert pays_over(np.array([-1, 0, 0]), np.array([0, 100, 100]), longer)
     assert not pays_over(np.array([-1, 0, 0]), np.array([1, 100, 100]), longer)

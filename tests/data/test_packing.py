@@ -139,7 +139,7 @@ def test_padded_round_trip(case, style, declared, boolean, extra):
 @settings(max_examples=50, deadline=None)
 @given(rollouts(), STYLES, st.data())
 def test_values_of_a_padded_batch_go_back_into_their_columns(case, style, data):
-    """Wherever the tokens of a row begin, in an order of groups that is not that of the rows."""
+    """The tokens of a row may begin anywhere, and the order of groups may differ from that of the rows."""
     prompts, responses, _ = case
     width = max(map(len, responses)) + 2
     starts = [data.draw(st.integers(0, width - len(r))) for r in responses]
@@ -164,7 +164,7 @@ PICTURE = {"pixel_values": torch.ones(4, 3), "image_grid_thw": torch.tensor([[1,
 
 @pytest.mark.parametrize("style", ["gather", "roll"])
 def test_equal_prompts_of_groups_are_packed_once(style):
-    """Wherever they are; values stay in the order of the input."""
+    """Equal prompts may be anywhere; values stay in the order of the input."""
     prompts, responses = [[1, 2], [3, 4], [1, 2], [5]], [[[6], [7, 8]], [[9]], [[10, 11]], [[12]]]
     batch = pack(prompts, responses, labels=style)
     assert batch.layout.num_groups == 3

@@ -87,7 +87,7 @@ def test_micro_batches_hold_every_sequence_once(sequences, min_shared, more, min
 @examples(100)
 @given(SEQUENCES, st.integers(0, 20))
 def test_micro_batches_repeat_as_little_as_possible(sequences, more):
-    """Against every way to cut the sequences in the order of the tree."""
+    """The micro-batches are as good as the best of all ways to cut the sequences in the order of the tree."""
     shared = shared_prefixes([np.array(s) for s in sequences])
     budget = max(map(len, sequences)) + more
     found = []
@@ -114,7 +114,8 @@ def test_micro_batches_keep_what_is_shared_together():
 
 
 def test_parts_too_short_to_share_in_a_micro_batch_alone_count():
-    """Among all, [:5] and [5:10] are long enough; without the first sequence it is [:7], and [7:10] is too short."""
+    """Shared parts [:5] and [5:10] are long enough among all; without the first sequence [:7] is, and [7:10] is too
+    short."""
     sequences = [[0] * 5 + [1] * 9, [0] * 7 + [2], [0] * 10 + [3], [0] * 10 + [4]]
     alone = pack_sequences(sequences[1:], min_shared=5).layout.num_tokens
     among_all = shared_prefixes([np.array(s) for s in sequences]).at_least(5).select(np.array([1, 2, 3])).tokens
@@ -176,7 +177,7 @@ def test_the_way_back(sequences, min_shared, random):
 @examples(100)
 @given(SEQUENCES, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_one_label_a_row(sequences, min_shared, random):
-    """What heads of one label a row compute is what each sequence alone asks for."""
+    """A head with one label a row computes what each sequence alone asks for."""
     masks = [[False, *(random.random() < 0.6 for _ in s[1:])] for s in sequences]
     if not any(map(any, masks)):
         return
@@ -199,7 +200,7 @@ def test_one_label_a_row(sequences, min_shared, random):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_one_label_a_row_takes_the_rows_of_pack(seed):
-    """Where prompts alone are shared: one row more for each response, one less for each prompt."""
+    """Sharing prompts alone takes one row more for each response, one less for each prompt."""
     rng = np.random.default_rng(seed)
     prompts = [[p, *rng.integers(0, 9, n).tolist()] for p, n in enumerate(rng.integers(0, 6, 3))]
     responses = [[[r, *rng.integers(0, 9, n).tolist()] for r, n in enumerate(rng.integers(0, 4, 3))] for _ in prompts]

@@ -271,7 +271,7 @@ def test_drift_beyond_the_allowance_is_settled_in_float64(tmp_path: Path, monkey
 
 
 def test_a_real_difference_of_short_answers_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of weights alone too: one way takes steps 10 % longer."""
+    """A difference of weights alone counts too: one way takes steps 10 % longer."""
     settings = short_answers(tmp_path)
     with monkeypatch.context() as patch:
         right = dualkv.demo.update.pack
@@ -295,7 +295,7 @@ def test_a_real_difference_of_short_answers_is_not_exact(tmp_path: Path, monkeyp
 
 
 def test_a_mistake_in_later_updates_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a KL term that one way forgets: at the first update it has no gradient."""
+    """A mistake may show late, such as a KL term that one way forgets: at the first update it has no gradient."""
     right = PolicyTrainer._loss
 
     def forgets(self: PolicyTrainer, batch: Any, prepared: Any) -> Any:

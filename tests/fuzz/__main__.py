@@ -51,7 +51,7 @@ def attempt(case):
 
 
 def wrong(case):
-    """What is wrong with the case, or None; also None if there is too little memory to tell."""
+    """Say what is wrong with the case; None if nothing is, or if there is too little memory to tell."""
     try:
         return attempt(case)[1]
     except NoMemory:

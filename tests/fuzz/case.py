@@ -291,7 +291,7 @@ def _with_pair(rng, case):
 
 # ---------------------------------------------------------------- run
 def _strided(x, strides):
-    """The same values, laid out as another program might hold them."""
+    """Copy the values into the strides that another program might use."""
     if strides == "heads first":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if strides == "unaligned":

@@ -152,7 +152,8 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
 
 
 def test_the_bound_of_dS_that_is_scaled_before_it_is_rounded():
-    """As PyTorch's memory-efficient attention does. This case once failed on a GPU."""
+    """The bound allows for dS that is scaled before it is rounded, as in PyTorch's memory-efficient attention. This
+    case once failed on a GPU."""
     case = replace(seeded("h3", 1200, "cuda"), device="cpu")
     assert (case.dtype, case.causal, case.kv_heads) == ("fp16", False, case.heads)
     context, *own = case.lengths
@@ -221,7 +222,7 @@ def test_cases_of_some_kernels_alone(monkeypatch, capsys):
 
 
 def test_too_little_memory_is_no_failure(monkeypatch, capsys):
-    """For the dense results of a case, or of what it is reduced to."""
+    """The dense results of a case, or of what it is reduced to, may need more memory than there is."""
     results = iter([NoMemory(), 0.5, WrongResult("off"), NoMemory(), 0.5])
 
     def run(_case):
@@ -262,7 +263,7 @@ def test_reduction_ends_where_nothing_simpler_fails():
 
 
 def test_long_windows_are_drawn():
-    """For the tiles that windows and chunks of more keys have, at every kind of call with features."""
+    """Long windows and chunks have tiles of their own, which every kind of call with features draws."""
     sizes = {"window": 0, "chunk": 0}
     kinds = set()
     for index in range(5000):
@@ -308,7 +309,7 @@ def by_stand_in(monkeypatch, backward, refuses=None):
 
 @pytest.mark.parametrize("refuses", [None, "this test"])
 def test_calls_by_cudnn_are_counted(refuses, monkeypatch, tmp_path, capsys):
-    """Those that it runs; the first backend that serves them runs the others."""
+    """The record counts the calls that cuDNN runs; the first backend that serves the others runs them."""
     by_stand_in(monkeypatch, reference.backward, refuses)
     record = tmp_path / "record.json"
     words = ["--cases", "20", "--seed", "suite", "--device", "cpu", "--json", str(record)]

@@ -1,4 +1,4 @@
-"""What the GPU tests share: the GPU they need, a watchdog, and kernels compiled side by side."""
+"""The fixtures that GPU tests share: the GPU they need, a watchdog, and kernels compiled side by side."""
 
 from __future__ import annotations
 

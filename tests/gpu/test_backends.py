@@ -213,7 +213,7 @@ def test_half_precision(backend):
 
 @pytest.mark.parametrize("name", ["ragged", "whole blocks"])
 def test_tensors_that_lie_anyhow(backend, name):
-    """Not at a multiple of 16 bytes, heads first, wider rows, an expanded gradient."""
+    """Tensors may start at no multiple of 16 bytes, have heads first or wider rows, and gradients may be expanded."""
     layout = LAYOUTS[name]
     q, k, v, dout = drawn(layout, MAIN, torch.bfloat16)
 

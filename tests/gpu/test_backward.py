@@ -121,7 +121,7 @@ def test_scales(scale, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
 def test_gradients_follow_the_size_of_dout(size, head_dim):
-    """To the last bit, for a power of two: dpsum, which goes through products in parts, loses none."""
+    """Gradients scale to the last bit with a power of two: dpsum, which goes through products in parts, loses none."""
     layout = LAYOUTS["ragged groups"]
     q, k, v, dout = inputs(layout, head_dim=head_dim)
     out, lse = oracle.attention(q, k, v, layout.offsets, layout.parent, head_dim**-0.5)
@@ -242,7 +242,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_more_than_2_to_the_28_rows():
-    """Of which the statistics take more than 2^31 numbers a head."""
+    """The statistics of so many rows take more than 2^31 numbers a head."""
     group, head_dim = ([3000], [[600, 496]]), 8
     count = 2**28 // 4096 + 1
     many, alone = Layout.from_lengths(group[0] * count, group[1] * count), Layout.from_lengths(*group)
@@ -270,7 +270,7 @@ def another_process_loads_the_gpu():
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_items_of_a_fixed_order_come_from_a_counter(head_dim, monkeypatch):
-    """So the order in which the device starts clusters does not matter. Each launch counts them anew, from 0 on."""
+    """The order in which the device starts clusters does not matter. Each launch counts items anew, from 0 on."""
     layout, counts, made = Layout.from_lengths([3000, 100], [[400] * 9, [700] * 2]), [], hopper._backward_kernels
 
     def counting(*arguments):

@@ -9,7 +9,7 @@ from dualkv.cli import commands
 
 
 def test_a_run(tmp_path):
-    """Without flash-attn-4, which may be missing, and FlexAttention, which takes long to compile."""
+    """The run leaves out flash-attn-4, which may be missing, and FlexAttention, which takes long to compile."""
     path = tmp_path / "bench.json"
     words = ["bench", "-w", "700:130,911;1:5;40:", "-d", ",".join(DIRECTIONS), "--seconds", "0.1", "--rounds", "1"]
     words += ["-s", "dualkv", "-s", "dualkv-deterministic", "-s", "torch-flash-replicated", "--json", str(path)]

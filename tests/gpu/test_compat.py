@@ -100,7 +100,7 @@ def test_graph_capture_after_one_call(name):
 
 
 def test_a_backward_that_does_not_know_that_prompt_rows_were_left_out():
-    """Whoever saves tensors elsewhere (offloading to the CPU does) gives the backward copies of the layout's."""
+    """The backward may get copies of the layout's tensors, for example when saved tensors are offloaded to the CPU."""
     tensors, lengths = arguments(ALIGNMENTS["responses"])
     dout = torch.randn_like(tensors[0])
 
@@ -161,7 +161,8 @@ def test_lengths_that_a_replayed_graph_writes_make_nan():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ALIGNMENTS)
 def test_a_replayed_graph_compares_lengths_and_keeps_what_it_reads(name, causal):
-    """Also after calls with so many other lengths that nothing else keeps the plan of the capture."""
+    """The graph keeps what it reads even after calls with so many other lengths that nothing else keeps the plan of the
+    capture."""
     tensors, lengths = arguments(ALIGNMENTS[name], causal)
     function = dualkv.flash_attn_dualkv_varlen_func
     with torch.no_grad():

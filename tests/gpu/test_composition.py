@@ -38,7 +38,7 @@ def errors(got, want):
 
 
 def plain(q, k, v, dout, layout, scale):
-    """What PyTorch computes in the same dtype with one dense masked softmax: the measure of the dtype's own error."""
+    """Compute one dense masked softmax by PyTorch in the same dtype: the measure of the dtype's own error."""
     ratio = q.shape[1] // k.shape[1]
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     row = torch.arange(layout.num_tokens, device="cuda")
@@ -140,7 +140,8 @@ def check_features(layout, heads, features, with_dlse):
 
 @pytest.mark.parametrize("name", ["ragged", "tree"])
 def test_tensors_that_lie_anyhow(name):
-    """Not at a multiple of 16 bytes (PyTorch's kernels would read where they must not), heads first, wider rows."""
+    """Tensors may start at no multiple of 16 bytes (PyTorch's kernels would read where they must not), have heads first
+    or wider rows."""
     layout = LAYOUTS[name]
     tensors = inputs(layout, 4, 2, 64, torch.bfloat16)
 

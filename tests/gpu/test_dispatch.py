@@ -77,7 +77,7 @@ def random_layout(generator):
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """The same inputs in every run."""
+    """Seed the inputs, so that they are equal in every run."""
     torch.manual_seed(0)
 
 

@@ -86,7 +86,7 @@ def test_logits_take_what_layers_leave_and_change_no_gradient() -> None:
 
 
 def test_fast_is_as_near_to_fp64_as_plain() -> None:
-    """By Liger's kernels where they are, else by the compiler's."""
+    """Liger's kernels run where they are installed, else the compiler's."""
     exact, *_ = step(enable(make_model(2).double(), check=False))
     apart = []
     for fast in (False, True):
@@ -171,7 +171,7 @@ def test_products_that_a_model_overwrites_change_no_gradient(kind: str, monkeypa
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_gpt_oss_trains_with_kept_products(fast: bool) -> None:
-    """As layers that recompute everything, whose fused kernels round in their own way."""
+    """The losses equal those of layers that recompute everything, whose fused kernels round in their own way."""
     ids = torch.randint(512, (1, LAYOUT.num_tokens), generator=torch.Generator().manual_seed(1)).cuda()
 
     def losses(keep: str | None) -> list[float]:
@@ -195,7 +195,7 @@ def test_gpt_oss_trains_with_kept_products(fast: bool) -> None:
 
 
 def test_products_that_are_overwritten_take_no_more_memory() -> None:
-    """Between the forward and the backward: one copy of each, clamped in place or not."""
+    """The memory between the forward and the backward has one copy of each product, clamped in place or not."""
     ids, taken = torch.zeros(1, LAYOUT.num_tokens, dtype=torch.int64, device="cuda"), []
     for clip in (None, 0.05):
         model = recompute_layers(enable(randomized(lambda clip=clip: make_olmo(clip)), check=False), "products")

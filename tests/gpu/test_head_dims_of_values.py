@@ -113,7 +113,7 @@ def test_what_is_not_finite_stays_with_the_rows_that_see_it(pair, value):
 @pytest.mark.parametrize("features", [{}, {"window": 37}, {"chunk": 50, "sinks": True}], ids=str)
 @pytest.mark.parametrize("pair", [(192, 128), (64, 80)], ids=str)
 def test_the_composition(pair, features, monkeypatch):
-    """Its parts come rounded, and their sum is rounded again: up to three roundings for plain PyTorch's one."""
+    """The parts of the composition are rounded, and so is their sum: up to three roundings for plain PyTorch's one."""
     monkeypatch.setenv("DUALKV_BACKEND", "flash")
     for name in ("ragged groups", "tree"):
         for what, got, plain, want in draw(LAYOUTS[name], features, pair[0], 8, 2, BF16, True, False, pair[1], 0):

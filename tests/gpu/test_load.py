@@ -58,7 +58,7 @@ def same(got, want):
 
 # ---------------------------------------------------------------- memory that runs out
 def test_out_of_memory_in_the_backward_leaves_the_process_usable():
-    """At every allocation that the backward makes."""
+    """Memory runs out at every allocation of the backward in turn."""
     layout = Layout.from_lengths([20000], [[5000] * 4])
     q, k, v, dout = inputs(layout)
     want = step(q, k, v, dout, layout)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.any_gpu
 
 @pytest.mark.parametrize(("kind", "rope"), [*scaled.pairs(("phi3", "llama")), ("gemma3_text", "dynamic")])
 def test_sequences_alone(kind: str, rope: str) -> None:
-    """In fp32: in one row, and walked."""
+    """Packed sequences equal separate ones in fp32, in one row and walked."""
     model = scaled.make(kind, rope)
     ids = scaled.token_ids(model).cuda()
     model = model.cuda()

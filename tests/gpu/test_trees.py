@@ -220,7 +220,7 @@ def test_two_levels_as_a_tree():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_a_part_below_a_path(head_dim, deterministic):
-    """What a walk runs: rows of a path of three segments ask nothing, subtrees hang on two of them."""
+    """A walk runs such calls: rows of a path of three segments have no queries, subtrees hang on two of them."""
     layout = tree([300, 77, 130, 200, 90, 260, 41], [-1, 0, 1, 2, 3, 1, 0])
     silent = 300 + 77 + 130
     asked = layout.without_queries(silent)

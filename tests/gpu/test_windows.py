@@ -143,7 +143,7 @@ def test_gqa_ratios(ratio):
 
 @pytest.mark.parametrize("ratio", APART)
 def test_heads_that_long_windows_and_chunks_take_apart(ratio):
-    """Beyond 1,024 keys: one head a tile, two, four."""
+    """Windows and chunks beyond 1,024 keys have tiles of one, two or four heads."""
     layout = Layout.from_lengths([1100, 700], [[600, 513], [1, 900]])
     for features in ({"window": 1300}, {"chunk": 1200, "sinks": True}, {"chunk": 1100, "softcap": 20.0}):
         for deterministic in (False, True):

@@ -75,7 +75,7 @@ def of_words(words: str) -> tuple[int, int]:
 
 
 def differences(got: list[torch.Tensor], want: list[torch.Tensor]) -> str:
-    """Of each result that differs its name, how many rows of it do, and by how much at most; "" if none does."""
+    """Describe each result that differs: its name, how many rows differ, and by how much at most; "" if none does."""
     found = []
     for name, x, y in zip(NAMES[: len(want)], got, want, strict=True):
         if not torch.equal(x, y):

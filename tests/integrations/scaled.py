@@ -133,7 +133,7 @@ def error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 @torch.no_grad()
 def walked(model: Any, ids: torch.Tensor, budget: int) -> list[torch.Tensor]:
-    """As :func:`alone`, of an enabled model in parts of so many rows."""
+    """Compute the rows of :func:`alone` by an enabled model, in parts of so many rows."""
     batch = dualkv.pack_sequences([ids[0, path] for path in PATHS])
     rows: list[torch.Tensor | None] = [None] * batch.layout.num_tokens
 
@@ -148,7 +148,7 @@ def walked(model: Any, ids: torch.Tensor, budget: int) -> list[torch.Tensor]:
 
 
 def dependence(module: Any) -> Iterator[tuple[str | None, bool]]:
-    """For each type of layers that an embedding serves: whether a row's factors depend on another, later row."""
+    """Find, for each type of layers that an embedding serves, whether a row's factors depend on another, later row."""
     x = torch.zeros(1, 4, 8)
     for layer in kinds(module):
         if layer is not None and not hasattr(module, f"{layer}_inv_freq"):

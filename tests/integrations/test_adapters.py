@@ -46,7 +46,7 @@ def lora(**fields: Any) -> Any:
 
 
 def config_of(name: str, **fields: Any) -> Any:
-    """Of a type, with sizes that fit the tiny model."""
+    """Make the configuration of an adapter type, with sizes that fit the tiny model."""
     cls = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[name]]
     known = {field.name for field in dataclasses.fields(cls)}
     wanted = OF | {"r": 4, "num_virtual_tokens": 3} | adapters.SMALL.get(name, {}) | OWN.get(name, {}) | fields
@@ -158,7 +158,7 @@ def xlora(folder: Path) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, reason in adapters.TYPES.items() if reason == adapters.EXACT])
 def test_exact_types(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training, without dropout: logits and the gradients of all adapters."""
+    """Logits and the gradients of all adapters are exact in training, without dropout."""
     for module, content in {"sklearn": {}, "sklearn.cluster": {"KMeans": Clusters}}.items():
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
         vars(sys.modules[module]).update(content)

@@ -116,7 +116,7 @@ def test_frozen_projections():
 
 
 def check_walks(model, batch, budgets, bound, keeps=(None, "nothing", "attention")):
-    """Against one pass, without checkpointing and with it."""
+    """Compare walks with one pass, without checkpointing and with it."""
     weights = weights_of(batch, next(model.parameters()).dtype)
     wanted = whole(model, batch, weights)
     expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
@@ -211,7 +211,7 @@ def test_long_recurrent_layers_with_gradient_checkpointing(family):
 
 
 def test_states_of_the_path_matter(monkeypatch):
-    """Without them the results are others: what the tests above compare depends on them."""
+    """The results differ without the states of the path: what the tests above compare depends on them."""
     batch = packed()
     weights = weights_of(batch, torch.float64)
     with test_recurrent.double_throughout():

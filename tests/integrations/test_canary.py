@@ -44,7 +44,7 @@ def trees(seed: int = 0) -> dualkv.PackedSequences:
 
 
 def logprobs(model: Any, batch: Any, **layout: Any) -> torch.Tensor:
-    """As a trainer computes them, by the model's logits."""
+    """Compute log-probs from the model's logits, as a trainer does."""
     logits = model(input_ids=batch.input_ids.clone(), **layout).logits[0, batch.predict_rows].float()
     return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
 
@@ -100,7 +100,7 @@ def batch_norm(model: Any) -> Any:
 
 
 def by_the_longest_position(model: Any) -> Any:
-    """As rotary embeddings that depend on the longest sequence of a call."""
+    """Make rotary embeddings depend on the longest sequence of a call."""
 
     def scaled(_module: Any, args: Any, kwargs: Any, out: Any) -> Any:
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -197,7 +197,7 @@ def test_random_states_modes_buffers_and_gradients_are_left_alone() -> None:
 
 
 def test_the_number_of_forwards_is_the_number_asked_for() -> None:
-    """Whatever the rank's batch is: fewer rollouts than asked for, none with a token."""
+    """The number holds for every batch of a rank: fewer rollouts than asked for, none with a token."""
     model, calls = enable(make_model()), []
     model.register_forward_pre_hook(lambda _m, _a, kwargs: calls.append("dualkv" in kwargs), with_kwargs=True)
     empty = dualkv.pack([[5, 6, 7]], [[[], []]])

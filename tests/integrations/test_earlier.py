@@ -1,4 +1,4 @@
-"""What packed recurrent layers of transformers before 5.17 are made of. The layers: verl/test_earlier.py."""
+"""Tests of the parts of packed recurrent layers of transformers before 5.17. The layers: verl/test_earlier.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_convolution(activation: str | None) -> None:
 
 
 class Qwen3NextGatedDeltaNet:
-    """As before 5.17."""
+    """A layer as it was before 5.17."""
 
     causal_conv1d_fn: Any
     chunk_gated_delta_rule: Any

@@ -23,8 +23,8 @@ GIB = 2**30
 
 
 class Memory:
-    """Of a pretended GPU: a layer keeps 1 byte a row where it is recomputed, 2 with its products, 3 where it is left
-    out of checkpointing; a step takes 40 more."""
+    """The memory of a pretended GPU: a layer keeps 1 byte a row where it is recomputed, 2 with its products, 3 where it
+    is left out of checkpointing; a step takes 40 more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows, self.start = 0, 100
@@ -44,7 +44,7 @@ class Memory:
         self.now += self.rows * (1 + level)
 
     def step(self, model: Any, rows: int, logits: bool = False) -> list[int]:
-        """What each layer kept. The peak is that of the last layer's backward."""
+        """Run a step. Returns what each layer kept; the peak is that of the last layer's backward."""
         self.rows, self.now = rows, self.start
         out = model(input_ids=torch.arange(rows)[None] % 7, use_cache=False).logits
         self.lent = checkpointing.memory_for_logits(model) if logits else None
@@ -92,7 +92,7 @@ def test_a_forward_without_a_backward_teaches_nothing(monkeypatch: pytest.Monkey
 
 
 def test_hooks_of_layers_that_run_again_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with transformers that checkpoint a layer's call and not its forward."""
+    """Some versions of transformers checkpoint a layer's call and not its forward, which runs the hooks again."""
     model = make_deep(3)
     memory = Memory(monkeypatch)
     recompute_layers(model, "attention", memory=10**4 / GIB)
@@ -204,7 +204,7 @@ def rotaries(model: Any) -> list[Any]:
 
 
 def test_fast_is_undone() -> None:
-    """And it is of one model, not of others of its type."""
+    """Fusing changes one model, not others of its type, and can be undone."""
     model, other = make_deep(2), make_deep(2)
     before, rotary = {name: dict(vars(m)) for name, m in model.named_modules()}, rotaries(model)[0]
     enable(model, fast=True)
@@ -257,7 +257,8 @@ def test_decorators_of_a_forward_stay() -> None:
 
 
 def test_layers_keep_attention_again_until_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a trainer's own call of `gradient_checkpointing_enable`. Reentrant checkpointing can keep nothing."""
+    """Layers keep attention also after a trainer's own call of `gradient_checkpointing_enable`. Reentrant checkpointing
+    can keep nothing."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = enable(make_deep(2), fast=True)
     tokens = token_ids(LAYOUT)
@@ -288,8 +289,8 @@ def nothing_compiled() -> None:
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a limit, PyTorch would run what is compiled once more as it is, and say so in a log at most. One layer
-    has transformers' norms, one PyTorch's."""
+    """A second form would not compile beyond a limit: PyTorch would run the piece as it is, and say so in a log at
+    most. One layer has transformers' norms, one PyTorch's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = make_deep(2)
     layer = model.get_decoder().layers[1]
@@ -327,7 +328,7 @@ def test_fusing_again_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """What `enable` and `recompute_layers` have set, but for fused layers."""
+    """Collect what `enable` and `recompute_layers` have set, but for fused layers."""
     modules = dict(model.named_modules())
     hooks = {(name, kind): list(getattr(m, kind).items()) for name, m in modules.items()
              for kind in ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")}  # fmt: skip

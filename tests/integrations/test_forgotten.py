@@ -57,7 +57,7 @@ def test_a_new_layout_finds_transformers(monkeypatch):
 
 
 def test_layers_that_are_not_causal_may_get_a_layout():
-    """Such as those of images, whose models hand all arguments on."""
+    """Models of images hand all arguments on to their layers, which are not causal."""
     function = AttentionInterface().get_interface("sdpa", None)
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     module = torch.nn.Module()
@@ -83,7 +83,7 @@ MODEL = {"model": lambda model: model, "decoder": lambda model: model.model}
     ],
 )
 def test_packed_tokens_without_their_layout(of, call):
-    """Also if an earlier call had it."""
+    """Tokens need their layout even if an earlier call had it."""
     model, batch = enable(make_model(), check=False), packed()
     model(input_ids=batch.input_ids, dualkv=batch.layout)
     for one in (batch, dualkv.pack_sequences([PROMPT + r for r in RESPONSES])):

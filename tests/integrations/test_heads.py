@@ -62,7 +62,7 @@ def rollouts() -> tuple[torch.Tensor, list[torch.Tensor], Any]:
 
 
 def grads(model: nn.Module, logp: torch.Tensor, entropy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a loss that is not linear in the log-probs."""
+    """Compute the gradients of a loss that is not linear in the log-probs."""
     model.zero_grad()
     weight = torch.linspace(-1, 2, len(logp))
     (logp * weight + logp.exp() + entropy).sum().backward()
@@ -82,7 +82,7 @@ def own(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def through_head(model: Any, plain: Any | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of packed rows; plain: the model without wrappers."""
+    """Compute log-probs and entropies from packed rows by `response_logprobs`; plain: the model without wrappers."""
     _, _, batch = rollouts()
     base = (plain or model).base_model
     hidden = base(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
@@ -241,7 +241,7 @@ def adapters() -> dict[str, Any]:
 
 
 def wrapped(model: Any, adapter: Any) -> Any:
-    """With random adapters."""
+    """Wrap a model with random adapters."""
     model = pytest.importorskip("peft").get_peft_model(model, adapter)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -256,7 +256,7 @@ def wrapped(model: Any, adapter: Any) -> Any:
     "trainable tokens",
 ])  # fmt: skip
 def test_adapters_on_the_head_run_and_are_trained(name: str, tied: bool) -> None:
-    """In training mode; all gradients of the model's own loss are there."""
+    """All gradients of the model's own loss are there in training mode."""
     model = wrapped(tiny(tie_word_embeddings=tied), adapters()[name]).train()
     check(model, model.get_base_model())
     base = model.get_base_model()

@@ -86,7 +86,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def gradients(layer: Layer, context_fn: Any = None, after: Callable[[torch.Tensor], Any] = lambda _: None) -> Any:
-    """Of two backwards through one graph, and the products that these compute. after: is given the layer's result."""
+    """Compute the gradients of two backwards through one graph, and the products that they compute. after: is given the
+    layer's result."""
     x = torch.linspace(-1, 1, ROWS * WIDTH).reshape(1, ROWS, WIDTH).requires_grad_()
     parameters = [x, *(layer.parameters() if isinstance(layer, nn.Module) else ())]
     out = layer(x) if context_fn is None else checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
@@ -123,7 +124,7 @@ def test_a_write_changes_no_gradient_and_computes_no_product_again(write: str, g
 
 
 def test_a_write_after_the_layer_computes_the_product_again() -> None:
-    """It comes too late for a copy. Without checkpointing PyTorch raises here."""
+    """A write after the layer comes too late for a copy. Without checkpointing PyTorch raises here."""
     linear, leaked = nn.Linear(WIDTH, WIDTH, bias=False), list[torch.Tensor]()
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,8 @@ class Live(TorchDispatchMode):
 
 
 def test_kept_products_cost_one_copy_until_they_are_given() -> None:
-    """As by PyTorch's own contexts, which keep an alias, whether the layer writes or not."""
+    """Kept products cost as much as with PyTorch's own contexts, which keep an alias, whether the layer writes or
+    not."""
     pytorch = partial(create_selective_checkpoint_contexts, KEEP["products"])
     for write in ("nothing", "clamped"):
         layer, x, sizes = Projections(WRITES[write]), torch.ones(1, ROWS, WIDTH, requires_grad=True), list[int]()
@@ -237,7 +239,8 @@ def test_kept_products_cost_one_copy_until_they_are_given() -> None:
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("written", [0, 1])
 def test_attention_that_is_overwritten_raises_as_without_checkpointing(keep: str, written: int) -> None:
-    """Its own backward reads it, so PyTorch raises there, but for the hooks of checkpointing."""
+    """The backward of attention reads its result, so PyTorch raises there; the hooks of checkpointing must not hide
+    that."""
     q, k, v = torch.randn(3, LAYOUT.num_tokens, 2, WIDTH).requires_grad_()
 
     def layer(gate: torch.Tensor) -> torch.Tensor:

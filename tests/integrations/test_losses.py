@@ -1,4 +1,5 @@
-"""Which settings make a loss depend on the micro-batch, by rule; veRL's and TRL's own losses are in their folders."""
+"""Tests of the rule that says which settings make a loss depend on the micro-batch; veRL's and TRL's own losses are in
+their folders."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def counting(family: str) -> Any:
 
 
 def plain_media(draw: torch.Generator, family: str, *media: tuple[int, int, int]) -> dict[str, Any]:
-    """What a processor returns for images of such sizes (halved) beside ids."""
+    """Make the output of a processor for images of such sizes (halved) beside ids."""
     if not media:
         return {}
 
@@ -393,7 +393,7 @@ def test_media_that_cannot_be_packed(change: Any, error: type[Exception], messag
 
 
 def test_seconds_of_some_videos() -> None:
-    """Of some prompts, of some videos of a prompt, and in calls without `pack`."""
+    """The seconds may be missing for some prompts, for some videos of a prompt, and in calls without `pack`."""
     prompts, responses, media = rollouts("Qwen2_5_VL", FILM, FILM + FILM)
     for seconds, message in (
         (
@@ -471,7 +471,7 @@ def test_a_tree_with_images_in_its_turns() -> None:
 
 # ---------------------------------------------------------------- what else processors and layouts may hold
 def test_small_gemma_4_models_are_causal_among_images() -> None:
-    """Where the config does not say "vision", and where no kinds of tokens come."""
+    """Rows of images are causal where the config does not say "vision", and where no kinds of tokens are given."""
     prompts, responses, media = rollouts("Gemma4", ONE, TWO)
     batch = dualkv.pack(prompts, responses, media=media)
     for names, bidirectional in (((), None), (("mm_token_type_ids",), "vision")):
@@ -497,7 +497,7 @@ def test_kinds_of_tokens_that_a_model_does_not_take() -> None:
 
 
 def test_text_with_sequence_parallelism(tmp_path: Path) -> None:
-    """Also of decoders that take placed layouts only."""
+    """Decoders that take placed layouts only run too."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         batch = dualkv.pack([torch.tensor([3, 4, 5, 6])], [[torch.tensor([7, 8]), torch.tensor([9, 1])]])

@@ -56,7 +56,7 @@ def test_calls_that_are_refused(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_response_with_a_placeholder_is_refused() -> None:
-    """By `pack`, and by the model, whose layout may come from elsewhere."""
+    """A placeholder is refused by `pack`, and by the model, whose layout may come from elsewhere."""
     prompts, responses, media = rollouts("Qwen3VL", ONE)
     batch = dualkv.pack(prompts, responses, media=media)
     responses[2][1] = IMAGE
@@ -73,7 +73,7 @@ def test_a_response_with_a_placeholder_is_refused() -> None:
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_fewer_images_than_placeholders(family: str) -> None:
-    """In models without grids, before a vision tower runs where an image's rows can be counted."""
+    """Models without grids refuse them before a vision tower runs, where an image's rows can be counted."""
     prompts, responses, media = rollouts(family, ONE, ONE)
     batch = dualkv.pack(prompts, responses, media=media)
     images = 1 if family in ("Idefics3", "SmolVLM") else 0  # the dimension of images
@@ -90,7 +90,7 @@ def test_fewer_images_than_placeholders(family: str) -> None:
 
 
 def test_models_and_parts_that_run_text_alone() -> None:
-    """By keyword and by position; a decoder itself, whose images another model places."""
+    """Images are refused by keyword and by position; a decoder itself runs text whose images another model places."""
     images = torch.zeros(4, 8)
     config = tf.AyaVisionConfig(text_config=SIZES | {"model_type": "cohere2"}, vision_config=CLIP)
     unknown = enable(tf.AyaVisionForConditionalGeneration(config))

@@ -1,4 +1,4 @@
-"""What an integration says whose library is not installed, however it is imported."""
+"""Tests of an integration whose library is not installed, however it is imported."""
 
 import sys
 

@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def cases() -> list[Any]:
-    """By default each combination runs with one of the kinds."""
+    """List the cases; by default each combination runs with one of the kinds."""
     found = []
     combinations = list(itertools.product(WAYS, ("float32", "float64"), LAYOUTS))
     for family in FAMILIES:
@@ -62,7 +62,8 @@ def test_packed_equals_replicated(family: str, way: str, dtype: str, layout: str
     "family", [pytest.param(name, marks=() if name == "minimax" else (pytest.mark.slow,)) for name in FAMILIES]
 )
 def test_fast(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what surrounds attention and recurrences in pieces that are traced, and checkpointing that keeps attention.
+    """The parts around attention and recurrences are traced in pieces, and checkpointing keeps attention. The GPU suite
+    has the compiler's kernels.
 
     The GPU suite has the compiler's kernels.
     """

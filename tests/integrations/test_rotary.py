@@ -202,7 +202,7 @@ def test_the_command_says_what_is_refused(rope: str) -> None:
 
 @pytest.mark.parametrize("remade", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_sequence_that_another_one_continues(remade: Any) -> None:
-    """It has no segment of its own, and its length counts nevertheless."""
+    """A sequence without a segment of its own counts with its length nevertheless."""
     model = enable(small("longrope"))
     (long,) = tokens(12)
     for shorter, refused in ((long[:8], True), (long[:9], False)):

@@ -147,7 +147,7 @@ def test_models_that_differ_are_refused(case: str) -> None:
 def test_what_would_fail_in_the_first_call_is_refused(
     family: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what the call would say, with the model's own numbers and not those of the copy."""
+    """The error is that of the call, with the model's own numbers and not those of the copy."""
     monkeypatch.setattr(layers, "drops_arguments", lambda _: False)
     config = getattr(tf, f"{family}Config")(**settings)
     with torch.device("meta"):
@@ -205,7 +205,7 @@ def test_each_configuration_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def settings_of_others() -> Iterator[None]:
-    """As a training may have them: half precision throughout, threads."""
+    """Change global settings as a training may: half precision throughout, threads."""
     dtype, precision, threads = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_default_dtype(torch.bfloat16)
     torch.set_float32_matmul_precision("medium")

@@ -67,7 +67,7 @@ def models_of(kind: str) -> list[Any]:
 
 
 def refused_or(name: str, call: Any) -> Any:
-    """What a call returns; None where it is refused by the name of an argument."""
+    """Return the result of a call; None where it is refused by the name of an argument."""
     try:
         return call()
     except ValueError as error:

@@ -129,7 +129,8 @@ def test_a_tree_with_gradient_checkpointing(use_reentrant: bool) -> None:
 
 
 def test_pack_sequences_through_a_model() -> None:
-    """From token lists to rows of log-probs, against each sequence alone; masks of their own on what they share."""
+    """Token lists become rows of log-probs, which equal those of each sequence alone; each sequence masks the shared
+    part in its own way."""
     sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 4, 4], [5, 6, 3], [5, 6, 7], [9, 9], [5, 6, 7, 8, 9]]
     masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
     model = make_model().train()
@@ -159,7 +160,7 @@ def test_reentrant_gradient_checkpointing() -> None:
 
 
 class Count(TorchDispatchMode):
-    """How often some ops run."""
+    """A mode that counts how often some ops run."""
 
     def __init__(self, *ops: Any) -> None:
         super().__init__()
@@ -336,7 +337,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def plain_outputs(model: Any) -> list[torch.Tensor]:
-    """What a model does without a layout: padded, with gradients, packed by position, from a cache, generation."""
+    """Run a model without a layout: padded, with gradients, packed by position, from a cache, generation."""
     batch = padded_batch()
     model.zero_grad()
     out = model(**batch)
@@ -384,7 +385,7 @@ def test_models_with_different_implementations_in_one_process() -> None:
 
 
 def test_an_implementation_of_the_user_sees_its_own_name(request: pytest.FixtureRequest) -> None:
-    """As FlashAttention's function does, which chooses its kernels by the name in the module's config."""
+    """A function of the user reads its own name in the module's config, as FlashAttention's does to choose kernels."""
     seen = []
 
     def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

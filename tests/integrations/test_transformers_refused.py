@@ -1,4 +1,4 @@
-"""What `dualkv.integrations.transformers` does not compute is refused in one sentence, before anything runs."""
+"""Models and calls that `dualkv.integrations.transformers` cannot compute raise one sentence, before anything runs."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def test_a_head_of_each_token_stays() -> None:
 
 @pytest.mark.parametrize("less", [LAYOUT.without_prompt_queries(), LAYOUT.without_queries(1)], ids=["prompts", "rows"])
 def test_a_layout_without_some_queries_is_refused(less: Any) -> None:
-    """Its rows are zeros where kernels run, and the next layer would read keys and values of them."""
+    """Rows without queries are zeros where kernels run, and the next layer would read keys and values of them."""
     model = enable(make_model("qwen3"))
     for run in (model, model.model):
         with pytest.raises(ValueError, match=r"without some queries .* expected one of all rows"):

@@ -111,7 +111,8 @@ def test_flex_is_traced_once_for_all_lengths(compiler):
 
 
 def test_graphs_of_flex_have_no_annotations(compiler):
-    """With them PyTorch 2.11 keeps no compiled graph: every process would compile it again, with a warning."""
+    """Annotations keep PyTorch 2.11 from caching a compiled graph: every process would compile it again, with a
+    warning."""
     graphs, typed = [], []
 
     def look(graph, inputs):
@@ -420,7 +421,8 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
 
 @pytest.mark.parametrize("of", ["import", "plan", "FlexAttentionFwd", "FlexAttentionBwd"])
 def test_a_cudnn_that_fails_gives_way_to_the_next(plans, monkeypatch, of):
-    """By default, with one warning for each thing that fails, which is not tried again; by hand it is an error."""
+    """The default takes the next backend, with one warning for each thing that fails, which is not tried again; a
+    backend chosen by hand raises an error."""
     q, k, v, dout, _, _ = drawn(GROUP, {})
     want = dualkv.attention(q.requires_grad_(), k, v, GROUP, backend="reference")
     (dq,) = torch.autograd.grad(want, q, dout)

@@ -138,7 +138,7 @@ def test_packed_rollouts_are_one_call_and_no_more():
 
 
 def test_rows_nobody_asks_for_are_few():
-    """What a call computes besides its answer: rows of the packed group."""
+    """A call computes few rows of the packed group besides its answer."""
 
     def unasked(name):
         return placement(*EDGES[name]).layout.num_tokens - sum(EDGES[name][0])
@@ -216,7 +216,8 @@ STALE = [name for name, (q_lens, _, _) in EDGES.items() if len(q_lens) > 1 and s
 @pytest.mark.parametrize("written", ["q", "k"])
 @pytest.mark.parametrize("name", STALE)
 def test_lengths_that_are_written_behind_pytorchs_back_make_nan(as_on_a_device, name, written, causal):
-    """As `.data`, gloo's collectives and replayed graphs do: no row and no gradient is of the lengths before."""
+    """Lengths may be written by `.data`, gloo's collectives and replayed graphs: no row and no gradient is then of the
+    lengths before."""
     q_lens, context, k_lens = EDGES[name]
     tensors = inputs(q_lens, context, k_lens)
     cu = {"q": cumulative(q_lens), "k": cumulative(k_lens).long()}
@@ -278,7 +279,7 @@ def test_lengths_on_another_device_are_refused(as_on_a_device):
 
 @pytest.mark.parametrize(("q_lens", "k_lens"), [([2, 3], [2, 3]), ([1, 1], [2, 3]), ([3, 5], [2, 3])])
 def test_a_call_in_inference_mode_leaves_what_training_can_use(q_lens, k_lens):
-    """Where queries and keys go is kept for the next call with the same lengths."""
+    """The placement of queries and keys is kept for the next call with the same lengths."""
     compat._placement.cache_clear()
     for inference in (True, False):
         tensors = inputs(q_lens, 4, k_lens)

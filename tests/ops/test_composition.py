@@ -70,7 +70,8 @@ def visible(n_q, n_k, causal, window_size_left=None, window_size_right=None):
 
 
 def dense_sequences(q, k, v, cu_q, cu_k, causal, scale, window):
-    """For each sequence of a varlen call: its rows and its probabilities before division, exp(scores) and scores."""
+    """Compute, for each sequence of a varlen call, its rows and its probabilities before division, exp(scores) and
+    scores."""
     ratio = q.shape[1] // k.shape[1]
     for i in range(len(cu_q) - 1):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])

@@ -91,7 +91,7 @@ SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose q
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups)
 def test_one_kernel_serves_every_length(launches, lens):
-    """Over all examples together, each shape of heads loads one kernel, whatever the batch."""
+    """Each shape of heads loads one kernel over all examples together, whatever the batch."""
     layout = Layout.from_lengths([p for p, _ in lens], [r for _, r in lens])
     if not layout.num_tokens:
         return
@@ -229,7 +229,7 @@ def test_where_few_keys_begin_and_end():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 120, 128])
 def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, head_dim, deterministic, gradients):
-    """Of every kernel of the call and of its plan. Each kind of layouts loads its kernels once."""
+    """Every kernel of the call and its plan has the tile. Each kind of layouts loads its kernels once."""
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
     monkeypatch.setattr(hopper, "FEW_KEYS_WALK", 1.16)
     for prompt, responses, few in [
@@ -326,7 +326,7 @@ def test_trees_windows_and_softcapping_keep_their_forward_where_clusters_see_oth
 
 
 def test_where_few_keys_of_forwards_begin():
-    """From what a plan says each tile's CTAs walk, with clusters and without."""
+    """The choice follows from the walk of each tile's CTAs in a plan, with clusters and without."""
     for length in (100, 400, 700, 1000, 1300, 2000, 3000):
         seg = segments(Layout.from_lengths([length] * 64, [[length // 2] * 8] * 64))
         cost = {

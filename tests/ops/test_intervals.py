@@ -86,7 +86,7 @@ def test_blocks_are_the_visible_keys(tree, window, block):
 
 
 def test_the_host_takes_no_square_of_the_rows():
-    """Of 1,040,000 rows: one number a pair of blocks, of one byte, would be 66 MB."""
+    """One byte for each pair of blocks of 1,040,000 rows would be 66 MB."""
     segments = Layout.from_lengths([2800] * 200, [[300] * 8] * 200)._segments
     mask(Layout.from_lengths([5], [[3]])._segments, None, 128)  # imports what masks need
     assert len(segments.visible_end) == segments.total  # with other numbers of each row

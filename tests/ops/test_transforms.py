@@ -1,4 +1,4 @@
-"""What PyTorch does to functions of tensors: export, fake and meta tensors, torch.func, forward mode, DTensor."""
+"""Tests of PyTorch's transforms of functions: export, fake and meta tensors, torch.func, forward mode, DTensor."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Case:
     start: Callable[[Any, Machine], Callable[[], None]]
 
     def run(self, schedule: Schedule, edits: Edits = ()) -> int:
-        """Under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
+        """Run under one schedule, with the kernels' sources edited; returns its steps, or raises Fault."""
         loaded = kernels(*edits)
         machine = Machine(schedule, clusters_at_once=schedule.random.randint(1, 3))
         Now.machine = machine
@@ -67,13 +67,14 @@ class Case:
         return f"python -m tests.protocol --kernel '{self.name}' --schedules 1 --seed {schedule.seed}"
 
     def slow(self) -> list[str]:
-        """Who may be slow."""
+        """List what a schedule may slow down."""
         warps = (f"warp {w} of rank {r}" for r in range(self.cluster) for w in range(self.warps))
         return ["loads", "stores", "sends", *warps]
 
 
 def schedules(case: Case, count: int, seed: int = 0) -> list[Schedule]:
-    """Of the seeds from `seed` on. Of three one is fair, one by priorities, in one somebody is slow, each in turn."""
+    """Make schedules of the seeds from `seed` on. One of three is fair, one goes by priorities, one slows something
+    down, each in turn."""
     slow, chosen = case.slow(), range(seed, seed + count)
     return [Schedule(i, slow=slow[i // 3 % len(slow)] if i % 3 == 0 else None, priorities=i % 3 == 1) for i in chosen]
 
@@ -84,19 +85,19 @@ def segments(prompts: list[int], responses: list[list[int]]) -> Any:
 
 
 def _here(agent: Agent) -> list[Any]:
-    """When a warp did this."""
+    """Note the warp and the time of this step."""
     return [agent.index, int(agent.clock[agent.index]), agent.name]
 
 
 def _at_end(agent: Agent) -> list[Any]:
-    """When a warp has waited for the copy that it starts, which is not yet known."""
+    """Note the time when a warp has waited for the copy that it starts; it is not known yet."""
     when: list[Any] = []
     agent.bulk_open.then.append(lambda: when.extend(_here(agent)))  # type: ignore[union-attr]
     return when
 
 
 def barrier_names(pipelines: Any, name: str = "") -> dict[int, str]:
-    """What the mbarriers of a kernel's pipelines are for, by their numbers: "Q.empty, stage 1"."""
+    """Name the mbarriers of a kernel's pipelines, by their numbers: "Q.empty, stage 1"."""
     if hasattr(pipelines, "arrivals"):
         return {pipelines.first + j: f"{name}, stage {j}" for j in range(pipelines.count)}
     found: dict[int, str] = {}
@@ -107,7 +108,7 @@ def barrier_names(pipelines: Any, name: str = "") -> dict[int, str]:
 
 # ---------------------------------------------------------------- backward
 class Gradients:
-    """What the backward's main kernel adds up, and what it should."""
+    """The sums of the backward's main kernel, and what they should be."""
 
     def __init__(self, kernel: Any, seg: Any, work: Any, heads: int, kv_heads: int, window: Window | None) -> None:
         self.kernel, self.seg, self.work, self.heads, self.kv_heads = kernel, seg, work, heads, kv_heads
@@ -136,7 +137,7 @@ class Gradients:
             self.add(machine, what, first_lane(where), prov)
 
     def add(self, machine: Machine, what: str, at: int, prov: frozenset[Any]) -> None:
-        """To dQ."""
+        """Record an addition to dQ."""
         agent, floats = machine.agent, self.M * self.kernel.dq_columns
         block, place = divmod(at, floats)
         if what == "dq_acc":  # zeros: of the whole block, a quad after another
@@ -224,8 +225,8 @@ class Gradients:
                     raise Fault(f"nothing is added to dQ of block {mb}, head {h}")
 
     def place_of(self, key: int, kv_head: int, block: int) -> int:
-        """Of the item that adds to a block and whose CTAs' first keys these are: its first key, or with a window its
-        place among those that start."""
+        """Find the item that adds to a block and whose CTAs' first keys these are: its first key, or with a window its
+        index among those that start."""
         steps = range(0, self.kernel.row_ctas * self.N, self.N)
         of_keys = [i for i, x in enumerate(self.work.items) if x[0] == kv_head and key - int(x[1]) in steps]
         if self.work.blocks is None:
@@ -309,7 +310,7 @@ def backward(
 
 # ---------------------------------------------------------------- forward
 class Outputs:
-    """What the forward stores, and what it should."""
+    """The stores of the forward, and what they should be."""
 
     def __init__(self, kernel: Any, seg: Any, heads: int, kv_heads: int, window: Window | None) -> None:
         self.kernel, self.heads = kernel, heads

@@ -92,7 +92,7 @@ class SmemAllocator:
 
 
 class Kernel:
-    """Of @cute.kernel: `self.kernel(...).launch(...)` runs on the machine."""
+    """A stand-in for @cute.kernel: `self.kernel(...).launch(...)` runs on the machine."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -128,7 +128,7 @@ def make_tensor(at: Any, layout: Any) -> Any:
 
 
 def _roles(view: View, shape: Any) -> tuple[str, ...]:
-    """What the modes of another layout of a tensor are."""
+    """Name the modes of another layout of a tensor."""
     if not isinstance(shape, tuple):
         return ("col",)
     if isinstance(shape[0], tuple):  # of packed heads

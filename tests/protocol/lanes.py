@@ -66,7 +66,7 @@ for _name in ["lt", "le", "gt", "ge", "eq", "ne"]:
 
 
 class Data(Scalar):
-    """From memory that several warps read: what it decides, it decides for all of them."""
+    """A number from memory that several warps read: it decides alike for all of them."""
 
     __slots__ = ()
 
@@ -75,7 +75,7 @@ UNKNOWN = Scalar(NO_TERMS)
 
 
 def decide(x: Any) -> bool:
-    """What a number that is not known says, for a warp."""
+    """Decide a condition on a number that is not known, for a warp."""
     random = Now.machine.schedule.random
     if isinstance(x, Data):
         return answer(x.prov, Now.machine.schedule.seed)
@@ -130,7 +130,7 @@ class Float16(Numeric):
 
 
 def first_lane(x: Any) -> int:
-    """What the first lane that takes part has of a number."""
+    """Return a number's value in the first active lane."""
     if not isinstance(x, np.ndarray):
         return int(x)
     mask = agent().mask

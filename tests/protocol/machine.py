@@ -44,7 +44,8 @@ from tests.protocol.state import (
 
 
 class Schedule:
-    """Who goes on. Fair, or with somebody slow, or by priorities that change now and then."""
+    """The rule that chooses which entry goes on: fair, or with one slowed down, or by priorities that change now and
+    then."""
 
     def __init__(self, seed: int, slow: str | None = None, priorities: bool = False) -> None:
         self.seed, self.slow, self.priorities = seed, slow, priorities
@@ -224,7 +225,7 @@ class Machine:
 
     # ---------------------------------------------------------------- clocks
     def component(self, cell: Cell, key: Any) -> int:
-        """Of copies to or from a cell."""
+        """Return the component of copies to or from a cell."""
         found = cell.components.get(key)
         if found is None:
             found = cell.components[key] = self.new_component()

@@ -46,7 +46,8 @@ def size(x: Any, mode: list[int] | None = None) -> int:
 
 # ---------------------------------------------------------------- memory
 class Pointer:
-    """Into shared memory (base: Region, with a stage or None), registers (Frag) or global memory (Flat, View)."""
+    """A pointer into shared memory (base: Region, with a stage or None), registers (Frag) or global memory (Flat,
+    View)."""
 
     __slots__ = ("base", "cta", "offset", "stage")
 

@@ -35,7 +35,8 @@ SYNCHRONIZES = re.compile(
 
 
 class Rewrite(ast.NodeTransformer):
-    """What the DSL's own preprocessor sees to: conditions of lanes. And shorter loops of functions that are named."""
+    """A transformer of sources for what the DSL's own preprocessor handles, conditions of lanes, and for shorter loops
+    of named functions."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""What warps, barriers and stages of shared memory are in, as `machine` runs them."""
+"""The state of warps, barriers and stages of shared memory, as `machine` runs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Part = tuple[Any, Any] | None  # a way to divide a cell, and a part; None: all o
 
 
 class Fault(Exception):
-    """What is wrong with a kernel."""
+    """An error of a kernel."""
 
 
 class Deadlock(Fault):
@@ -25,7 +25,7 @@ class Deadlock(Fault):
 
 
 class Entry:
-    """What a schedule chooses from: a warp or a copy."""
+    """An entry that a schedule can choose: a warp or a copy."""
 
     __slots__ = ("action", "kind", "name", "place", "priority", "slow")
 
@@ -87,7 +87,7 @@ class Agent(Entry):
         self.clock[self.accesses] += 1
 
     def settle(self) -> None:
-        """It has waited until its loads and stores are performed."""
+        """Note that the agent has waited until its loads and stores are performed."""
         if self.under_way:
             self.performed, self.under_way = int(self.clock[self.accesses]), False
             self.clock[self.accesses] += 1
@@ -124,7 +124,7 @@ class Cell:
         self.components: dict[Any, int] = {}
 
     def read(self, agent: Agent, part: Part, by_engine: bool, what: str) -> frozenset[Any]:
-        """Its content, as the agent sees it; a fault if it may not be there yet."""
+        """Read the content, as the agent sees it; raises Fault if it may not be there yet."""
         found, prov = None, frozenset()
         for key, write in self.writes.items():
             if part is not None and key[0] == part[0] and key != part:
@@ -186,7 +186,7 @@ class Cell:
             del self.writes[key]
 
     def write(self, agent: Agent, part: tuple[Any, Any], prov: frozenset[Any], what: str) -> Write:
-        """By the warp's own stores."""
+        """Write by the warp's own stores."""
         self.check_write(agent, part, what)
         write = Write(f"{agent.name} ({what})", *agent.access(), prov, False)
         self.writes[part] = write

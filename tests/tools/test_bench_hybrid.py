@@ -19,7 +19,7 @@ GROUPS = Groups(groups=1, responses=2, prompt_len=8, response_len=4)
 
 
 def test_parts():
-    """It takes 10 s: the functions of PyTorch loop over the rows of a chunk."""
+    """The test takes 10 s: the functions of PyTorch loop over the rows of a chunk."""
     parts = ["mixer", "step", "distance"]
     before = seams.convolve, seams.scan
     *_, figures = hybrid.measure(SIZES, GROUPS, GROUPS, parts, torch.device("cpu"))

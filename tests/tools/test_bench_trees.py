@@ -190,7 +190,7 @@ def test_distance(sizes):
 
 
 def test_gradients_of_ways_add_up_alike(sizes):
-    """By weights that differ in every token: a token in the wrong place shows."""
+    """Weights differ in every token, so that a token in the wrong place shows."""
     trace = bench.traces.parse(NAME)
     rollouts = bench.Rollouts.of_trace(trace, SIZES["vocab_size"])
     weights = torch.randn(sum(int(m.sum()) for m in rollouts.masks), generator=torch.Generator().manual_seed(3))

@@ -79,7 +79,7 @@ class Small(Inputs):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Ours on the CPU; a peer that adds a per cent to its results, and has no softcapping."""
+    """Run DualKV on the CPU, and a peer that adds a per cent to its results and has no softcapping."""
 
     def peer(inputs, direction):
         if inputs.workload.softcap:
@@ -114,7 +114,7 @@ def test_costs_and_errors_of_features(on_the_cpu):
 
 
 def test_batches_of_two_calls_in_turns(monkeypatch):
-    """On a clock that calls alone move: 3 and 2 ms each, but 20 each in the first pair of batches."""
+    """Calls alone move the clock: 3 and 2 ms each, but 20 each in the first pair of batches."""
     made, now = [], [0.0]
 
     def call(which, ms):

@@ -42,7 +42,8 @@ def test_flops_of_ranks_are_those_of_one() -> None:
 
 
 def test_flops_of_a_group() -> None:
-    """By hand: 20 packed rows, 12 of them of responses; pairs of a triangle count half of a square."""
+    """The FLOP equal those counted by hand: 20 packed rows, 12 of them of responses; pairs of a triangle count half of
+    a square."""
     weights = 2 * (2 * (4 + 2) * 8 * 16 + 3 * 16 * 24)
     pairs = 32 + 3 * (32 + 8)
     expected = 6 * (weights * 20 + 16 * 32 * 12) + 12 * pairs * 2 * 4 * 8

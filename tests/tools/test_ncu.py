@@ -93,7 +93,7 @@ else:
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """As if a Hopper GPU were here, and kernels compiled."""
+    """Pretend that a Hopper GPU is here, and that kernels are compiled."""
     monkeypatch.setattr(collect, "check_gpu", lambda: None)
     monkeypatch.setattr(collect.store, "entry", lambda spec: tmp_path)
     monkeypatch.setattr(collect, "Meter", lambda: None)

@@ -1,4 +1,4 @@
-"""What a run's record says beside its figures, and lists of runs."""
+"""Tests of what a run's record says beside its figures, and of lists of runs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_edges_are_those_of_the_tiles():
 
 
 def test_every_tile_of_a_native_head_dim_runs():
-    """Those without clusters too, of windows those beyond the short ones."""
+    """Tiles without clusters run too, and with windows also the tiles beyond the short ones."""
     for head_dim in HEAD_DIMS:
         tried = [case.specs() for case in cases.cases(head_dim, "memcheck")]
         forward, backward = {specs[0].tile for specs in tried}, {specs[2].tile for specs in tried}

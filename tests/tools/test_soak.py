@@ -42,7 +42,7 @@ def test_results_that_change_are_noticed(monkeypatch):
 
 
 def test_the_command_files_its_curve(tmp_path, monkeypatch):
-    """And what has grown is said and makes it fail."""
+    """The command names what has grown, and fails."""
     leak = []
 
     def leaking(seed, device):

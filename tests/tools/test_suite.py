@@ -1,4 +1,4 @@
-"""What test runs print, as a record."""
+"""Tests of the record that is made from the output of test runs."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_benchmarks_are_those_of_the_commands(name):
 
 
 def test_cudnn_is_asked_for_wherever_another_peer_is():
-    """On every shape and direction of the records, but for head dims beyond its own."""
+    """The records ask cuDNN for every shape and direction, but for head dims beyond its own."""
     beside = {True: set(), False: set()}
     for name in attention.RECORDS:
         options = attention.options_of(name)

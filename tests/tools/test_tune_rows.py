@@ -8,7 +8,7 @@ WORKLOAD = ";".join(["100:8x50"] * 4)
 
 
 def result(gqa: int, of_two: float, alone: float, **of_v: int) -> dict:
-    """As `tune` files it, of what the benchmark returns."""
+    """Make a result of the benchmark as `tune` files it."""
     sides = {"as it stands": {"sustained_ms": of_two, "rounds": []}, "cluster=1": {"sustained_ms": alone}}
     shape = {"name": "with heads", "heads": 32, "kv_heads": 32 // gqa, "head_dim": 128, "head_dim_v": None} | of_v
     return tune.figures({"groups": WORKLOAD, "workload": shape, "sides": sides})

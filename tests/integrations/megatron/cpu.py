@@ -29,7 +29,7 @@ def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _on_host(x: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What megatron-core does to tensors of a GPU."""
+    """Copy a tensor to the host, a stand-in for megatron-core's function for tensors of a GPU."""
     return x.numpy() if as_numpy and x is not None else x
 
 
@@ -50,7 +50,7 @@ STAND_INS: list[tuple[Any, str, Any]] = [
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """With the stand-ins, and without compilation."""
+    """Run with the stand-ins, and without compilation."""
     with ExitStack() as stack:
         for owner, name, value in STAND_INS:
             stack.enter_context(patch.object(owner, name, value))

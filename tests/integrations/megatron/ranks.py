@@ -78,7 +78,7 @@ def main(number: int, folder: str, *names: str) -> None:
 
 
 def refused() -> list[str]:
-    """What each of two context-parallel ranks raises, for the same reason or for what the other one has."""
+    """Return the errors of each of two context-parallel ranks, for the same reason or for what the other one has."""
 
     def said(call: Any, *args: Any, **kwargs: Any) -> str:
         try:

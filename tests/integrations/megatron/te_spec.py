@@ -56,7 +56,7 @@ LAYOUT = dualkv.Layout.from_segments([0, 3, 5, 6, 8], [-1, 0, 1, 0])
 
 
 def outputs(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Of packed rows, and gradients of the weights."""
+    """Compute the outputs of packed rows, and gradients of the weights."""
     ids = torch.arange(LAYOUT.num_tokens)[None] % 7
     out = model(ids, LAYOUT.position_ids[None], None, packed_seq_params=PackedGroups(LAYOUT))
     model.zero_grad()

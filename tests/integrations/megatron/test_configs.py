@@ -130,7 +130,7 @@ def test_exact_fields(name: str) -> None:
 
 @pytest.mark.parametrize("settings", [{"hidden_dropout": 0.2}, EXPERTS | {"moe_input_jitter_eps": 0.2}])
 def test_noise_of_rows_is_allowed(settings: dict[str, Any]) -> None:
-    """In evaluation a model has none; in training rows that rollouts share draw once."""
+    """A model in evaluation has no noise; in training, rows that rollouts share draw once."""
     cpu.parallel()
     packed, replicated = rollouts()
     model = build(enable(layer_spec(**settings)), settings)

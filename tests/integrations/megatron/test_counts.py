@@ -1,5 +1,5 @@
-"""What routers count: expert biases, auxiliary losses and the z-loss of packed rows against separate sequences, by
-megatron-core itself, in fp32."""
+"""Tests of what routers count: expert biases, auxiliary losses and the z-loss of packed rows against separate
+sequences, by megatron-core itself, in fp32."""
 
 from __future__ import annotations
 

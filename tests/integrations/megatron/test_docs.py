@@ -1,4 +1,4 @@
-"""What docs/megatron.md shows runs."""
+"""The code in docs/megatron.md runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot run packed is one sentence: at `enable`, when a layer is built, or at the call."""
+"""Errors name in one sentence what cannot run packed: at `enable`, when a layer is built, or at the call."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_config_is_read_where_a_model_is_built_and_where_one_is_enabled() -> N
 
 
 def changed(spec: Any, **fields: Any) -> Any:
-    """With other parts of its self-attention, and a name for those of the layer."""
+    """Replace parts of a spec's self-attention, or of the layer where it has parts of that name."""
     for name, value in fields.items():
         owner = spec.submodules if hasattr(spec.submodules, name) else spec.submodules.self_attention.submodules
         setattr(owner, name, value)

@@ -80,7 +80,7 @@ def test_one_rank(settings: dict[str, Any]) -> None:
 
 
 def test_another_layout_computes_something_else() -> None:
-    """So the bounds of the other tests separate right from wrong."""
+    """The difference shows that the bounds of the other tests separate right from wrong."""
     cpu.parallel()
     model = build(enable(layer_spec()), {})
     packed, replicated = rollouts()
@@ -110,7 +110,7 @@ def test_a_built_model() -> None:
 
 @pytest.mark.parametrize("lens", [(5, [3, 1]), (5, [])], ids=["group", "prompt"])
 def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
-    """Even where there are as many rows as positions."""
+    """A stock model fails even where there are as many rows as positions."""
     cpu.parallel()
     model = build(disable(enable(layer_spec())), {})
     layout = dualkv.Layout.from_lengths([lens[0]], [lens[1]])
@@ -125,7 +125,7 @@ LEFT_OUT = ("latent", "interleaved", "KV", "each", "sequence")  # others run muc
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by scenario: of those that the selected tests ask for."""
+    """Run the scenarios of the selected tests; returns the results of each rank, by scenario."""
     folder = tmp_path_factory.mktemp("ranks")
     asked = (getattr(item, "callspec", None) for item in request.session.items if item.name.startswith("test_ranks["))
     names = [spec.params["name"] for spec in asked if spec is not None]

@@ -248,7 +248,7 @@ def packed_against_replicated(
     arguments: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Difference:
-    """On this rank, of a model that is built from an enabled spec.
+    """Compare packed and replicated updates on this rank, of a model that is built from an enabled spec.
 
     Args:
         tp, pp, ep, cp: ranks of each kind of parallelism.
@@ -293,8 +293,8 @@ def packed_against_replicated(
 
 
 def packed_on_ranks(tp: int = 1, cp: int = 1, **settings: Any) -> list[float]:
-    """Of routers, the largest differences of ranks from one rank: of gradients relative to the largest entry, and of
-    the tokens of experts. Layers have no norms, which sequence parallelism does not run on a CPU."""
+    """Compare routers on several ranks with one rank: the largest difference of gradients, relative to the largest
+    entry, and of the tokens of experts. Layers have no norms, which sequence parallelism does not run on a CPU."""
     settings |= {"qk_layernorm": False, "init_method_std": 0.1}
 
     def found(tp: int, cp: int, **more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

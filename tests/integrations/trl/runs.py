@@ -106,7 +106,7 @@ class PaddedRLOO(RLOOTrainer):
 
 
 class GMPOTrainer(PackedGroups, gmpo.GMPOTrainer):
-    """As docs/trl.md makes one of any subclass."""
+    """A packed trainer of a subclass, made as in docs/trl.md."""
 
 
 class PaddedGMPO(GMPOTrainer):
@@ -114,7 +114,8 @@ class PaddedGMPO(GMPOTrainer):
 
 
 class Turns:
-    """Before a trainer: completions of a prompt begin with turns that some of them share, as if they branched there."""
+    """A mixin before a trainer: completions of a prompt begin with turns that some of them share, as if they branched
+    there."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         found = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
@@ -127,7 +128,8 @@ class Turns:
 
 
 def turns(of_prompt: int, number: int) -> list[int]:
-    """What the rollout of that number begins with: of four the first three share a turn, of these two another one."""
+    """Make the first turns of the rollout of that number: of four the first three share a turn, of these two another
+    one."""
     first, second = ([3 + (of_prompt + step * j) % 70 for j in range(n)] for step, n in ((7, 12), (11, 9)))
     return [first + second, first, [], first + second][number % 4]
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 
 def segments(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any) -> torch.Tensor:
-    """In place of FlashAttention, whose causal mask ends at the last key: one segment after another."""
+    """Stand in for FlashAttention, whose causal mask ends at the last key: one segment after another."""
     out = []
     for i in range(len(cu_q) - 1):
         # [H, n, D] of a segment's queries, [Hk, m, D] of the keys of its path

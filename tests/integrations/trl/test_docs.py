@@ -1,4 +1,4 @@
-"""What docs/trl.md and the programs that need TRL show: its code runs, their commands are taken."""
+"""The code in docs/trl.md and in programs that need TRL runs, and their commands are parsed."""
 
 from __future__ import annotations
 

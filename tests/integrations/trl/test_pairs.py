@@ -39,7 +39,7 @@ COMMON |= {"learning_rate": 0.01, "seed": 4}
 
 
 def trained(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What was logged, the gradients of the last step, and the weights."""
+    """Train. Returns the log, the gradients of the last step, and the weights."""
     gradients: dict[str, torch.Tensor] = {}
 
     class Gradients(tf.TrainerCallback):
@@ -85,7 +85,7 @@ def dpo(cls: type, folder: Path, model: str = "qwen3", peft: Any = None, dataset
 
 
 def named(given: Any) -> str:
-    """Of a test, the same in every process: an adapter's settings hold a set."""
+    """Name a test, alike in every process: an adapter's settings hold a set."""
     return "adapters" if isinstance(given, dict) and "peft" in given else str(given)
 
 
@@ -110,7 +110,7 @@ def test_dpo(tmp_path: Path, settings: dict[str, Any]) -> None:
 
 
 def test_dpo_cut_at_the_start(tmp_path: Path) -> None:
-    """With truncation_mode="keep_end" answers can lose their prompts, and then begin without any."""
+    """Answers can lose their prompts with truncation_mode="keep_end", and then begin without any."""
     settings = {"truncation_mode": "keep_end", "max_length": 12}
     assert_same(partial(dpo, folder=tmp_path, **settings), DPOTrainer, trl.DPOTrainer)
 

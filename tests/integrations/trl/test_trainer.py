@@ -126,7 +126,8 @@ class Fast(GRPOTrainer):
 
 
 def test_a_fast_training_is_the_padded_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a reference model; layers keep attention in every update, though TRL switches checkpointing off and on.
+    """Layers keep attention in every update, though TRL switches checkpointing off and on; there is a reference model.
+    The fused pieces are traced; the GPU suite has the compiler's kernels.
 
     The fused pieces are traced; the GPU suite has the compiler's kernels.
     """
@@ -179,7 +180,7 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
     ],
 )
 def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, of: str, settings: dict[str, Any]) -> None:
-    """Where an optimizer step takes all rollouts of a generation batch, their order does not matter to it."""
+    """The order of rollouts does not matter to an optimizer step that takes all of a generation batch."""
     ours, _, theirs = TRAINERS[of]
     packed, stock = (train(cls, folder, config=CONFIGS[of], **settings) for cls in (ours, theirs))
     assert_equal_updates(packed, stock)
@@ -219,7 +220,7 @@ def of_turns(cls: type) -> type:
 
 @pytest.fixture
 def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the trees that are packed."""
+    """Record the depths of the trees that are packed."""
     found = []
 
     def keep(*args: Any, own: Callable[..., Any] = models.pack_tree, **kwargs: Any) -> Any:
@@ -326,7 +327,7 @@ def test_one_text_with_several_images_makes_several_groups() -> None:
 
 
 def test_rollouts_of_a_group_that_begin_alike_follow_each_other() -> None:
-    """Else in the order of TRL's shuffle: those that share less than a segment are not put together."""
+    """Rollouts that share less than a segment are not put together, but stay in the order of TRL's shuffle."""
     begins = [(5, 7, 0), (6, 7, 1), (5, 7, 9), (6, 7, 1), (5, 8, 0), (6, 3, 2), (5, 7, 9), (5, 7, 0)]
     batches = [
         {
@@ -390,7 +391,8 @@ def test_log_probs_of_ragged_rollouts(folder: Path, model: str, batch_size: int 
 
 
 def batch_of_turns() -> tuple[torch.Tensor, torch.Tensor, int]:
-    """As `padded_batch`, of rollouts that share turns, also one that ends within others and two that are equal."""
+    """Make a batch like `padded_batch` of rollouts that share turns; one of them ends within others and two are
+    equal."""
     prompts = [[1, *range(3, 14)]] * 5 + [[1, *range(20, 28)]] * 4
     tails = [[80], [81, 82, 83], [84] * 4, [], [85, 86], [80], [80], [87, 88], [89] * 3]
     responses = [turns(sum(p), i) + tail for i, (p, tail) in enumerate(zip(prompts, tails, strict=True))]
@@ -488,7 +490,7 @@ def test_autocast(folder: Path) -> None:
 
 
 def test_a_model_that_is_enabled_already(folder: Path) -> None:
-    """Its reference model is made with the attention that it names."""
+    """The reference model is made with the attention that its configuration names."""
     trainer = make_trainer(GRPOTrainer, folder)
     again = GRPOTrainer(
         trainer.model,

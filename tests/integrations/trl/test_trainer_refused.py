@@ -1,4 +1,4 @@
-"""What the packed GRPO trainer refuses."""
+"""Tests of the settings and inputs that the packed GRPO trainer refuses."""
 
 from __future__ import annotations
 

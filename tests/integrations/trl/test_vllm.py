@@ -59,7 +59,7 @@ class Engine:
 
 
 class Colocated:
-    """What TRL calls of `vllm.LLM`."""
+    """The methods of `vllm.LLM` that TRL calls."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.reset_prefix_cache = engine, engine.reset_prefix_cache
@@ -80,7 +80,7 @@ class Colocated:
 
 
 def answer(engine: Engine, sent: Queue[Any], path: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a server of vLLM, with its development endpoints, answers to TRL's client."""
+    """Answer TRL's client as a server of vLLM does, with its development endpoints."""
     if path == "/v1/models":
         return {"data": [{"id": "tiny"}]}
     if path.startswith("/server_info"):

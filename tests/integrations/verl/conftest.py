@@ -51,7 +51,8 @@ def _run(folder: Path, together: str, scenarios: dict[str, Any], ranks: int) -> 
 
 
 def each_once(folder: Path, entries: dict[str, Any]) -> Callable[[str], list[dict[str, Any]]]:
-    """By the name of a scenario: what each rank found. The scenarios of an entry run together."""
+    """Make a function from the name of a scenario to the results of each rank. The scenarios of an entry run
+    together."""
     import torch
 
     from tests.integrations.verl.rollouts import save_models

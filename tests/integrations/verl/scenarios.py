@@ -1,4 +1,4 @@
-"""What veRL's workers run, by the number of ranks (see worker.py for the settings)."""
+"""The scenarios of veRL's workers, by the number of ranks (see worker.py for the settings)."""
 
 from __future__ import annotations
 

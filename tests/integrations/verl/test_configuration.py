@@ -15,7 +15,8 @@ LINES = [line for row in TABLE.splitlines()[1:] for line in re.findall(r"`([^`]+
 
 
 def override(line: str) -> str:
-    """As on a command line: the page leaves out `actor_rollout_ref.`, and values that the user has to choose."""
+    """Write a line as on a command line: the page leaves out `actor_rollout_ref.`, and values that the user has to
+    choose."""
     plus, name = ("+", line[1:]) if line.startswith("+") else ("", line)
     whole = name if name.split(".")[0] in ("actor_rollout_ref", "critic", "trainer") else f"actor_rollout_ref.{name}"
     return plus + (whole if "=" in whole else f"{whole}=1")

@@ -157,7 +157,7 @@ def test_nothing_fell_back(name: str, results: Results) -> None:
 
 
 def test_mixed_precision(results: Results) -> None:
-    """Not farther from fp32 than veRL's own update in bf16."""
+    """The update in bf16 is not farther from fp32 than veRL's own."""
     exact, stock, found = (results(name)[0] for name in ("stock", "stock-bf16", "bf16"))
     for what in ("log_probs", "entropy"):
         assert (found[what] - exact[what]).norm() < 1.2 * (stock[what] - exact[what]).norm()

@@ -42,7 +42,7 @@ def test_it_has_what_the_extra_asks_for_and_nothing_else() -> None:
 
 
 def test_the_entry_point_imports() -> None:
-    """With the plugin, which veRL loads by itself, and without the platform of these tests."""
+    """The entry point imports with the plugin, which veRL loads by itself, and without the platform of these tests."""
     modules = "verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.rollout.llm_server"
     program = f"import {modules}, sys; assert 'dualkv.integrations.verl.trainer' in sys.modules"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}

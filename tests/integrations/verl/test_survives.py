@@ -1,4 +1,4 @@
-"""What must not stop a training run or be silently wrong, and what falls back to veRL's own computation."""
+"""Tests of what must not stop a training run or be silently wrong, and of what falls back to veRL's own computation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_error_of_one_rank_is_raised_on_all(results: Results) -> None:
 
 
 def test_a_rank_with_fewer_groups(results: Results) -> None:
-    """Of either rank's rollouts one micro-batch would hold all where the other needs two: both run two."""
+    """One micro-batch would hold all rollouts of one rank where the other needs two: both run two."""
     found, stock = results("dp2-one-group-and-four"), results("stock-one-group-and-four")
     assert found[0]["metrics"]["dualkv/micro_batches"] == 2
     assert (of_all_ranks(found, "log_probs") - of_all_ranks(stock, "log_probs")).abs().max() < 1e-5
@@ -142,7 +142,7 @@ def test_a_loss_of_ones_own_on_responses_is_exact(results: Results) -> None:
 
 
 def test_a_loss_of_ones_own_on_prompts_is_no_number(results: Results) -> None:
-    """Their log-probs are not made."""
+    """The log-probs of prompts are not computed."""
     found, stock = (results(f"{name}-loss-of-prompts")[0] for name in ("packed", "stock"))
     assert math.isfinite(stock["metrics"]["loss"])
     assert math.isnan(found["metrics"]["loss"])

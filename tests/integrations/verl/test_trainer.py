@@ -148,7 +148,7 @@ CONFIG = {
 
 
 def test_batch_is_cut_into_whole_groups() -> None:
-    """What the trainer hands on, cut as veRL's dispatch and mini-batches cut it: 2 ranks, 2 updates of 16 rollouts."""
+    """The trainer's batch is cut as veRL's dispatch and mini-batches cut it: 2 ranks, 2 updates of 16 rollouts."""
     rollouts = random_rollouts(3, groups=8, size=4)
     tags = [
         {"prompt_len": p, "response_len": r, "seq_len": p + r}
@@ -256,7 +256,7 @@ def test_megatron_says_what_to_install() -> None:
 def test_an_engine_refuses_a_model_when_it_is_made(
     family: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its configuration: before weights are read, and before vLLM starts."""
+    """The engine checks the configuration before weights are read, and before vLLM starts."""
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
     config = getattr(transformers, f"{family}Config")(**settings)
     of_verl = SimpleNamespace(hf_config=config, fused_kernel_options={"dualkv": True}, use_fused_kernels=True)

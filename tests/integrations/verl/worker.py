@@ -198,7 +198,7 @@ def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 
 def replayed(s: dict[str, Any], models: Path) -> dict[str, Any]:
-    """The same with routers that replay routes: those of the old log-probs (R2), or drawn ones (R3)."""
+    """Run an update with routers that replay routes: those of the old log-probs (R2), or drawn ones (R3)."""
     worker = make_worker(s, models)
     data = rollouts_of(s, worker)
     tu.assign_non_tensor(data, enable_routing_replay=True)
@@ -364,7 +364,7 @@ def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
 
 
 def old_log_probs(s: dict[str, Any], _models: Path) -> dict[str, Any]:
-    """Of the benchmark's worker: log-probs of responses, and those of its model run on one sequence after another."""
+    """Compute log-probs of responses by the benchmark's worker, and by its model on one sequence after another."""
     settings = bench_verl.settings_of(s["row"], bench_verl.Settings)
     worker = bench_verl.build(settings)
     data, found = bench_verl.whole_batch(settings, worker), bench_verl.log_probs_on(settings, worker)
@@ -382,7 +382,8 @@ def old_log_probs(s: dict[str, Any], _models: Path) -> dict[str, Any]:
 
 
 def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
-    """How far Ulysses around the benchmark's attention is from that of whole sequences: output and gradients."""
+    """Measure how far Ulysses around the benchmark's attention is from attention of whole sequences: output and
+    gradients."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, h, 16, 8, generator=generator, dtype=torch.float64) for h in (8, 2, 2, 8))
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -65,7 +65,7 @@ def _names(self: Any, model: Any, consider_ep: bool = True) -> dict[str, str]:
 
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What megatron-core's distributed optimizer asks for."""
+    """Return the CUDA name of a tensor's type, which megatron-core's distributed optimizer expects."""
     found = TYPE_OF_TENSOR(self, *args, **kwargs)
     return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -87,7 +87,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def configurations(s: dict[str, Any], batching: dict[str, Any], actor: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Of the engine, its optimizer and the actor, from a scenario, in fp32."""
+    """Make the configurations of the engine, its optimizer and the actor, from a scenario, in fp32."""
     cpu.close_groups()
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
@@ -117,7 +117,7 @@ SIZES = {
 
 
 def weights(worker: Any) -> dict[str, torch.Tensor]:
-    """By the names of transformers, whole, on every rank."""
+    """Export the weights by the names of transformers, whole, on every rank."""
     exported = worker.engine.bridge.export_weights(worker.engine.module)
     return {name: value.detach().float().clone() for name, value in exported}
 

@@ -1,4 +1,5 @@
-"""What the workers run on veRL's Megatron engine, and on ours (see tests/integrations/verl/worker.py for the settings).
+"""The scenarios of workers on veRL's Megatron engine, and on DualKV's (see tests/integrations/verl/worker.py for the
+settings).
 
 `tp`, `pp`, `ep` and `cp` are sizes of parallelism, `transformer` and `engine` settings of veRL's configuration.
 """

@@ -40,6 +40,6 @@ def test_ranks_of_one_model(name: str, results: Results) -> None:
 
 
 def test_options_are_taken() -> None:
-    """As the program shows them."""
+    """The benchmark takes the options that its help shows."""
     options = ["--model", "qwen3-8b", "--layers", "8", "--rows", "rows.json", "--json", "o.json"]
     parse(["python", "-m", "tools.bench.verl_megatron", *options])

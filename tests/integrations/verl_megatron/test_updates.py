@@ -55,7 +55,7 @@ def test_reference_policy(results: Results) -> None:
 
 @pytest.mark.parametrize("name", ["saved-packed", "saved-stock"])
 def test_a_run_goes_on_with_the_other_engine(name: str, results: Results) -> None:
-    """From its checkpoint, with the optimizer's state."""
+    """The other engine goes on from the run's checkpoint, with the optimizer's state."""
     found = results(name)[0]
     assert "error" not in found
     assert found["metrics_after"]["loss"] == pytest.approx(found["metrics"]["loss"], rel=1e-5)
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_the_other_engine(name: str, results: Results) -> Non
 
 
 def test_micro_batches_are_equal_on_all_ranks(results: Results) -> None:
-    """Of one rank's rollouts one micro-batch would hold all, of the other's two."""
+    """One micro-batch would hold all rollouts of one rank, and two those of the other."""
     for name in ("dp2", "pp2-dp2"):
         assert next(f["metrics"]["dualkv/micro_batches"] for f in results(name) if f["metrics"]) == 2
 
@@ -74,13 +74,13 @@ def test_losses_of_routers_matter(results: Results) -> None:
 
 
 def test_routes_matter(results: Results) -> None:
-    """Those that are drawn are not the model's own, and those recorded before two updates not those after one."""
+    """Drawn routes are not the model's own, and routes recorded before two updates not those after one."""
     own, *others = (results(name)[0] for name in ("stock-moe", "stock-r2", "stock-r3"))
     assert all(distance(steps(other), steps(own)) > 0.05 for other in others)
 
 
 def test_routes_that_differ_are_counted(results: Results) -> None:
-    """Of rows that rollouts share; the first rollout's are replayed, as `test_update` checks."""
+    """The metric counts rows that rollouts share; the first rollout's are replayed, as `test_update` checks."""
     assert results("r3")[0]["metrics"]["dualkv/routes_differing"] == 0
     assert 0.1 < results("r3-differing")[0]["metrics"]["dualkv/routes_differing"] < 0.9
     assert "dualkv/routes_differing" not in results("moe")[0]["metrics"]
@@ -123,7 +123,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, results: Results) -> None:
-    """In a sentence, and on every rank."""
+    """The error is one sentence, on every rank."""
     assert all(f["error"].startswith(f"ValueError: {REFUSED[name]}") for f in results(name))
 
 

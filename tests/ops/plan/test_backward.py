@@ -41,7 +41,8 @@ TILES = sorted({*BACKWARD_TILES.values(), *FEW_KEYS_TILES.values()}, key=repr)
 
 
 def computed(tile, item, rank, key_visible):
-    """What of its blocks a CTA computes: (keys, the first of its N; query rows from one to below another).
+    """List the parts of its blocks that a CTA computes: (keys, the first of its N; query rows from one to below
+    another).
 
     Up to head dim 128 a warp group leaves out blocks and half blocks whose rows see none of its keys.
     """
@@ -97,7 +98,7 @@ def check_turns(seg, tile, plan, kv_heads):
 
 
 def check_waits(tile, plan):
-    """Whatever the order in which items begin, as long as it is theirs: each waits for items before it only.
+    """Check that each item waits only for items before it in the plan, whatever the order in which items begin.
 
     For every lock of every query block, as `add_dq_block` (up to head dim 128: a lock a warp group, both CTAs of a
     cluster one after the other) and `grant_dq` (beyond: a lock a CTA) wait for it and pass it on. Values come from
@@ -147,7 +148,7 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_he
 @examples(100)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.booleans())
 def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
-    """Those above a part of a tree, of several segments."""
+    """Rows above a part of a tree, of several segments, are left out."""
     if (found := below_a_path(tree)) is None:
         return
     seg, before = found
@@ -196,7 +197,8 @@ def test_in_a_fixed_order_first_pieces_of_long_prompts_start_before_second_ones(
 
 
 def test_responses_start_behind_the_next_prompt():
-    """Where sums have a fixed order, so that they need not wait for their prompt's items to come to their rows."""
+    """Sums in a fixed order make responses start later, so that they need not wait for their prompt's items to come to
+    their rows."""
     tile = backward_tile(128, True)
     seg = segments([1000] * 32, [[500] * 8] * 32)
     plan = backward_work(seg, tile, 32, 8, 132, True)
@@ -352,7 +354,7 @@ def test_items_of_a_head_stay_together_and_long_ones_come_first():
 
 
 def schedule(plan, clusters):
-    """When each item begins, in query blocks, and when each cluster is done, if they take items in order."""
+    """Compute when each item begins, in query blocks, and when each cluster is done, if they take items in order."""
     begins, loads = [], [0] * clusters
     for item in plan.items:
         begins.append(loads[0])
@@ -425,8 +427,8 @@ def test_long_prompts_go_in_waves_of_key_blocks_where_partial_sums_would_take_mu
 
 
 def misses(plan, clusters, kept):
-    """How many query blocks of a KV head a cache misses that keeps so many of them and forgets what was used longest
-    ago, and how many there are.
+    """Count the query blocks of a KV head that a cache misses which keeps so many and drops the least recently used
+    one, and all blocks.
 
     A miss reads Q and dO and writes dQ's sums, and reads these too but for the first time.
     """
@@ -460,7 +462,7 @@ def misses(plan, clusters, kept):
     ],
 )
 def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, most, least):
-    """Of four heads an H200's L2 keeps 95 to 110 blocks (docs/tuning.md). In waves: 2.0, 3.0, 4.5, 8.3, 15 and 17
+    """An H200's L2 keeps 95 to 110 blocks of four heads (docs/tuning.md). In waves: 2.0, 3.0, 4.5, 8.3, 15 and 17
     times; trees from the last block on: 7.3, 5.1, 13.5 and 3.7 times."""
     seg = of(parse(name).layout())
     tile = backward_tile(128, few_keys=hopper.few_keys_backward(seg, 8, None))
@@ -473,7 +475,8 @@ def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, most,
 @examples(200)
 @given(groups, st.sampled_from(TILES), st.sampled_from([1, 2, 3]), kv_heads_, st.booleans())
 def test_partial_sums_take_a_quarter_of_dq(groups, tile, ratio, kv_heads, deterministic):
-    """But for prompts of more items than clusters and MANY_HEADS query heads, for which `check` allows half."""
+    """Prompts of more items than clusters and MANY_HEADS query heads are the exception, for which `check` allows
+    half."""
     seg, heads = of_groups(groups), ratio * kv_heads
     plan = backward_work(seg, tile, heads, kv_heads, 132, deterministic)
     assert plan.num_partials * 2 * tile.cluster * tile.tile_n <= seg.total * heads / 4
@@ -489,8 +492,8 @@ def test_partial_sums_take_a_quarter_of_dq(groups, tile, ratio, kv_heads, determ
     ],
 )
 def test_responses_of_large_blocks_are_halved(name, heads, most, least):
-    """At head dim 512 with eight query heads a KV head L2 keeps about 20 blocks. Whole responses: 11.8, 35, 29 and 4.8
-    times."""
+    """L2 keeps about 20 blocks of a KV head at head dim 512 with eight query heads. Whole responses: 11.8, 35, 29 and
+    4.8 times."""
     tile, kv_heads = backward_tile(512), heads // 8
     plan = backward_work(of(parse(name).layout()), tile, heads, kv_heads, 132)
     missed, blocks = misses(plan, 66, 20)
@@ -499,7 +502,7 @@ def test_responses_of_large_blocks_are_halved(name, heads, most, least):
 
 
 def test_a_tree_that_would_leave_clusters_idle_starts_from_its_last_block():
-    """By queries, clusters would be done 1.04 times as late."""
+    """Clusters would be done 1.04 times as late in the order of queries."""
     seg = of(NAMED["binary-p4096-r1024"].layout())
     plan = backward_work(seg, backward_tile(128), 32, 8, 132)
     ends = plan.items[:200, items.BLOCK_END]
@@ -530,7 +533,8 @@ def test_rows_up_to_int32():
 
 
 def test_rows_that_tiles_reach_past_the_last_one_are_int32():
-    """Of a block of queries, the keys of a cluster, a tile of the forward and its last block of keys."""
+    """The rows of a block of queries, the keys of a cluster, a tile of the forward and its last block of keys fit into
+    int32."""
     past = [max(tile.tile_m, tile.cluster * tile.tile_n) for tile in TILES]
     past += [tile.tokens(1) + tile.tile_n for tile in FORWARD_TILES.values()]
     assert MAX_ROWS + max(past) < 2**31

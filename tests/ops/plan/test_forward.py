@@ -47,7 +47,7 @@ def key_blocks(item, tile_n):
 
 
 def visible(item, q, begin, keys, own):
-    """What the kernel's mask leaves of a masked block: q [rows, 1], begin [rows, 1], keys [1, tile_n]."""
+    """Compute the kernel's mask of a masked block: q [rows, 1], begin [rows, 1], keys [1, tile_n]."""
     limit = item[items.ROW_END] if own else item[items.CONTEXT_END]
     seen = keys < np.minimum(q + 1, limit)
     return seen & (keys >= begin) if own and item[items.STRADDLES] else seen
@@ -62,7 +62,7 @@ def warp_group_tokens(item, tile, heads):
 
 
 def walk_of(item, begin, first, last, tile_n):
-    """What the kernel's producer says of a warp group with rows [first, last]."""
+    """Compute the walk of the kernel's producer for a warp group with rows [first, last]."""
     own, context = blocks_of(item, tile_n)
     masked, straddles = item[items.OWN_MASKED] + item[items.CONTEXT_MASKED], bool(item[items.STRADDLES])
     tile = SimpleNamespace(

@@ -33,7 +33,7 @@ ORDERED = [BackwardTile(**(vars(tile) | {"deterministic": True})) for tile in TI
 
 
 def rows_of(tile, flags, rank):
-    """What a CTA computes of a block: the first of its keys, how many, and the first and last row of the block."""
+    """List what a CTA computes of a block: the first of its keys, how many, and the first and last row of the block."""
     M, N, part = tile.tile_m, tile.tile_n, part_rows(tile.tile_m)
     if N != 128:
         return [(0, N, 0, M)]
@@ -177,7 +177,7 @@ def test_little_is_computed_besides_what_is_visible(prompt, responses, head_dim,
 
 
 def test_clusters_finish_together():
-    """At the end of the prompt are items with rows of every response."""
+    """The items at the end of the prompt have rows of every response."""
     for prompt, responses, head_dim, size, heads in [(8192, 32, 128, 4096, 32), (8192, 32, 64, 128, 64)]:
         seg, tile = segments([prompt], [[2048] * responses]), backward_tile(head_dim)
         plan = windowed_work(seg, Window(size), tile, heads, 8, 132)

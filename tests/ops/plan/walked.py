@@ -1,4 +1,5 @@
-"""What tests of the planners share: random groups, the rule, and the books of a walk of the backward."""
+"""Common parts of the planners' tests: random groups, the rule of visibility, and the bookkeeping of the backward's
+walk."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -30,7 +31,8 @@ def of_groups(groups):
 
 
 def not_asking(asking):
-    """The same with prompts that do not ask; and rows from each to its prompt's end, not above 0 of a response."""
+    """Make segments whose prompts have no queries; and the rows from each row to its prompt's end, not above 0 for a
+    response."""
     seg = Segments(asking.offsets, asking.parent, asking.lengths[asking.parent == -1])
     root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
     return seg, seg.offsets[root + 1] - np.arange(seg.total)
@@ -57,7 +59,7 @@ def rule(seg, window=None):
 
 
 def walk(seg, tile, plan, kv_heads, steps):
-    """What the backward would do: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV.
+    """Walk the backward's plan: pairs [Hk, T, keys] of query and key rows added, and stores [Hk, T] of dK and dV.
 
     steps: of an item, (query rows [n, 1], key rows [m], which pairs of them count [n, m]) one after another.
     """
