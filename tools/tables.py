@@ -458,7 +458,7 @@ def kernels() -> str:
 
 
 def sanitizers() -> str:
-    """What was checked, on what, and what was found: errors in words, false positives counted by their reasons."""
+    """Report what the sanitizers checked and found: errors in words, false positives counted by reason."""
     filed = _load("sanitizer-h200")
     where = f"compute-sanitizer {filed['compute_sanitizer'].split()[0]}, {filed['gpu']['name']}, {filed['date'][:10]}"
     said = sanitize.errors(filed["tools"]) or ["No errors."]

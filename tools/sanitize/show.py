@@ -50,7 +50,7 @@ def errors(tools: dict[str, Any]) -> list[str]:
 
 
 def reasons(tools: dict[str, Any]) -> Counter[str]:
-    """How many false positives there are of each reason, by its name in `known.REASONS`."""
+    """Count the false positives of each reason, by its name in `known.REASONS`."""
     counts: Counter[str] = Counter()
     for tool in tools.values():
         for report in tool["reports"]:
