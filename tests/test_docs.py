@@ -211,7 +211,17 @@ def _others():
     return {"q": q, **names, **more, **packed, **padded}
 
 
-PREPARED = {"migration.md": _others}
+def _experts():
+    """A mixture of experts, sequences and their recorded routes: [tokens, layers, experts of a token]."""
+    from tests.integrations.tiny import EXPERTS, make_model
+
+    moe = dualkv.integrations.transformers.enable(make_model("qwen3_moe"))
+    sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6, 11]]
+    shape = moe.config.num_hidden_layers, EXPERTS["num_experts_per_tok"]
+    return {"moe": moe, "sequences": sequences, "recorded": [torch.arange(2).expand(len(s), *shape) for s in sequences]}
+
+
+PREPARED = {"migration.md": _others, "transformers.md": _experts}
 NOT_HERE = {"api.md", "trl.md", "megatron.md"}  # signatures; test_docs.py of integrations, where their library is
 WITH_PYTHON = [page for page in PAGES if blocks(page, {"python"}) and page not in NOT_HERE]
 

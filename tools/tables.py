@@ -524,7 +524,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "matrix": lambda: matrix_rows.table(_load("matrix")),
     "zoo": lambda: zoo_rows.table(_load("zoo")),
     "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
-    "zoo-features": lambda: zoo_rows.with_features(_load("zoo")),
     "updates": updates,
     "replicated": replicated,
     "speeds": speeds,

@@ -5,7 +5,11 @@ random weights. Logits and gradients of packed groups and of a packed tree are c
 sequences, without the self-check. Then `enable` runs on the whole type with its self-check. The exit code is 1 if a
 type is wrong (`enable` accepts it and packed calls differ or raise, or `enable` raises anything but ValueError), or if
 it is exact in the record of this transformers (else of the pinned one) and not here. The records, `--json
-docs/results/zoo.json` and `zoo-newest.json`, make tables of docs/transformers.md (`python -m tools.tables`).
+docs/results/zoo.json` and `zoo-newest.json`, make tables of docs/transformers.md (`python -m tools.tables`). The newest
+transformers, beside the pinned one:
+
+    pip install --no-deps --target=build/newest transformers
+    PYTHONPATH=build/newest python -m tools.zoo --json docs/results/zoo-newest.json
 """
 
 from __future__ import annotations
