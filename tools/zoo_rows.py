@@ -21,14 +21,14 @@ def table(run: dict[str, Any]) -> str:
     most.append(("others", reasons.total() - sum(number for _, number in most)))
     why = "; ".join(f"{reason} ({number})" for reason, number in most)
     folded = f'<details markdown="1">\n<summary>{len(exact)} exact</summary>\n\n{names(exact)}\n\n</details>'
-    return f"{of(run)}: {counts(run)}.\n\n{folded}\n\nRefused: {why}."
+    return f"transformers {run['transformers']}: {counts(run)}.\n\n{folded}\n\nRefused: {why}."
 
 
 def newer(known: dict[str, Any], run: dict[str, Any]) -> str:
     """Count the types of a newer transformers by outcome, and list those that are no longer exact."""
     before, now = ({kind for kind, r in record["types"].items() if r["outcome"] == "exact"} for record in (known, run))
     lost = f" Exact in {known['transformers']} alone: {names(sorted(before - now))}." if before - now else ""
-    return f"{of(run)}: {counts(run)}.{lost}"
+    return f"transformers {run['transformers']}: {counts(run)}.{lost}"
 
 
 def counts(run: dict[str, Any]) -> str:
@@ -37,11 +37,8 @@ def counts(run: dict[str, Any]) -> str:
 
 def recorded(run: dict[str, Any]) -> str:
     processes = "one process" if run["workers"] == 1 else f"{run['workers']} processes"
-    return f"{of(run)}, {run['seconds'] / 60:.0f} minutes in {processes}"
-
-
-def of(run: dict[str, Any]) -> str:
-    return f"transformers {run['transformers']}, {run['date'][:10]}, commit {run['commit'][:7]}"
+    where = f"transformers {run['transformers']}, {run['date'][:10]}, commit {run['commit'][:7]}"
+    return f"{where}, {run['seconds'] / 60:.0f} minutes in {processes}"
 
 
 def names(kinds: Iterable[str]) -> str:
