@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from dualkv.arrays import IntArray
-from dualkv.layout import Layout, Segments
+from dualkv.layout import Layout
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 Range = tuple[int, int]  # packed rows [begin, end)
 UNEVEN = 1.02  # a rank's most visible pairs over the mean from which on rows are shared in another order

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dualkv import Layout
-from dualkv import layout as layout_module
-from dualkv.layout import segments_of
+from dualkv import segments as segments_module
+from dualkv.segments import segments_of
 from tests import oracle, strategies
 
 
@@ -178,7 +178,7 @@ def test_what_is_made_in_inference_mode_can_be_trained_through():
 
 
 def test_host_state_lives_as_long_as_the_host_tensors():
-    before = len(layout_module._KNOWN)
+    before = len(segments_module._KNOWN)
     layout = Layout.from_lengths([31], [[17] * 3])
     offsets, parent, segments = layout.offsets, layout.parent, layout._segments
     del layout
@@ -187,7 +187,7 @@ def test_host_state_lives_as_long_as_the_host_tensors():
     assert segments_of(offsets.detach(), parent.view(-1)) is segments
     del offsets, parent
     Layout.from_lengths([1], [[1]])  # a new entry sweeps the dead ones
-    assert len(layout_module._KNOWN) <= before + 1
+    assert len(segments_module._KNOWN) <= before + 1
 
 
 def test_host_tensors_written_to_are_seen():

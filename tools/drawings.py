@@ -16,8 +16,8 @@ from pathlib import Path
 
 import dualkv
 from cute_kernels.abi import ForwardFields as items
-from dualkv.layout import segments_of
 from dualkv.ops.plan.forward import forward_work
+from dualkv.segments import segments_of
 from tools import filed, plots
 from tools.tables import RESULTS
 

@@ -12,10 +12,10 @@ from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import PathFields as paths
 from dualkv.arrays import positions
 from dualkv.bench.workloads import Workload
-from dualkv.layout import segments_of
 from dualkv.ops.plan.backward import BackwardWork
 from dualkv.ops.plan.paths import PathWork, path_work
 from dualkv.ops.plan.windowed import windowed_work
+from dualkv.segments import segments_of
 
 NUM_SMS = 132  # of an H100 or H200
 

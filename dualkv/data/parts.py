@@ -16,7 +16,8 @@ import torch
 
 from dualkv.arrays import IntArray, outside_inference_mode, positive
 from dualkv.data.trees import PackedSequences
-from dualkv.layout import Layout, Segments
+from dualkv.layout import Layout
+from dualkv.segments import Segments
 
 Piece = tuple[int, int, int]  # tokens [begin, end) of a segment
 Hanging = tuple[int, int, int]  # (tokens of the path above it, segment, its first token): a subtree to be done

@@ -22,7 +22,8 @@ from dualkv.arrays import IntArray
 from dualkv.branches import Branch
 from dualkv.integrations import layers
 from dualkv.integrations.media import Placed
-from dualkv.layout import Layout, Segments, segments_of
+from dualkv.layout import Layout
+from dualkv.segments import Segments, segments_of
 from dualkv.sequence_parallel import Shard
 
 DECORATED_IN = "transformers.modeling_rope_utils"  # dynamic_rope_update, which reads the largest position

@@ -50,8 +50,9 @@ from dualkv.integrations.checkpointing import memory_for_logits as memory_for_lo
 from dualkv.integrations.checkpointing import recompute_layers as recompute_layers
 from dualkv.integrations.heads import head as head
 from dualkv.integrations.media import Placed
-from dualkv.layout import Layout, segments_of
+from dualkv.layout import Layout
 from dualkv.ops.attention import attention
+from dualkv.segments import segments_of
 from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)

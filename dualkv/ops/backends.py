@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dualkv.layout import Segments
 from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
 from dualkv.ops.compiling import NotCompiled
+from dualkv.segments import Segments
 
 VARIABLE = "DUALKV_BACKEND"
 # Major compute capabilities on which Triton has instructions for matrix products that FlashAttention 2 does not use.

@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray, positions, ranges
-from dualkv.layout import Segments
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 aten = torch.ops.aten
 HEAD_DIM_MAX = 256  # of PyTorch's FlashAttention

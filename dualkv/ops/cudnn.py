@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from dualkv.layout import Segments
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.intervals import group_lengths, interval_ends
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 PACKAGE = "nvidia-cudnn-frontend"
 VERSIONS = (1, 29), (1, 33)  # from the first one to below the second: the API is experimental

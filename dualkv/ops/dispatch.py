@@ -9,10 +9,10 @@ import torch
 
 from codegen.spec import GRADIENTS
 from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
-from dualkv.layout import Segments, segments_of
 from dualkv.ops import backends
 from dualkv.ops.backends import Gradients
 from dualkv.ops.window import Window
+from dualkv.segments import Segments, segments_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from dualkv.arrays import IntArray
-from dualkv.layout import Segments
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import ALIGNMENT
 from dualkv.ops.intervals import block_runs, transposed
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 BLOCK = 128  # rows and keys of the mask's blocks; FlexAttention's default
 HEAD_DIM_MAX = 256  # its own blocks for larger ones ask for more shared memory than a Hopper GPU has

@@ -25,13 +25,13 @@ from codegen.tiles import (
     packed_heads,
 )
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
-from dualkv.layout import Segments
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.plan import schedule
 from dualkv.ops.plan import windowed as plan_windowed
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dualkv.arrays import IntArray
-from dualkv.layout import Segments
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 
 def group_lengths(segments: Segments) -> IntArray:

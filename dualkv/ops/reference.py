@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from dualkv.arrays import IntArray
-from dualkv.layout import Segments
 from dualkv.ops.window import Window
+from dualkv.segments import Segments
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

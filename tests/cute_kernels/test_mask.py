@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualkv.layout import Layout, segments_of
+from dualkv.layout import Layout
 from dualkv.ops.plan.forward import forward_work, segment_begin
 from dualkv.ops.plan.paths import first_keys, path_work
 from dualkv.ops.window import Window
+from dualkv.segments import segments_of
 from tests.protocol import sources
 from tests.protocol.lanes import Now
 from tests.protocol.memory import Host

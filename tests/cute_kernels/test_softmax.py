@@ -15,8 +15,8 @@ pytest.importorskip("cutlass")
 from codegen.tiles import forward_tile, packed_heads
 from cute_kernels import accumulator, softmax
 from cute_kernels.abi import ForwardFields as items
-from dualkv.layout import Segments
 from dualkv.ops.plan.forward import forward_work, segment_begin
+from dualkv.segments import Segments
 from tests.fuzz.case import far_heights, seeded
 from tests.ops.plan import test_forward as plans
 

@@ -13,8 +13,8 @@ import dualkv
 from dualkv import Layout, pack, pack_sequences, plan_sequences
 from dualkv.data.packing import IGNORED
 from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
-from dualkv.layout import Segments
 from dualkv.prefixes import shared_prefixes
+from dualkv.segments import Segments
 from tests.strategies import examples
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)

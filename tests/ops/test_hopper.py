@@ -14,12 +14,12 @@ from codegen.tiles import FEW_KEYS_COST, FEW_KEYS_ROWS, FEW_KEYS_WALK, forward_t
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
-from dualkv.layout import segments_of
 from dualkv.ops import dispatch, hopper
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.window import Window
+from dualkv.segments import segments_of
 from tests.strategies import binary_tree
 
 

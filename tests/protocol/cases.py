@@ -18,13 +18,14 @@ import torch
 
 from codegen import tiles
 from cute_kernels.abi import LOCKS, clears_ahead
-from dualkv.layout import Layout, segments_of
+from dualkv.layout import Layout
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.plan import windowed as plan_windowed
 from dualkv.ops.plan.schedule import schedule
 from dualkv.ops.window import Window
+from dualkv.segments import segments_of
 from tests.protocol.lanes import BFloat16, Float16, Now, first_lane
 from tests.protocol.machine import Machine, Schedule
 from tests.protocol.memory import Flat, Host, View

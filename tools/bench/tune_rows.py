@@ -7,8 +7,8 @@ from typing import Any
 from codegen.spec import forward_spec
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import parse
-from dualkv.layout import segments_of
 from dualkv.ops.plan.forward import cost_walked
+from dualkv.segments import segments_of
 
 
 def tiles(run: dict[str, Any]) -> str:

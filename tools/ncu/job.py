@@ -9,8 +9,8 @@ from typing import Any
 from codegen import tiles
 from codegen.spec import KernelSpec, backward_specs, forward_spec
 from dualkv.bench.workloads import Workload
-from dualkv.layout import segments_of
 from dualkv.ops import hopper
+from dualkv.segments import segments_of
 
 DIRECTIONS = ("fwd", "bwd")
 TABLES: dict[str, dict[tiles.HeadDims, Any]] = {"fwd": tiles.FORWARD_TILES, "bwd": tiles.BACKWARD_TILES}

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from dualkv.arrays import IntArray, outside_inference_mode
-from dualkv.layout import Layout, Segments, segments_of
+from dualkv.layout import Layout
+from dualkv.segments import Segments, segments_of
 
 # Shorter segments are padded together: transformers' functions pad a sequence to a chunk of 64 rows or more anyway, and
 # a call has a price of its own.

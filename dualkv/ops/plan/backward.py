@@ -17,7 +17,6 @@ import numpy as np
 from codegen.tiles import BackwardTile
 from cute_kernels.abi import BackwardFields as items
 from dualkv.arrays import IntArray, positions
-from dualkv.layout import Segments
 from dualkv.ops.plan.backward_order import (
     PIECE_OVERHEAD,
     WAVE,
@@ -33,6 +32,7 @@ from dualkv.ops.plan.backward_order import (
     longest_first,
 )
 from dualkv.ops.plan.shared import Table, largest, visible_end_over
+from dualkv.segments import Segments
 
 MAX_SHARE = 3  # no piece is longer than a cluster's share of all work divided by this ...
 SHORTEST_PIECE = 16  # ... and no piece is cut shorter than this: steps (a query block of one head)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from codegen.tiles import ForwardTile
 from cute_kernels.abi import ForwardFields as items
 from dualkv.arrays import IntArray, positions
-from dualkv.layout import Segments
 from dualkv.ops.plan.shared import MASKED_COST, Rows, Table, longest_first, segment_at
+from dualkv.segments import Segments
 
 PART_TILES = 2**14  # tiles computed at a time: their arrays stay in a core's cache, and in memory already mapped
 # Tiles of up to this many packed rows are sorted longest first; more rows are sorted range by range. K and V of one KV

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualkv.arrays import IntArray
-from dualkv.layout import Segments
+from dualkv.segments import Segments
 
 Table = npt.NDArray[np.int32]  # work items as a kernel reads them: a row an item
 Rows = npt.NDArray[Any]  # packed rows, in 32 or 64 bits

@@ -14,9 +14,9 @@ from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
-from dualkv.layout import segments_of
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
+from dualkv.segments import segments_of
 from tests.ops.plan.walked import groups, not_asking, of_groups, rule, segments
 from tests.pace import against_writing
 from tests.strategies import examples

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from codegen.tiles import forward_tile, packed_heads
 from dualkv.bench.workloads import NAMED, Workload, random_workload
-from dualkv.layout import segments_of
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, tile_cost
 from dualkv.ops.plan.schedule import DEALT_ROUNDS, FEW_ROUNDS, L2_BYTES, deal, schedule, side_by_side
+from dualkv.segments import segments_of
 from tests.pace import against_writing
 from tests.strategies import examples
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualkv import Layout
-from dualkv.layout import segments_of
 from dualkv.ops.plan.shared import longest_first, segment_at, visible_end_over
+from dualkv.segments import segments_of
 from tests.strategies import examples, trees
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cute_kernels.abi import BackwardFields as items
 from dualkv import Layout
-from dualkv.layout import Segments, segments_of
+from dualkv.segments import Segments, segments_of
 
 SIZES_OF_TILES = st.sampled_from([63, 64, 65, 80, 96, 112, 127, 128, 129, 256])
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), SIZES_OF_TILES)

@@ -1,0 +1,234 @@
+"""The host side of a layout: checked arrays, what is derived from them, and how the ops find it by tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from cute_kernels.abi import MAX_ROWS
+from dualkv.arrays import IntArray, cumulative_array, int_array
+
+Value = TypeVar("Value")
+
+
+class Use:
+    """Whether attention ran on a layout, or on one that was made of it: `seen`, which the ops set in every forward.
+    `elsewhere`: a caller has said that it runs where the ops do not.
+    """
+
+    __slots__ = ("elsewhere", "seen")
+
+    def __init__(self) -> None:
+        self.seen = self.elsewhere = False
+
+
+class Segments:
+    """The host side of a layout: checked numpy arrays, and values derived from them, each computed once.
+
+    `offsets` [S+1] and `parent` [S] are int64. Layouts that differ only in their device share one `Segments`. So do all
+    calls of the ops: they find the `Segments` by the storage of the layout's host tensors (see :func:`segments_of`).
+    """
+
+    def __init__(
+        self, offsets: IntArray, parent: IntArray, silent: IntArray | None = None, last: IntArray | None = None
+    ) -> None:
+        """silent: [G] rows at each group's beginning that ask nothing, of any segments; None if all rows ask.
+        last: the last segments of all sequences, where they are known: some may have segments below them."""
+        self.offsets, self.parent, self.silent, self.last = offsets, parent, silent, last
+        self.use = Use()
+        self.depth = self._checked_depth()
+        self._cache: dict[Any, Any] = {}
+
+    def _checked_depth(self) -> IntArray:
+        offsets, parent, n = self.offsets, self.parent, len(self.parent)
+        if len(offsets) != n + 1:
+            raise ValueError(
+                f"offsets has {len(offsets)} entries for {n} segments in parent, expected {n + 1} (one more)"
+            )
+        if offsets[-1] > MAX_ROWS:
+            raise ValueError(f"offsets ends at {offsets[-1]} tokens, at most {MAX_ROWS} are supported")
+        index = np.arange(n)
+        if (parent < -1).any() or (parent >= index).any():
+            at = int(np.argmax((parent < -1) | (parent >= index)))
+            raise ValueError(f"parent[{at}] is {parent[at]}, expected -1 or an earlier segment (0 to {at - 1})")
+        # Doubling: steps to the 1st, 2nd, 4th, ... ancestor, until all segments are past their root.
+        depth, up = (parent >= 0).astype(np.int64), parent
+        while (above := up >= 0).any():
+            depth += np.where(above, depth[up], 0)
+            up = np.where(above, up[up], -1)
+        # Depth-first: no level is skipped, and a segment continues the last one of the level above.
+        order = np.argsort(depth, kind="stable")
+        place = np.searchsorted((depth * n + index)[order], (depth - 1) * n + index) - 1
+        wrong = (depth > 0) & (parent != order[place])
+        wrong[1:] |= np.diff(depth) > 1
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            closed = int(np.flatnonzero(depth[:at] < depth[at])[-1])
+            raise ValueError(
+                f"parent[{at}] is {parent[at]}, but segments are in depth-first order and a later segment "
+                f"({closed}) has closed it: a parent may not cross groups"
+            )
+        return depth
+
+    @property
+    def total(self) -> int:
+        """Packed tokens T."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        return np.diff(self.offsets)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Levels of the deepest tree: 1 for prompts alone, 2 for prompts with responses."""
+        return int(self.depth.max(initial=-1)) + 1
+
+    @cached_property
+    def levels(self) -> list[IntArray]:
+        """The segments of each depth, in order."""
+        order = np.argsort(self.depth, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(self.depth))[:-1])
+
+    @cached_property
+    def roots(self) -> IntArray:
+        """[G] the segments without a parent: prompts."""
+        return np.flatnonzero(self.parent == -1)
+
+    @cached_property
+    def group_of_segment(self) -> IntArray:
+        """[S]."""
+        return np.cumsum(self.parent == -1) - 1
+
+    @cached_property
+    def subtree_end(self) -> IntArray:
+        """[S] first packed row after the subtree of each segment."""
+        end = self.offsets[1:].copy()
+        for level in reversed(self.levels[1:]):
+            end[self.parent[level]] = end[level]  # numpy keeps the last child's value for each parent
+        return end
+
+    @cached_property
+    def first_position(self) -> IntArray:
+        """[S] position id of each segment's first token: the number of tokens on the path above."""
+        start = np.zeros(len(self.parent), np.int64)
+        for level in self.levels[1:]:
+            up = self.parent[level]
+            start[level] = start[up] + self.lengths[up]
+        return start
+
+    @cached_property
+    def position(self) -> IntArray:
+        """[T] position id of each row on its path."""
+        return np.arange(self.total) + (self.first_position - self.offsets[:-1])[self.segment_of_row]
+
+    @cached_property
+    def longest_path(self) -> int:
+        """Tokens of the longest path: one more than the highest position id."""
+        return int((self.first_position + self.lengths).max(initial=0))
+
+    @cached_property
+    def first_query(self) -> IntArray:
+        """[G] the first row of each group that kernels compute. Rows that ask nothing are skipped, except the last row
+        of a group that has no other rows. See Layout.without_prompt_queries and without_queries."""
+        begin, end = self.offsets[self.roots], self.subtree_end[self.roots]
+        return begin if self.silent is None else np.minimum(begin + self.silent, np.maximum(end - 1, begin))
+
+    @cached_property
+    def is_leaf(self) -> npt.NDArray[np.bool_]:
+        leaf = np.ones(len(self.parent), bool)
+        leaf[self.parent[self.parent >= 0]] = False
+        return leaf
+
+    @cached_property
+    def ends_sequence(self) -> npt.NDArray[np.bool_]:
+        """[S] whether a sequence ends with the segment: leaves, and what sequences that others continue end with."""
+        ends = self.is_leaf.copy()
+        if self.last is not None:
+            ends[self.last] = True
+        return ends
+
+    @cached_property
+    def nominal(self) -> int:
+        """Tokens of the replicated sequences: every root-to-leaf path in full."""
+        return int((self.first_position + self.lengths)[self.is_leaf].sum())
+
+    @cached_property
+    def segment_of_row(self) -> IntArray:
+        return np.repeat(np.arange(len(self.parent)), self.lengths)
+
+    @cached_property
+    def group_rows(self) -> IntArray:
+        """[G] rows of each group."""
+        return self.subtree_end[self.roots] - self.offsets[self.roots]
+
+    @cached_property
+    def group_of_row(self) -> IntArray:
+        return np.repeat(np.arange(len(self.group_rows)), self.group_rows)
+
+    @cached_property
+    def visible_end(self) -> IntArray:
+        """[T] of the visibility rule `k <= q < visible_end[k]`."""
+        return self.subtree_end[self.segment_of_row]
+
+    def cached(self, key: Any, make: Callable[[], Value]) -> Value:
+        """The result of `make()` at the first call with this `key` (a plan, an index tensor)."""
+        found = self._cache.get(key)
+        if found is None:
+            if torch.compiler.is_compiling():  # numpy on the host is nothing for a graph
+                make = torch.compiler.disable(make)
+            with torch.inference_mode(False):  # later calls may record it for their backward
+                found = make()
+            if not pytree.tree_any(lambda x: isinstance(x, FakeTensor), found):  # their mode ends before the layout
+                self._cache[key] = found
+        return found
+
+
+class _Known(NamedTuple):
+    """An entry: the two storages, copies of the tensors at the time, and their `Segments`."""
+
+    storages: tuple[StorageWeakRef, StorageWeakRef]
+    offsets: torch.Tensor
+    parent: torch.Tensor
+    segments: Segments
+
+
+# Host state by the storages of (offsets, parent). An entry lives as long as the storages: they belong to the Layout, or
+# to an autograd graph that saved the tensors and outlives the Layout. A StorageWeakRef keeps the address from being
+# reused, so an entry is never found for another tensor.
+_KNOWN: dict[tuple[int, int], _Known] = {}
+
+
+def _storages(offsets: torch.Tensor, parent: torch.Tensor) -> tuple[int, int]:
+    return offsets.untyped_storage()._cdata, parent.untyped_storage()._cdata
+
+
+def remember(offsets: torch.Tensor, parent: torch.Tensor, segments: Segments) -> None:
+    for key, known in list(_KNOWN.items()):
+        if any(storage.expired() for storage in known.storages):
+            _KNOWN.pop(key, None)
+    storages = StorageWeakRef(offsets.untyped_storage()), StorageWeakRef(parent.untyped_storage())
+    _KNOWN[_storages(offsets, parent)] = _Known(storages, offsets.clone(), parent.clone(), segments)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
+    """The host state of an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
+    known = _KNOWN.get(_storages(offsets, parent))
+    # The storages may have been written to, or the tensors may be views of a part: so the contents are compared.
+    if known is not None and _same(offsets, known.offsets) and _same(parent, known.parent):
+        return known.segments
+    found = Segments(cumulative_array("offsets", offsets), int_array("parent", parent))
+    remember(offsets, parent, found)
+    return found
