@@ -22,7 +22,7 @@ PAGES = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").glob("**/*.md")),
     ]
 }
 PROGRAMS = sorted([*(ROOT / "examples").iterdir(), *(ROOT / "tools").glob("*.py")])  # which say how they are run

@@ -20,15 +20,24 @@ WAYS = {
 
 
 def table(run: dict[str, Any]) -> str:
-    """Types by way and outcome, the types that are refused by name."""
-    rows = []
+    """Types by way and outcome. Ways with the same figures share a row; types that are not exact have their names."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for way, words in WAYS.items():
         kinds: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
         for kind, cells in run["types"].items():
             if way in cells:
                 kinds[cells[way]["outcome"]].append(kind)
         worst = max((cells[way].get("error", 0.0) for cells in run["types"].values() if way in cells), default=0.0)
-        wrong = [*kinds["wrong"], *kinds["not built"]]
-        rows.append([words, str(len(kinds["exact"])), f"{worst:.0e}", str(len(wrong)), names(kinds["refused"])])
+        others = [*kinds["wrong"], *kinds["not built"]], kinds["refused"]
+        cells_of_way = str(len(kinds["exact"])), f"{worst:.0e}", *map(_named, others)
+        rows.setdefault(cells_of_way, []).append(words)
+    lines = [["; ".join(ways), *cells] for cells, ways in rows.items()]
+    missing = [kind for kind, cells in run["types"].items() if not cells.keys() & WAYS.keys()]
+    about = f"{recorded(run)}, {len(run['types']) - len(missing)} types"
+    about += f". Not run: {names(missing)}" if missing else ""
     header = ["way", "exact", "largest difference", "wrong", "refused"]
-    return f"{recorded(run)}:\n\n{markdown_table(header, rows)}"
+    return f"{about}:\n\n{markdown_table(header, lines)}"
+
+
+def _named(kinds: list[str]) -> str:
+    return f"{len(kinds)}: {names(kinds)}" if kinds else "0"

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
-from tools import filed, matrix_rows, zoo_rows
+from tools import filed, matrix_rows, trust_rows, zoo_rows
 from tools.bench import (
     claims,
     cold_start,
@@ -33,7 +32,7 @@ from tools.bench import (
     tune_rows,
     verl_rows,
 )
-from tools.bench.record import NO_MEMORY, commit_of, runs_of
+from tools.bench.record import commit_of, runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
 
@@ -468,51 +467,10 @@ def sanitizers() -> str:
 
 
 def trust() -> str:
-    """Tabulate what was tried to break it; random calls have a row for each commit and device."""
-    rows = []
+    """Tabulate what was tried to break it, over the records of all runs."""
     fuzzed = [run for path in RESULTS.glob("fuzz-*.json") for run in runs_of(_load(path.stem))]
-    for run in sorted(fuzzed, key=lambda run: str(run["date"])):
-        what = f"random calls, seed{'s' * (',' in run['seed'])} {run['seed']}"
-        said = f"largest error {run['worst_part_of_bound']:.2f} of its bound"
-        said += f"; {run['tried'][NO_MEMORY]} {NO_MEMORY}" if NO_MEMORY in run["tried"] else ""
-        rows.append(_tried(run, what, f"{run['tried']['cases']:,}", run["failed"], said))
-    for path in sorted(RESULTS.glob("suite-*.json")):
-        run = _load(path.stem)
-        outcomes: Counter[str] = sum(map(Counter, run["modules"].values()), Counter())
-        failed = outcomes["failed"] + outcomes["error"]
-        many = f"{outcomes.total() - outcomes['skipped']:,} tests"
-        rows.append(_tried(run, "the GPU tests", many, failed, "; ".join(_noted(run["notes"]))))
-    for path in sorted(RESULTS.glob("sanitizer-*.json")):
-        run = _load(path.stem)
-        for name, tool in run["tools"].items():
-            errors = [report for report in tool["reports"] if report["false_positive"] is None]
-            found = dict.fromkeys(report["what"].partition(". ")[0] for report in errors)
-            said = "; ".join([*found, *(f"not finished: {why}" for why in tool["unfinished"])])
-            failed = sum(report["count"] for report in errors)
-            rows.append(_tried(run, f"compute-sanitizer, {name}", f"{tool['cases']:,} cases", failed, said))
-    for path in sorted(RESULTS.glob("soak-*.json")):
-        run = _load(path.stem)
-        last, steps = run["curve"][-1], sum(run["steps"].values())
-        what = f"a long run, {last['seconds'] / 60:.0f} minutes"
-        memory = f"at the end {last['allocated']:.1f} MiB on the device, {last['resident']:,.0f} MiB on the host"
-        rows.append(_tried(run, what, f"{steps:,} steps", len(run["problems"]), "; ".join([*run["problems"], memory])))
-    return markdown_table(["tried", "on", "how many", "failed", "", "recorded"], rows)
-
-
-def _noted(notes: Sequence[str]) -> list[str]:
-    """Notes of `tools.bench.suite`: tests of a module that are skipped for one reason in one note."""
-    found: dict[str, int] = {}
-    for note in notes:
-        number, _, rest = note.partition(" ")
-        what, count = (rest, int(number)) if number.isdecimal() else (note, 0)
-        found[what] = found.get(what, 0) + count
-    return [f"{count} {what}" if count else what for what, count in found.items()]
-
-
-def _tried(run: dict[str, Any], what: str, many: str, failed: int, said: str) -> list[str]:
-    gpu = run["gpu"]["name"]
-    on = "CPU" if gpu == "none" else gpu
-    return [what, on, many, f"{failed:,}", said, f"{run['date'][:10]}, {commit_of(run)}"]
+    others = ([_load(path.stem) for path in RESULTS.glob(f"{kind}-*.json")] for kind in ("suite", "sanitizer", "soak"))
+    return trust_rows.table(fuzzed, *others)
 
 
 def _verl(*names: str) -> list[verl_rows.Row]:

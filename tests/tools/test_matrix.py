@@ -75,7 +75,12 @@ def test_a_type_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None
 def test_table() -> None:
     exact, refused = {"outcome": zoo.EXACT, "error": 3e-6}, {"outcome": zoo.REFUSED, "reason": "no"}
     run = {"transformers": "5", "workers": 2, "date": "2026-11-29", "commit": "a" * 40, "seconds": 60.0}
-    cells = {"llama": dict.fromkeys(matrix_rows.WAYS, exact), "bloom": {"walk": refused}}
+    cells = {"llama": dict.fromkeys(matrix_rows.WAYS, exact), "bloom": {"walk": refused}, "opt": {"all": exact}}
     assert set(matrix.WAYS) == set(matrix_rows.WAYS)
-    row = next(line for line in matrix_rows.table(run | {"types": cells}).splitlines() if "walk" in line)
-    assert row.split("|")[2:6] == [" 1 ", " 3e-06 ", " 0 ", " `bloom` "]
+    about, _, _, _, *rows = matrix_rows.table(run | {"types": cells}).splitlines()
+    assert about.endswith(" 2 types. Not run: `opt`:")
+    [row] = [row for row in rows if "walk" in row]
+    assert row.split("|")[2:6] == [" 1 ", " 3e-06 ", " 0 ", " 1: `bloom` "]
+    [others] = [row for row in rows if "walk" not in row]
+    assert others.split("|")[2:6] == [" 1 ", " 3e-06 ", " 0 ", " 0 "]
+    assert all(words in others for way, words in matrix_rows.WAYS.items() if way != "walk")
