@@ -48,6 +48,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "docs/" not in "".join(re.findall("<img[^>]*>", (tmp_path / "overview/index.html").read_text()))
+    api = (tmp_path / "api/index.html").read_text()
+    assert [name for name in dualkv.__all__ if name not in api] == []
+    assert 'href="api/"' in (tmp_path / "index.html").read_text(), "a link to the package leads to that page"
+    folded = re.findall(r"<summary>(\d+) names</summary>", (tmp_path / "transformers/index.html").read_text())
+    assert max(map(int, folded)) > 100, "model types"
 
 
 # ---------------------------------------------------------------- commands
@@ -222,7 +227,7 @@ def _experts():
 
 
 PREPARED = {"migration.md": _others, "transformers.md": _experts}
-NOT_HERE = {"api.md", "trl.md", "megatron.md"}  # signatures; test_docs.py of integrations, where their library is
+NOT_HERE = {"trl.md", "megatron.md"}  # test_docs.py of integrations, where their library is
 WITH_PYTHON = [page for page in PAGES if blocks(page, {"python"}) and page not in NOT_HERE]
 
 
@@ -326,6 +331,17 @@ def test_blocks_have_a_language_and_links_lead_somewhere(page):
 @pytest.mark.parametrize("name", drawings.PICTURES)
 def test_pictures_are_current(name):
     assert (drawings.DOCS / name).read_text() == drawings.PICTURES[name](), "run `python -m tools.drawings`"
+
+
+def test_messages_that_the_page_on_errors_quotes_are_in_the_program():
+    """Literals of Python and veRL's settings in between are left out: `...` on the page."""
+    sources = "".join(p.read_text() for folder in ("dualkv", "codegen") for p in (ROOT / folder).rglob("*.py"))
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", sources)
+    text = PAGES["troubleshooting.md"].read_text().partition("## An error")[2]
+    quoted = [q for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE) for q in re.findall("`([^`]+)`", row)]
+    said = [part for q in quoted if " " in q and not q.startswith("dualkv ") for part in q.split(" ... ")]
+    assert len(said) > 8
+    assert [part for part in said if part not in joined] == []
 
 
 def test_every_page_is_reached_from_the_index():

@@ -1,4 +1,4 @@
-"""`python -m tools.api`: write docs/api.md anew from signatures and docstrings; a test holds the page to that.
+"""`python -m tools.api`: print the site's page on the API, which `tools/site.py` makes from signatures and docstrings.
 
 Sources are read, not imported: integrations are described without what they integrate.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "api.md"
 # Modules whose public names the page describes; of packages, what they import from within.
 PACKAGES = ("dualkv", "dualkv.integrations.trl", "dualkv.ops")
 MODULES = (
@@ -31,8 +30,8 @@ HEAD = """# API
 
 Every public name with its signature. The docstrings have arguments, shapes, dtypes and errors: `help(dualkv.pack)`.
 Their letters: T packed tokens, H query heads, Hk KV heads, D head dim, Dv head dim of values, G groups, S segments, N
-rollouts, M response tokens, C hidden size, V vocabulary. `python -m tools.api` makes this page. [veRL](verl.md) is used
-by its configuration, kernels and their store by [`dualkv precompile`](deployment.md). Modules that are not here are
+rollouts, M response tokens, C hidden size, V vocabulary. [veRL](verl.md) is used by its configuration, kernels and
+their store by [`dualkv precompile`](deployment.md). Modules that are not here are
 internal and may change with any version.
 """
 
@@ -147,7 +146,7 @@ def summary(docstring: str) -> str:
 
 
 def page() -> str:
-    """docs/api.md as it is to be."""
+    """Return the page in Markdown."""
     parts = [HEAD.strip()]
     for module in MODULES:
         parts += [f"## {module}", summary(ast.get_docstring(_tree(module)) or "")]
@@ -162,4 +161,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page(), end="")

@@ -1,29 +1,42 @@
-"""Hooks of `mkdocs.yml`: the pages that lie in the repository's root join those of docs/, and links follow them."""
+"""Hooks of `mkdocs.yml`: pages that are not files of docs/, links between all of them, and folded lists.
+
+README, CONTRIBUTING and CHANGELOG of the repository's root are pages. The API page is made from docstrings, and links
+to the package lead to it.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
+
+from tools import api  # noqa: E402
+
 # Files of the root that are pages: the names of their pages.
 PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TARGETS = PAGES | {"dualkv/__init__.py": "api.md"}
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"((?:!\[[^\]]*\]\(|src=\"|srcset=\"))docs/")
+FOLDED = 12  # names in a cell of a table, from which on the cell shows their number
+NAMES = re.compile(rf"<td>((?:<code>[^<]*</code>(?:, )?){{{FOLDED},}})</td>")
 
 
 def on_files(files: Any, config: Any) -> Any:
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    files.append(File.generated(config, "api.md", content=api.page()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Paths from the root or from docs/ become names of pages. A link to what is no page becomes its text."""
+    """Turn paths from the root or from docs/ into names of pages, and a link to what is no page into its text."""
     below = "" if page.file.src_uri in PAGES.values() else "docs"
 
     def link(match: re.Match[str]) -> str:
@@ -31,7 +44,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if "://" in target or target.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(below, target))
-        name = PAGES.get(path, path.removeprefix("docs/"))
+        name = TARGETS.get(path, path.removeprefix("docs/"))
         return f"[{text}]({name}{anchor})" if files.get_file_from_path(name) else text
 
     return IMAGE.sub(r"\1", LINK.sub(link, markdown))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Fold cells of tables that hold long lists of names, such as model types."""
+
+    def fold(match: re.Match[str]) -> str:
+        number = match[1].count("<code>")
+        return f"<td><details><summary>{number} names</summary>{match[1]}</details></td>"
+
+    return NAMES.sub(fold, html)
