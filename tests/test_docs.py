@@ -51,8 +51,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     api = (tmp_path / "api/index.html").read_text()
     assert [name for name in dualkv.__all__ if name not in api] == []
     assert 'href="api/"' in (tmp_path / "index.html").read_text(), "a link to the package leads to that page"
-    folded = re.findall(r"<summary>(\d+) names</summary>", (tmp_path / "transformers/index.html").read_text())
-    assert max(map(int, folded)) > 100, "model types"
 
 
 # ---------------------------------------------------------------- commands

@@ -1,4 +1,4 @@
-"""Hooks of `mkdocs.yml`: pages that are not files of docs/, links between all of them, and folded lists.
+"""Hooks of `mkdocs.yml`: pages that are not files of docs/, and links between all of them.
 
 README, CONTRIBUTING and CHANGELOG of the repository's root are pages. The API page is made from docstrings, and links
 to the package lead to it.
@@ -24,8 +24,6 @@ PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 TARGETS = PAGES | {"dualkv/__init__.py": "api.md"}
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"((?:!\[[^\]]*\]\(|src=\"|srcset=\"))docs/")
-FOLDED = 12  # names in a cell of a table, from which on the cell shows their number
-NAMES = re.compile(rf"<td>((?:<code>[^<]*</code>(?:, )?){{{FOLDED},}})</td>")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -48,13 +46,3 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"[{text}]({name}{anchor})" if files.get_file_from_path(name) else text
 
     return IMAGE.sub(r"\1", LINK.sub(link, markdown))
-
-
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Fold cells of tables that hold long lists of names, such as model types."""
-
-    def fold(match: re.Match[str]) -> str:
-        number = match[1].count("<code>")
-        return f"<td><details><summary>{number} names</summary>{match[1]}</details></td>"
-
-    return NAMES.sub(fold, html)
