@@ -48,7 +48,6 @@ DOCUMENTS = (
             "compare",
             "performance",
             "deployment",
-            "megatron",
             "profiling",
             "sanitizers",
             "transformers",
