@@ -12,8 +12,8 @@
 Every row is computed once, as in one pass over the whole tree. A part reads the keys and values of the path above it,
 which are kept for each call of a layer. Its backward adds to their gradients. A trunk's own backward runs once all
 parts below it are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part.
-The sums are those of the whole tree, in another order: gradients of kept keys and values are added in fp32. Of
-recurrent layers the states and the last inputs of convolutions are kept, wherever parts below leave the path
+The sums are those of the whole tree, in another order: gradients of kept keys and values are added in fp32. For
+recurrent layers, the states and the last inputs of convolutions are kept, wherever parts below leave the path
 (:mod:`dualkv.integrations.recurrent.walked`).
 """
 
@@ -46,8 +46,8 @@ class _Again(NamedTuple):
     """A checkpointed region that runs again.
 
     Attributes:
-        region: what stands for it in the forward too.
-        run: stands for this time.
+        region: the object that identifies the region in the forward too.
+        run: the object that identifies this recomputation.
     """
 
     region: Any
@@ -83,7 +83,7 @@ class Branch:
         self.num_tokens = len(part.rows)
         self._kept: dict[Hashable, _Kept] = {}
         self._gradients: dict[Hashable, tuple[torch.Tensor | None, ...]] = {}
-        # Of each layer its calls in the forward: the checkpointed region of each, or None.
+        # The calls of each layer in the forward: the checkpointed region of each call, or None.
         self._calls: dict[Hashable, list[weakref.ref[Any] | None]] = {}
         self._again: dict[Hashable, int] = {}  # calls so far of the region that runs again now
         self._run: Any = None
@@ -145,7 +145,7 @@ class Branch:
             )
 
     def call_of(self, layer: Hashable) -> int:
-        """The number of this call of a layer among those of the part's forward: each call asks once. A call that is
+        """The number of this call of a layer in the part's forward; every call of the layer gets one. A call that is
         recomputed in the backward has the number that it had in the forward.
 
         Raises:
@@ -269,7 +269,8 @@ def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | Non
         branch = Branch(part, [by_index[index] for index, _ in part.path])
         hidden = forward(part.input_ids, branch)
         check_used(part.seen, "forward returned hidden states", "dualkv=branch")
-        # For what is computed of the log-probs of all parts. A part that is one path may do without.
+        # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
+        # path may run without its layout.
         batch.layout._segments.use.seen |= part.seen._segments.use.seen
         value = loss(hidden, part) if part.num_trained and loss is not None else None
         if value is not None:

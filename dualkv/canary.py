@@ -27,7 +27,7 @@ from dualkv.layout import Layout
 # Alarm above FACTOR times what rounding does to rollouts packed by themselves, and OUTLIERS times that in one token.
 # tests/integrations/test_canary.py measures both kinds of wrong alarms.
 FACTOR, OUTLIERS = 4.0, 10.0
-# What rounding is taken to do at least and at most: steps of the dtype at a logit's size.
+# The least and the most that rounding is assumed to do, in steps of the dtype at a logit's size.
 LEAST, MOST = 0.5, 8.0
 TF32 = 2.0**-10
 CHUNK = 256  # rows of logits in fp32 at a time
@@ -162,7 +162,7 @@ def packed_vs_separate(
 
 
 def picked(lens: Sequence[int], few: int, seed: int) -> list[int]:
-    """`few` rollouts, of those with tokens, some twice if there are fewer: every rank runs as many forwards."""
+    """Pick `few` rollouts with tokens, some twice if there are fewer: every rank runs as many forwards."""
     some = np.flatnonzero(lens) if any(lens) else np.arange(len(lens))
     return np.resize(np.random.default_rng(seed).permutation(some), few).tolist()
 

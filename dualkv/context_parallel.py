@@ -24,15 +24,15 @@ from dualkv.ops.attention import attention
 from dualkv.ops.window import Window
 from dualkv.sequence_parallel import Shard
 
-# Of the KV heads. Fewer pieces would leave more of the exchange in sight and take more memory for rows of q that ask
-# nothing; more would make the calls of attention short.
+# Pieces of the KV heads. Fewer would hide less of the exchange, and take more memory for rows of q that have no
+# queries; more would make the calls of attention short.
 PIECES = 8
 
 
 class ContextShard(Shard):
     """This rank's rows of packed groups; attention gathers the keys and values that they see.
 
-    As :class:`dualkv.sequence_parallel.Shard`, but for the number of heads, which may be any.
+    It has the interface of :class:`dualkv.sequence_parallel.Shard`; the number of heads may be any.
 
     Attributes:
         shares: see :func:`shares`.
@@ -156,7 +156,7 @@ class _Attention(torch.autograd.Function):
     """q [n, H, D], k [n, Hk, D], v [n, Hk, Dv], sinks [H] or None -> out [n, H, Dv].
 
     While a stage of a piece of the heads is computed, the keys and values of the next one are on their way. In the
-    backward it is the gradients of the piece before, back to their ranks.
+    backward, the gradients of the piece before are on their way back to their ranks.
     """
 
     @staticmethod
@@ -209,7 +209,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         run, head_dim = ctx.run, ctx.head_dim
         q, kv, sinks, out, *saved = ctx.saved_tensors
-        # Of k and v both or neither, so that what ranks send each other has one shape.
+        # Gradients of both k and v or of neither, so that what ranks send each other has one shape.
         wanted = {"q": ctx.needs_input_grad[0], "kv": any(ctx.needs_input_grad[1:3])}
         gradients = "".join(name for name in wanted if wanted[name]) or "q"  # the op computes one at least
         of_step = zip(saved[: len(saved) // 2], saved[len(saved) // 2 :], strict=True)

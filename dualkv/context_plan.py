@@ -25,9 +25,10 @@ UNEVEN = 1.02  # a rank's most visible pairs over the mean from which on rows ar
 def shares(segments: Segments, ranks: int) -> list[list[list[Range]]]:
     """Rows for each rank: equally many, and about equally many visible pairs.
 
-    Of an order of the rows a rank gets the first ones and the last ones that are left. Rows see the more keys the later
-    they are in their group, so some number of first ones makes the rank's pairs the mean. The order is the packed one,
-    which leaves short groups whole. If large groups make that uneven, it is by visible keys, of all groups together.
+    The rows are put into an order, and each rank in turn takes rows from both ends of what is left of it. Later rows of
+    a group see more keys, so some number of rows from the beginning gives the rank the mean number of pairs. The order
+    is the packed one, which leaves short groups whole. If large groups make that uneven, the rows of all groups are
+    ordered by their numbers of visible keys.
 
     Pairs are those of attention without a window. The rows are the same in all layers, and a layer with a window has
     few pairs beside the others; a model that has windows alone would share them more evenly by another order.
@@ -110,8 +111,8 @@ def rows_of(ranges: Sequence[Range]) -> IntArray:
 
 # ---------------------------------------------------------------- what a range of rows sees
 def _above(segments: Segments, own: Range, window: Window | None) -> list[tuple[int, Range]]:
-    """The segments on the path of a range's first row, from the root on, and what of each the range's rows see of what
-    precedes them.
+    """The segments on the path of a range's first row, from the root on, and the keys of each that the range's rows see
+    before the range.
 
     Args:
         segments: of the layout.
@@ -152,9 +153,9 @@ class Part(NamedTuple):
     """Ranges of rows with the rows above that they see.
 
     Attributes:
-        keys: [n] packed rows: of each range those of its path, then its own.
-        asked: [m] of `keys` the places of the own rows.
-        layout: of `keys`; the paths' rows ask nothing. None without ranges.
+        keys: [n] packed rows: for each range the rows of its path, then its own.
+        asked: [m] the indices of the own rows in `keys`.
+        layout: of `keys`; the paths' rows have no queries. None without ranges.
     """
 
     keys: IntArray
@@ -201,9 +202,9 @@ class Stage(NamedTuple):
     Attributes:
         sent: [n] int64: own rows that are sent, in the order of the ranks that get them.
         sent_to, received_from: rows for each rank.
-        own: of this rank's rows those of the part.
+        own: the part's rows among this rank's rows.
         keys: [path's rows and own ones] int64: among the own rows and all that were received until then.
-        asked: [rows of `own`] int64: their places in `keys`.
+        asked: [rows of `own`] int64: their indices in `keys`.
         layout: of `keys`; None where the part is empty.
     """
 
@@ -216,7 +217,7 @@ class Stage(NamedTuple):
     layout: Layout | None
 
     def among_keys(self, x: torch.Tensor) -> torch.Tensor:
-        """The own rows of x in their places, and zeros for those of the paths."""
+        """The own rows of x at their indices among the keys, and zeros for the rows of the paths."""
         return x.new_zeros(len(self.keys), *x.shape[1:]).index_copy(0, self.asked, x[self.own])
 
 

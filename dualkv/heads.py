@@ -19,7 +19,8 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 class Head:
     """Logits of hidden states: `cap(scale * (before(hidden) @ weight.T + bias))`, `cap(s) = softcap tanh(s / softcap)`.
 
-    Make one for a model of your own; :func:`dualkv.integrations.transformers.head` makes those of transformers' models.
+    Make one for a model of your own; :func:`dualkv.integrations.transformers.head` makes the heads of transformers'
+    models.
 
     Attributes:
         weight: [V, C], floating point; None with `module`.

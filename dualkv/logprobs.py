@@ -263,8 +263,8 @@ def _gradient(
 ) -> torch.Tensor:
     """d loss / d logits [u, V] in their dtype.
 
-    given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: of each token its row, column and
-    gradient.
+    given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: the row, column and gradient of each
+    token.
     """
     d, (logits, (temperature, softcap, factor), *_) = _logits_gradient(*given), given
     if g_token is not None:
@@ -504,7 +504,8 @@ def _add_gradients(
     sums: Sequence[torch.Tensor | None],
     d: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Adds the gradients of leaves to `sums`, and returns that of states, where each is wanted; d [n, V] of `made`."""
+    """Adds the gradients of leaves to `sums`, and returns the gradient of states, where each is wanted; d [n, V] is the
+    gradient of `made`."""
     wanted = [(x, s) for x, s in zip(leaves, sums, strict=True) if s is not None]
     inputs = [*[states] * states.requires_grad, *(x for x, _ in wanted)]
     found = list(torch.autograd.grad(made, inputs, d, allow_unused=True))

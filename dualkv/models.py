@@ -137,8 +137,8 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """The model in another dtype, changed in place; in fp64 its RMS norms compute in fp64 too.
 
-    Those of transformers compute in fp32 whatever the model's dtype. Replaced are the ones that scale by their weight
-    alone, which are those that call their epsilon `variance_epsilon`.
+    transformers' norms compute in fp32 whatever the model's dtype. Norms that scale by their weight alone are replaced;
+    these call their epsilon `variance_epsilon`.
     """
     model.to(dtype)
     if dtype == torch.float64:

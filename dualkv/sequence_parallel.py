@@ -103,7 +103,7 @@ class Shard:
     @cached_property
     @outside_inference_mode
     def order(self) -> torch.Tensor:
-        """[rows of the layout] int64: packed rows, those of one rank after those of another."""
+        """[rows of the layout] int64: the packed rows of all ranks, one rank after another."""
         return torch.arange(self.layout.num_tokens, device=self.layout.device)
 
     @cached_property
@@ -198,8 +198,9 @@ class Shard:
             deterministic: as for :func:`dualkv.attention`.
             window: as for :func:`dualkv.attention`.
             chunk: as for :func:`dualkv.attention`.
-            sinks: [H], of all heads and the same on every rank. The gradient that a rank gets is that of its share of
-                the heads, and zero elsewhere: the sum over ranks is whole, as for every weight whose rows are shared.
+            sinks: [H], of all heads and the same on every rank. The gradient that a rank gets is the one of its share
+                of the heads, and zero elsewhere: the sum over ranks is whole, as for every weight whose rows are
+                shared.
             softcap: as for :func:`dualkv.attention`.
 
         Returns:

@@ -111,7 +111,7 @@ class Inputs:
         return found
 
     def replicated(self) -> list[Rows]:
-        """The rows of each full sequence: all segments from the prompt to one that none continues."""
+        """The rows of each full sequence: all segments from the prompt to a leaf."""
         paths: list[Rows] = []
         for up, rows in zip(self._parent, self._rows, strict=True):
             paths.append(rows if up < 0 else np.concatenate([paths[up], rows]))
@@ -119,7 +119,8 @@ class Inputs:
         return [path for s, path in enumerate(paths) if s not in continued]
 
     def dout_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """dout of `rows`, a row that stands there n times as an nth each: gradients then add up to the packed ones."""
+        """dout of `rows`. A row that occurs n times has an nth of its dout each time, so that gradients add up to the
+        packed ones."""
         times = torch.bincount(rows, minlength=self.layout.num_tokens)
         if int(times.max()) == 1:
             return take(self.dout, rows)

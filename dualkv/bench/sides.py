@@ -1,4 +1,4 @@
-"""The ways to compute a workload that the benchmark compares: ours, FlashAttention-4, cuDNN, MagiAttention, PyTorch.
+"""The ways to compute a workload that the benchmark compares: DualKV, FlashAttention-4, cuDNN, MagiAttention, PyTorch.
 
 All are built from the same packed tensors, and their results are compared in packed order. They run without gradients
 enabled; what needs autograd enables it itself.

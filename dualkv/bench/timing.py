@@ -68,7 +68,7 @@ class Meter:
         return [Sample(time.monotonic(), joules, clock, temperature)]
 
     def limits(self) -> dict[str, Any]:
-        """Driver, and what holds the GPU back."""
+        """The driver's version, and the GPU's limits of clock and power."""
         if self.absent:
             return {"driver": "unknown", "nvml": self.absent}
         return {

@@ -53,8 +53,8 @@ class Case(NamedTuple):
 
 
 WORDS = {"lse": "gradient of lse"}  # of features in the names of cases
-# FlexAttention compiles for up to a minute, and anew for other head dims or dtypes, a window beside none, a cap, and a
-# gradient of lse. So fp16 and that gradient come with another thing that is checked, and a chunk with another layout.
+# FlexAttention compiles for up to a minute, and again for other head dims or dtypes, a window, a cap, and a gradient of
+# lse. So the cases with fp16 and with that gradient check something else too, and a chunk comes with another layout.
 MAIN = (16, 4, 128, 128)
 CASES: tuple[tuple[str, tuple[int, int, int, int], dict[str, Any], torch.dtype], ...] = (
     (GROUP, MAIN, {}, torch.bfloat16),

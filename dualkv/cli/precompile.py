@@ -21,8 +21,8 @@ from dualkv.progress import Track, untracked
 
 
 class Heads(NamedTuple):
-    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), the
-    head dim of values (None: the same), and that of layers with other heads."""
+    """Attention of some of a model's layers: query heads, KV heads, head dim, features (codegen.select.NAMES), the head
+    dim of values (None: the same), and the attention of layers with other heads."""
 
     heads: int
     kv_heads: int
@@ -259,7 +259,7 @@ def requested(
     Models with windows get kernels without them too, for layers of full attention and for shorter paths than a window.
 
     Args:
-        head_dims: a pair is that of queries and keys, and that of values.
+        head_dims: a pair is the head dim of queries and keys, and the one of values.
         gqa: may be left out where only the backward is asked for, whose kernels serve every ratio.
         features: of the layers of `head_dims`.
 

@@ -24,7 +24,7 @@ MIN_GAIN = 0.02  # of the cost: below it, the shared part is not worth another l
 
 @dataclass(frozen=True)
 class Gain:
-    """Sequences one by one against the same packed.
+    """The costs of sequences one by one, and of the same sequences packed.
 
     Attributes:
         replicated_rows, rows: tokens of all sequences, and packed.

@@ -271,8 +271,8 @@ def pack(
 
     Prompts are equal if their tokens and their media are.
 
-    Tokens on a GPU stay there. To compare prompts, they are copied to the host, once: in the second form all, in the
-    first form those that are as long as another one.
+    Tokens on a GPU stay there. To compare prompts, they are copied to the host, once: in the second form all of them,
+    in the first form only prompts that are as long as another one.
 
     Args:
         prompts: a list of 1-D integer tensors, arrays or lists, or a jagged nested tensor.

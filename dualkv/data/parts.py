@@ -27,7 +27,7 @@ Hanging = tuple[int, int, int]  # (tokens of the path above it, segment, its fir
 class TreePart:
     """Rows of a tree that run together. Made by :func:`plan_parts`.
 
-    Of P rows on the path above and t own ones.
+    It has P rows on the path above and t own rows.
 
     Attributes:
         batch: the whole tree.
@@ -36,7 +36,7 @@ class TreePart:
         rows: [t] packed rows of the batch, in the order of the part.
         is_trunk: whether later parts read its keys and values.
         offsets, parent: segments of P + t rows, those of the path first.
-        cuts: of a trunk, ascending: its numbers of own rows behind which parts below hang or segments end.
+        cuts: of a trunk, ascending: the numbers of own rows after which parts below hang or segments end.
     """
 
     batch: PackedSequences
@@ -85,8 +85,8 @@ class TreePart:
 
     @cached_property
     def hangs_at(self) -> IntArray:
-        """[segments of `own`] for those that nothing of it precedes: the rows of the path that they continue; else
-        -1."""
+        """[segments of `own`] the number of the path's rows that the segment continues, if no own segment precedes it;
+        else -1."""
         above = self.parent[self._first_own :]
         found = np.where(above >= self._first_own, -1, np.where(above >= 0, self.offsets[above + 1], 0))
         return np.append(found[:1], np.full(len(self.cuts) - 1, -1)) if self.is_trunk else found
@@ -100,14 +100,15 @@ class TreePart:
     # ------------------------------------------------------------------ the tokens that its rows predict
     @cached_property
     def _local(self) -> IntArray:
-        """[T] the place in the part of each row of the batch, -1 for others."""
+        """[T] the index in the part of each row of the batch, -1 for other rows."""
         local = np.full(self.batch.layout.num_tokens, -1, np.int64)
         local[self.rows] = np.arange(len(self.rows))
         return local
 
     @cached_property
     def _tokens(self) -> IntArray:
-        """[m] of the batch's trained tokens those that rows of the part predict. Their own rows may lie below it."""
+        """[m] the trained tokens of the batch that rows of the part predict. The tokens' own rows may lie below the
+        part."""
         return np.flatnonzero(self._local[self.batch._before[self.batch._trained]] >= 0)
 
     @cached_property
@@ -212,7 +213,8 @@ class _Plan:
                 hanging += [h for h in below if h[0] == one[0]]  # behind empty segments: on the path, not the trunk
 
     def _together(self, hanging: list[Hanging]) -> Iterator[list[Hanging]]:
-        """Subtrees that fit into one part, the deepest first; those that hang on nothing apart."""
+        """Group subtrees that fit into one part, the deepest first. Subtrees without a path share no part with
+        others."""
         some: list[Hanging] = []
         rows = 0
         for one in sorted(hanging, key=lambda h: -h[0]):

@@ -28,8 +28,8 @@ def remember_layout(input_ids: torch.Tensor, layout: Layout) -> None:
 
 
 def forgotten_layout(input_ids: Any) -> Layout | None:
-    """The layout of a packed batch's `input_ids`, if causal attention over all rows would be something else and nobody
-    has said that attention runs elsewhere."""
+    """The layout of a packed batch's `input_ids`, if causal attention over all rows would compute something else,
+    unless :meth:`Layout.mark_used` has said that attention runs elsewhere."""
     found: Layout | None = _LAYOUTS.get(input_ids) if isinstance(input_ids, torch.Tensor) else None
     return None if found is None or found._segments.use.elsewhere or _is_one_sequence(found) else found
 

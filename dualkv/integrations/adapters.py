@@ -166,7 +166,7 @@ def of(model: nn.Module) -> tuple[tuple[str, str, int], ...]:
 
 
 def _names(layer: Any, with_variants: bool = False) -> list[str]:
-    """The names of a layer's adapters, if asked for with those of their LoRA variants."""
+    """The names of a layer's adapters, on request also the names of their LoRA variants."""
     held = (getattr(layer, name, None) for name in (*layer.adapter_layer_names, *layer.other_param_names))
     by_name: list[Any] = [each for each in held if hasattr(each, "keys")]
     names = sorted({str(name) for each in by_name for name in [*each.keys()]})  # not all iterate over keys

@@ -207,7 +207,7 @@ class _Fit:
     def __init__(
         self, decoder: nn.Module, limit: float, device: torch.device, keep: list[Any], products: bool = True
     ) -> None:
-        """keep: operations whose results all layers keep. products: whether those of products may be kept."""
+        """keep: operations whose results all layers keep. products: whether results of products may be kept."""
         self.limit, self.device, self.layers = limit * 2**30, device, layers_to_leave_out(decoder)
         if not self.layers:
             raise ValueError(
@@ -320,7 +320,8 @@ class _Fit:
             self.rows, self.need = rows, need
 
     def for_logits(self) -> float | None:
-        """Logits that fill the memory would hide what layers need, which is learned without them first."""
+        """The limit for the head's logits in GiB. None at first: logits that fill the memory would hide what layers
+        need, which is measured without them."""
         self.logits = True
         known = self.learned > 1 and 0 < self.call[0] <= self.rows
         return self.limit / 2**30 if known else None

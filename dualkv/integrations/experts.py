@@ -136,7 +136,7 @@ def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @contextmanager
 def replay_routes(model: nn.Module, routes: torch.Tensor) -> Iterator[None]:
-    """Lets a model's routers choose the given experts; their weights are those that the routers compute for these.
+    """Lets a model's routers choose the given experts; the experts' weights are the ones that the routers compute.
 
     It has to cover the backward too, where gradient checkpointing runs layers again.
 

@@ -113,8 +113,8 @@ def _by_form(function: Callable[..., Any], sizes: tuple[torch.Size, ...] = ()) -
 
 @cache
 def _own(function: Callable[..., Any], sizes: tuple[torch.Size, ...], form: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function behind code of its own for a form. PyTorch keeps what it has compiled of a code for good, so all
-    models share it, and so does one that is fused again."""
+    """Wrap the function in a code object of its own for a form. PyTorch keeps what it has compiled of a code object for
+    good, so all models share the wrapper, and so does a model that is fused again."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

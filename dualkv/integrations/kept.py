@@ -1,4 +1,4 @@
-"""Results of operations that a checkpointed layer keeps, safe from whoever writes into them.
+"""Results of operations that a checkpointed layer keeps, safe from later writes into them.
 
 A recomputation begins with kept results, so each must have the value that its operation gave it. Models write into
 results afterwards: they clamp projections, add biases of experts or adapters to them, scale them in place. PyTorch's
@@ -47,7 +47,7 @@ def contexts(ops: Collection[Any], keeps: Callable[[Any], bool] = lambda op: Tru
 
 
 class _Kept:
-    """A tensor as an operation returned it: an alias until somebody is about to write into its memory, then a copy."""
+    """A tensor as an operation returned it: an alias until something is about to write into its memory, then a copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = None  # None once it is lost

@@ -1,4 +1,4 @@
-"""Labels and rows of logits in a packed call: what would take the rows of one response for those of another."""
+"""Check labels and rows of logits in a packed call, which must not mix the rows of different responses."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def refuse_shifts(module: nn.Module, named: dict[str, Any]) -> None:
 
 
 def refuse_alone(module: nn.Module, named: dict[str, Any]) -> None:
-    """Raises ValueError for what comes with labels, without them: transformers' Trainer takes the labels out of a call
-    whose loss it computes itself.
+    """Raises ValueError for arguments that belong to labels, in a call without labels: transformers' Trainer takes the
+    labels out of a call whose loss it computes itself.
 
     module: the head that callers call. (TRL's head is told to make log-probs of shift_labels, and no loss.)
     """

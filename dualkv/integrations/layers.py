@@ -228,7 +228,8 @@ def has_temperature(module: nn.Module) -> bool:
 
 
 def temperature(module: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """[T] fp64: what a query of such a layer lacks, the temperature of its position over that of its row's number.
+    """[T] fp64 factor for the queries of such a layer: the temperature of a row's position over the temperature of the
+    row's number.
 
     Args:
         positions: [T] position of each row in its own unpacked sequence.

@@ -25,7 +25,7 @@ CHUNKED = 1 << 30
 # Behind these, how far a window or chunk is below 1: a layer that reads such a mask is refused. (Qwen2-MoE makes the
 # mask of a window of 0 that no layer has.)
 NO_WINDOW, NO_CHUNK = 1 << 27, 1 << 28
-# Of a causal mask that the model wants made, to change it or to hand it to an indexer.
+# The last dimension of a causal mask that the model wants made, to change it or to hand it to an indexer.
 WANTED = FULL - 1
 # What an answer says of any longer window or chunk, behind FULL or CHUNKED: a path of so many tokens fits on no GPU.
 LONGEST = FULL - 1

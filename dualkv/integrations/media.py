@@ -382,7 +382,8 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
 def _check_placeholders(
     module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, kind: int, token: str, name: str = KINDS
 ) -> None:
-    """Rows that get features, by their ids, are the rows that get an image's positions, by their kinds."""
+    """Check that the rows that get features, by their ids, are the rows that get an image's positions, by their
+    kinds."""
     marked = kinds == kind
     if how.frames_are_images:
         if kind > 1:
@@ -429,7 +430,7 @@ def _from_replicated(
 ) -> torch.Tensor:
     """[3, 1, T], on the CPU, by `get_rope_index` of replicated sequences.
 
-    Of leaves below one segment that hold text alone, the longest stands for all: text is positions that count on.
+    The longest of the text-only leaves below one segment stands for all of them: positions of text count on.
     """
     offsets, parent = layout.offsets.tolist(), layout.parent.tolist()
     found = layout.to("cpu").position_ids.repeat(3, 1, 1)

@@ -179,7 +179,7 @@ class PackedGroups(PackedSeqParams):
         return Rollouts(of_rows(times), of_rows(np.arange(len(times))), rollout, segment, len(times), len(last), tokens)
 
     def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 1, 1, D]: of rotary frequencies [longest path, 1, 1, D] those of each row of this rank.
+        """[num_tokens, 1, 1, D]: the rotary frequencies of this rank's rows, taken from [longest path, 1, 1, D].
 
         One result serves all layers of a model, which get the same tensor.
         """

@@ -303,7 +303,7 @@ class _Trial:
         return self._computed([hidden.detach().cpu()[path] for path in self.paths])
 
     def walked(self) -> Computed:
-        """A part at a time."""
+        """Compute hidden states and gradients by a walk, a part at a time."""
         found: dict[int, torch.Tensor] = {}
 
         def forward(input_ids: torch.Tensor, branch: Branch) -> torch.Tensor:

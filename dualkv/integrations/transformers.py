@@ -216,7 +216,7 @@ def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     tokens, mask = args[0] if args else kwargs.get("input_ids"), kwargs.get("attention_mask")
     if torch.compiler.is_compiling() or (layout := forgotten_layout(tokens)) is None:
         return
-    # Where positions begin anew, transformers takes sequences apart: those of groups that share nothing.
+    # transformers separates sequences where positions begin anew. So groups that share nothing are computed right.
     apart = layout.nominal_tokens == layout.num_tokens and kwargs.get("position_ids") is not None
     if (mask is None or getattr(mask, "ndim", 0) == 2) and not apart:
         raise ValueError(
@@ -230,7 +230,7 @@ def _check_layout(layout: Any) -> None:
         raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
     while isinstance(layout, Shard | Placed):
         layout = layout.layout
-    if isinstance(layout, Layout):  # a branch asks nothing of its path's rows, which are no rows of its call
+    if isinstance(layout, Layout):  # a branch has no queries of its path's rows, which are no rows of its call
         layout._check_of_all_rows("dualkv")
 
 

@@ -35,8 +35,7 @@ def _without_layout(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Calls an attention function of transformers.
 
     Raises:
-        ValueError: it would get a layout. Layers that are not causal may get one: those of images, which have no rows
-            of it.
+        ValueError: it would get a layout. Layers that are not causal may get one: layers of images have no rows of it.
     """
     if kwargs.get("dualkv") is not None:
         module = args[0] if args else kwargs["module"]

@@ -30,7 +30,7 @@ class Backend(NamedTuple):
     """One way to compute attention.
 
     Attributes:
-        what: it is, in words.
+        what: a description in words.
         module: forward(q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse), and backward(dout, q,
             k, v, out, lse, segments, softmax_scale, [deterministic, [gradients,]] window, sinks, softcap, dlse) -> (dq,
             dk, dv, dsinks). Gradients that are not requested may be computed.

@@ -99,7 +99,8 @@ def _rows(begin: IntArray, length: IntArray, device: torch.device) -> Rows:
 def parts(segments: Segments, device: torch.device, window: Window | None = None) -> list[Part]:
     """The calls for a layout and a window, made once. Together they hold every visible pair once.
 
-    First those that are causal: together they have every row's query once. Then one for each level that is not copied.
+    First come the causal calls, which together have every row's query once; then one call for each level that is not
+    copied.
     """
 
     def make() -> list[Part]:
@@ -118,9 +119,9 @@ def parts(segments: Segments, device: torch.device, window: Window | None = None
 def _copied(segments: Segments) -> npt.NDArray[np.bool_]:
     """[max_depth] which levels' keys are copied to the segments below, without a window.
 
-    Those with at most as many copies of keys as there are rows below to merge, the most saved first. None if fewer rows
-    are merged there than there are in all: then all keys would be gathered, and their gradients added in fp32, for less
-    than one merge of all rows. So trees of two levels have none.
+    A level is copied if it has at most as many copies of keys as there are rows below to merge, the largest saving
+    first. None if fewer rows are merged there than there are in all: then all keys would be gathered, and their
+    gradients added in fp32, for less than one merge of all rows. So trees of two levels have none.
     """
     filled = segments.lengths > 0
     before = np.concatenate([[0], np.cumsum(filled)])  # segments with rows

@@ -182,7 +182,7 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 # ---------------------------------------------------------------- implementations
 def _requested(gradients: str, grads: Gradients) -> Gradients:
-    """The gradients with those of q, k and v that are not requested replaced by empty tensors."""
+    """The gradients, with an empty tensor for each of q, k and v whose gradient is not requested."""
     dq, dk, dv = (x if name in gradients else x.new_empty(0) for name, x in zip("qkv", grads, strict=False))
     return dq, dk, dv, grads[3]
 

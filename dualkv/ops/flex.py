@@ -101,8 +101,8 @@ class Mask:
 def _listed(
     partial: IntArray, whole: IntArray, n: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs of blocks of n rows as FlexAttention takes them, int32: of the partial ones how many each row has
-    [1, 1, n] and which [1, 1, n, n], the same of the whole ones. Numbers behind a row's own are of any block."""
+    """Runs of blocks of n rows as FlexAttention takes them, int32: the number of each row's partial blocks [1, 1, n]
+    and their indices [1, 1, n, n], then the same for whole blocks. Indices behind a row's own may be of any block."""
 
     def listed(runs: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
         count = np.bincount(runs[:, 0], runs[:, 2] - runs[:, 1], n).astype(np.int32)

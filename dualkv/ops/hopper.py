@@ -234,7 +234,7 @@ def forward_plan(
     segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
     window: Window | None = None,
 ) -> ForwardPlan:  # fmt: skip
-    """The forward's plan; see `_planned`. With a window `spec` is that of trees."""
+    """The forward's plan; see `_planned`. With a window, `spec` is a specification for trees."""
     key = "forward", spec.operation, spec.head_dims, spec.tile, heads, kv_heads, window
     return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads, window))
 
@@ -254,7 +254,8 @@ def backward_plan(
 
 @cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for each device: the allocator reuses memory within a stream, so new plans reuse that of old ones."""
+    """One stream for each device: the allocator reuses memory within a stream, so new plans reuse the memory of old
+    ones."""
     return torch.cuda.Stream(device)
 
 
@@ -340,7 +341,7 @@ def forward(
     Args:
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 512, T at least 1.
         k: [T, Hk, D], H a multiple of Hk.
-        v: [T, Hk, Dv], Dv of those that `padding.for_kernel` gives.
+        v: [T, Hk, Dv], Dv as `padding.for_kernel` gives it.
         segments: the layout of the T rows.
         softmax_scale: from 2^-100 to 2^100.
         window: a sliding window or chunks.
@@ -362,7 +363,7 @@ def forward(
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, head_dim_v))
     lse = q.new_empty((heads, rows), dtype=torch.float32)
-    if segments.silent is not None:  # no tile has the rows that ask nothing
+    if segments.silent is not None:  # no tile has the rows without queries
         out.zero_()
         lse.fill_(math.inf)
     given = planned.first_key, None if sinks is None else sinks.float().contiguous(), softcap

@@ -64,8 +64,8 @@ def interval_ends(segments: Segments, window: Window | None = None) -> IntArray:
 # Runs [R, 3] of blocks: the row of blocks that a run is in, its first column and one past its last, in ascending order.
 # No run overlaps another.
 def block_runs(segments: Segments, window: Window | None, block: int) -> tuple[IntArray, IntArray]:
-    """(partial, whole), runs of blocks of keys in rows of blocks of queries: whole are those of which each of `block`
-    queries sees every key, by one run of its own; partial are the others of which any query sees any key."""
+    """(partial, whole), runs of blocks of keys for each block of queries. Each of the `block` queries sees every key of
+    a whole block, by one run of its own; some query sees some key of a partial one."""
     total, n = segments.total, -(-segments.total // block)
     # The queries of a segment in a block are taken together. A window's lowest key never falls along them: what any of
     # them sees begins with the first one's run and ends with the last one's, what all see is the other way round.
@@ -90,7 +90,7 @@ def block_runs(segments: Segments, window: Window | None, block: int) -> tuple[I
 
 def transposed(runs: IntArray, n: int) -> IntArray:
     """Runs of rows in columns; n: rows and columns."""
-    # In each row, the columns that the row before has not, and those that only the row before has.
+    # In each row, the columns that the row before has not, and the columns that only the row before has.
     both = np.concatenate([runs, runs + np.array([1, 0, 0])])
     changed, (change,) = _overlaid(both, np.repeat([[1], [-1]], len(runs), 0), n)
     changed, change = changed[change != 0], change[change != 0]

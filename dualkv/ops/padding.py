@@ -1,7 +1,7 @@
 """Values of another head dim than queries and keys: tensors are padded with zeros for kernels, and results are cut.
 
 Zero columns of q and k add nothing to scores, and zero columns of v make zero columns of out. Their gradients are cut,
-so that the gradients of the other columns are those of the call. The scale stays that of the true head dim.
+so that the other columns have the call's gradients. The scale is the one of the true head dim.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, D] in its dtype, lse [H, T]) with sinks [H] from those without; themselves if sinks is None."""
+    """(out [T, H, D] in its dtype, lse [H, T]) with sinks [H], from out and lse without; unchanged if sinks is None."""
     if sinks is None:
         return out, lse
     new_lse = torch.logaddexp(lse, sinks[:, None])

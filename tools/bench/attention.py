@@ -1,7 +1,7 @@
 """`python -m tools.bench.attention [NAME ...]`: the recorded runs of `dualkv bench`, into docs/results/NAME.json.
 
-Tables and statements of README and docs come from these files (`python -m tools.tables` writes them). That of trees is
-printed too: `python -m tools.bench.attention trees-two-levels trees`.
+Tables and statements of README and docs come from these files (`python -m tools.tables` writes them). The table of
+trees is printed too: `python -m tools.bench.attention trees-two-levels trees`.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def packed_steps(
     own: slice = slice(None),
     cp_comm_type: str = "a2a",
 ) -> list[Step]:
-    """One for all groups, or for `own` of them. With `share`, (rank, ranks), those of this rank, whatever there is of
-    other ranks."""
+    """Make one step for all groups, or for `own` of them. With `share`, (rank, ranks), it runs the rows of that rank,
+    whether or not other ranks run."""
     from dualkv.integrations.megatron import PackedGroups
 
     prompts, responses = rollouts(run, group)

@@ -104,7 +104,7 @@ def named(head_dim: HeadDims) -> str:
 
 
 def candidates(direction: str, head_dim: HeadDims, given: Sequence[str]) -> list[Candidate]:
-    """The entry as it stands, then the changed ones."""
+    """The table's entry unchanged, then the changed ones."""
     changes = given or CANDIDATES[direction][head_dim]
     return [Candidate(direction, head_dim, text) for text in ("", *changes)]
 

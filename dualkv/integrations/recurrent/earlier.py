@@ -134,7 +134,7 @@ def _taking(own: Forward) -> Forward:
 
 @contextmanager
 def without_libraries(names: dict[str, Any]) -> Iterator[None]:
-    """Gated delta nets that are built meanwhile compute by PyTorch functions, and so on the CPU.
+    """Make gated delta nets that are built in this context compute by PyTorch functions, which run on the CPU too.
 
     Args:
         names: of the modeling file of the model that is built.
@@ -150,10 +150,10 @@ def without_libraries(names: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def in_one_chunk(mixers: Iterable[nn.Module]) -> Iterator[None]:
-    """Nemotron-H's layers among `mixers` compute up to 64 rows in one chunk meanwhile.
+    """Make Nemotron-H's layers among `mixers` compute up to 64 rows in one chunk in this context.
 
     Their PyTorch code adds up the states of chunks over the wrong axis (transformers 5.10), so that rows behind the
-    first chunk have wrong results. That of other families is right, and so is :func:`chunk_scan`.
+    first chunk have wrong results. The code of other families is right, and so is :func:`chunk_scan`.
     """
     sizes: dict[Any, Any] = {m: m.chunk_size for m in mixers if _is_wrong_behind_a_chunk(type(m))}
     for mixer in sizes:

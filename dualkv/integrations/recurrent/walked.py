@@ -41,7 +41,7 @@ class Walked:
 
     @classmethod
     def of(cls, branch: Branch, layer: Hashable) -> Walked:
-        """A branch that comes to a layer: once for each call of it."""
+        """Wrap the branch of one call of a layer; make one for each call."""
         return cls(branch, layer, branch.call_of(layer))
 
     @property

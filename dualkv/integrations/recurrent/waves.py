@@ -193,7 +193,7 @@ def windows(layout: Layout, back: int, device: torch.device) -> Windows:
 
 
 def _depths(segments: Segments) -> tuple[IntArray, IntArray]:
-    """[S + 1] of each segment the nearest ancestor with tokens, and how many of them there are; -1: none, and for an
+    """[S + 1] the nearest ancestor with tokens of each segment, and the number of such ancestors; -1: none, and for an
     empty segment."""
     parent, n, filled = segments.parent, len(segments.parent), segments.lengths > 0
     above = np.full(n + 1, -1)  # the nearest ancestor with tokens; the last entry is of -1

@@ -169,7 +169,8 @@ class PackedGroups(Base):
         )
 
     def _compare(self, model: Any, batch: PackedBatch | PackedSequences, log_probs: torch.Tensor) -> None:
-        """A canary, if this is the first micro-batch of a step that has one; `log_probs` [1, T] are those of labels."""
+        """Run the canary, if this is the first micro-batch of a step that has one; `log_probs` [1, T] belong to
+        labels."""
         step = self.state.global_step
         if self._canary is None or step % self._canary or step == self._canary_step or self._is_vlm:
             return

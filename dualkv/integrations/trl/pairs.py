@@ -151,8 +151,8 @@ def _packed_head(
 ) -> FusedCausalLMOutput:
     """input_ids, attention_mask, labels [N, L] -> values of tokens [N, L - 1], 0 where a label is -100; no loss.
 
-    A sequence is its prompt up to the first token with a label, and its response from there on. Of a sequence that
-    begins with a label the first token is the prompt: nothing predicts it.
+    A sequence is its prompt up to the first token with a label, and its response from there on. In a sequence that
+    begins with a label, the first token is the prompt: nothing predicts it.
     """
     _refuse_others(others)
     is_token, column = attention_mask != 0, torch.arange(input_ids.shape[1], device=input_ids.device)

@@ -84,7 +84,7 @@ class PacksBatches:
     def _plan(
         self, data: TensorDict, images: verl_data.Images | str, error: str = ""
     ) -> tuple[Rollouts, list[list[int]]] | None:
-        """The rollouts of a batch, and those of each micro-batch, for all data-parallel ranks at once.
+        """Plan a batch for all data-parallel ranks at once: its rollouts, and the rollouts of each micro-batch.
 
         None, and a warning, for a batch that veRL has to run itself. Otherwise the batch gets the settings by which
         veRL's losses divide. A ValueError of one rank (`error`, or a rollout that is too long) is raised on all.

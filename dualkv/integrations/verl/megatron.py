@@ -44,7 +44,7 @@ from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches,
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import Shard, padded
 
-# Of a micro-batch, among its settings: rows of all ranks, with those that pad them; or tokens of rollouts.
+# A setting of a micro-batch: the rows of all ranks, padding included; or the tokens of rollouts.
 PACKED_ROWS = "dualkv_rows"
 # Attributes of veRL's engine configuration: values that packed groups need, and why.
 NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -72,7 +72,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         self._head_rows: torch.Tensor | None = None  # of the packed micro-batch that the model runs now
         self._replay: RouterReplayAction | None = None  # what routers do with routes in the batch that runs now
-        self._routes = [0, 0]  # rows of the batch whose routes several rollouts recorded; those of them that differ
+        self._routes = [0, 0]  # rows of the batch whose routes several rollouts recorded; how many of them differ
         self.row_ranks = engine_config.context_parallel_size
         self._read_options(model_config)
         _refuse(model_config, engine_config)
@@ -160,7 +160,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         return found
 
     def _shapes_of_routes(self) -> list[tuple[int, int]]:
-        """(layers, experts of a token): of all layers, or of those with experts."""
+        """(layers, experts of a token): of all layers, or of the layers with experts."""
         config = self.tf_config
         with_experts = sum(is_moe_layer(config, i) for i in range(config.num_layers))
         return [(n, config.moe_router_topk) for n in sorted({with_experts, config.num_layers})]
@@ -240,7 +240,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         head = HeadRows.of(places, rank, groups.layout.num_tokens // ranks, ranks).to(device)
 
         def of_head(values: torch.Tensor, fill: Any) -> torch.Tensor:
-            """[1, K * ranks]: of values [T] those of the head's rows, of this context-parallel rank."""
+            """[1, K * ranks]: the values of the head's rows among the values [T] of this context-parallel rank."""
             found = values.new_full((1, len(head.rows) * ranks), fill)
             found[0, head.values] = values[packed.head_rows.to(values.device)]
             return found.chunk(shard.world_size, 1)[shard.rank]
@@ -294,7 +294,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         set_model_router_replay_action(gpt, RouterReplayAction.REPLAY_FORWARD)
         for number, router in iter_model_routers(gpt):
             layer = number - 1
-            if experts.shape[1] != self.tf_config.num_layers:  # those with experts alone
+            if experts.shape[1] != self.tf_config.num_layers:  # the layers with experts alone
                 layer = sum(is_moe_layer(self.tf_config, i) for i in range(layer))
             router.set_target_indices(experts[:, layer], replay_mask=mask)
 

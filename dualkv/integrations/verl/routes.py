@@ -27,7 +27,7 @@ class PackedRoutes(NamedTuple):
         experts: [T, layers, k] int64; 0 where no route is known.
         known: [T] bool: rows that have a route. The model routes the others itself.
         shared: rows that have routes of more than one rollout.
-        differing: those of them whose rollouts do not all go to the same experts.
+        differing: shared rows whose rollouts do not all go to the same experts.
     """
 
     experts: torch.Tensor

@@ -171,7 +171,8 @@ def choose_lengths(
 
 
 def in_order(keys: KeyItems, chosen: Lengths, kv_heads: int, trees: bool = False) -> tuple[Pieces, IntArray]:
-    """Pieces and their order, where sums of dQ have none: few items start longest first if that is clearly earlier."""
+    """Pieces and their order, where sums of dQ have no fixed order: few items start longest first if that is clearly
+    earlier."""
     ordered, wave = (in_tree_order, WAVE_OF_TREES) if trees else (in_waves, WAVE)
     pieces = cut(keys, chosen.first)
     order = ordered(pieces, kv_heads, wave)
@@ -228,8 +229,8 @@ def rows_walked(segments: Segments, tile: BackwardTile) -> int:
 def _found_in_l2(
     keys: KeyItems, chosen: Lengths, kv_heads: int, trees: bool
 ) -> tuple[Pieces, IntArray] | None:  # fmt: skip
-    """Pieces and their order, where those that read the same queries run at the same time; None if there are too few of
-    them, or clusters would be idle at the end."""
+    """Pieces and their order, in which pieces that read the same queries run at the same time; None if there are too
+    few of them, or clusters would be idle at the end."""
     prompt_items = _prompt_items(keys)
     if prompt_items.max() > chosen.clusters:
         pieces = cut(keys, _in_step(keys, chosen.first, prompt_items > chosen.clusters))
@@ -276,7 +277,7 @@ def _prompt_items(keys: KeyItems) -> IntArray:
 
 
 def _in_step(keys: KeyItems, length: IntArray, long: Bools) -> IntArray:
-    """[n] lengths of pieces, at most `length`, such that those of long prompts which start together end together.
+    """[n] lengths of pieces, at most `length`, such that pieces of long prompts which start together also end together.
 
     A prompt's items walk all responses' blocks and then end one after the other, each at its own keys. Where there are
     more of them than clusters, the next ones would start one after the other, too far apart to find in L2 what the

@@ -3,7 +3,7 @@
 | policy | for |
 |---|---|
 | `in_key_order` | deterministic sums of dQ |
-| `by_queries` | many items: those that read the same queries run at the same time |
+| `by_queries` | many items: pieces that read the same queries run at the same time |
 | `in_tree_order` | trees of more than two levels otherwise |
 | `in_waves` | prompts with responses otherwise |
 | `longest_first` | few items, where the order above leaves clusters idle at the end |
@@ -34,8 +34,8 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Pieces:
-    """The work items of one KV head: key ranges, the long ones cut along their queries. In the order of their keys, and
-    those of one key range from its last query block to its first.
+    """The work items of one KV head: key ranges, the long ones cut along their queries. They are in the order of their
+    keys, and the pieces of one key range go from its last query block to its first.
 
     Attributes:
         item: [n] the key range, numbered in the order of keys.

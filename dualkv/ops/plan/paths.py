@@ -88,8 +88,8 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
     shared = np.where(inside, first, parent[highest])
     whole_end = np.minimum(row, offsets[shared + 1])  # every row sees the keys of the path before this one ...
 
-    # The keys of each tile as intervals, from the root on: those that rows see of the path of its first row, with the
-    # last interval extended to the end of the tile.
+    # The keys of each tile as intervals, from the root on: the keys that its rows see on the path of its first row,
+    # with the last interval extended to the end of the tile.
     tiles = _Tiles(row, row_end, first)
     if window is None:
         tile, begin, end, apart = _paths(segments, tiles)
@@ -182,7 +182,7 @@ def _first_keys(segments: Segments, window: Window) -> IntArray:
 
 
 def tile_cost(work: Table) -> npt.NDArray[np.float64]:
-    """[n] time that each tile takes, in unmasked blocks. With a window, of the part that walks the most."""
+    """[n] time that each tile takes, in unmasked blocks. With a window, the time of the part that walks the most."""
     blocks, masked = work[:, items.BLOCKS], work[:, items.MASKED]
     if work.shape[1] == items.NUM_FIELDS:
         return blocks + MASKED_COST * masked
@@ -217,7 +217,7 @@ def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray) -> _Interva
     """
     offsets, up = segments.offsets, _nearest_with_rows(segments)
     row, row_end, first = tiles
-    # Within a segment, first keys ascend: those of a tile's first row and of segments that begin in the tile count.
+    # First keys ascend within a segment, so only the tile's first row and the segments that begin in the tile count.
     of_segment = np.append(first_key, 0)[offsets[:-1]]
     lowest = _over(np.minimum, first_key, row, row_end)
     at, segment, end = np.arange(len(row)), first, row_end
@@ -246,8 +246,8 @@ def _walks(
 ) -> npt.NDArray[np.int32]:
     """[n, parts * NUM_PART_FIELDS]: the blocks that each part of a tile walks.
 
-    Of the masked blocks those from the first one that its rows see, less the longest run that they do not see: what
-    comes after the run is a stretch of its own, which costs some time (SHORTEST_GAP).
+    A part walks the masked blocks from the first one that its rows see, less the longest run that they do not see. What
+    comes after that run is a stretch of its own, which costs some time (SHORTEST_GAP).
 
     Args:
         blocks: of each tile.

@@ -26,7 +26,7 @@ def longest_first(blocks: Rows) -> IntArray:
 
 
 def largest(values: IntArray, number: IntArray) -> IntArray:
-    """[n] of each number from 0 on, the largest of its values, which are 0 or more; 0 where it has none."""
+    """[n] the largest value of each number from 0 on; values are 0 or more, 0 where there is none."""
     result = np.zeros(number.max(initial=-1) + 1, np.int64)
     np.maximum.at(result, number, values)
     return result

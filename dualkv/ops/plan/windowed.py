@@ -37,8 +37,8 @@ SHARE, SHORTEST = 24, 360  # of pieces: see `choose_lengths`; clusters that take
 
 
 class Pairs(NamedTuple):
-    """Rows of one segment in one query block, and those of 64 keys of an item that are in one segment; some row sees
-    some key.
+    """Pairs of the rows of one segment in one query block, and the part of 64 keys of an item that is in one segment;
+    some row sees some key.
 
     Attributes:
         chunk: [n] the 64 keys: `item * chunks_of_item + number`.
@@ -125,8 +125,8 @@ def block_table(
     segments: Segments, window: Window, tile: BackwardTile, keys: KeyItems
 ) -> tuple[Table, IntArray]:  # fmt: skip
     """The table of query blocks, and the item of each of its rows. The rows of an item are in the reverse of the order
-    in which it walks them: those of `in_step`, or if deterministic its own segment first, and within a segment the last
-    block. So the items at the end of a prompt come to the first response first, whose own items start first behind
+    in which it walks them: the order of `in_step`, or if deterministic its own segment first, and within a segment the
+    last block. So the items at the end of a prompt come to the first response first, whose own items start first behind
     them."""
     M, total, count = tile.tile_m, segments.total, len(keys.key)
     chunks = tile.cluster * tile.tile_n // CHUNK
@@ -186,8 +186,8 @@ def block_table(
 
 
 def by_depth(segments: Segments, position: IntArray, first_row: IntArray, tile_m: int) -> IntArray:
-    """[num_blocks] numbers of query blocks, group by group in the order of their rows' positions: first those of a
-    prompt, then the first ones of all responses, and so on. The blocks that see a key are then neighbours, about."""
+    """[num_blocks] numbers of query blocks, group by group in the order of their rows' positions: first the blocks of a
+    prompt, then the first blocks of all responses, and so on. The blocks that see a key are then neighbours, about."""
     depth = np.minimum.reduceat(position, first_row) // tile_m if len(first_row) else first_row
     group = segments.group_of_segment[segments.segment_of_row[first_row]]
     number = np.empty(len(first_row), np.int64)
@@ -225,7 +225,7 @@ def in_step(item: IntArray, number: IntArray, run: IntArray) -> IntArray:
 
 
 def visible_pairs(segments: Segments, window: Window, tile: BackwardTile, keys: KeyItems) -> Pairs:
-    """All pairs; see there."""
+    """All pairs of the items' keys and the rows that see any of them, see :class:`Pairs`."""
     M, step, offsets = tile.tile_m, tile.cluster * tile.tile_n, segments.offsets
     # Parts of 64 keys in one segment.
     number = np.arange(step // CHUNK) * CHUNK
