@@ -121,7 +121,7 @@ def backward_work(
         return work_tables(keys, pieces, in_key_order(pieces, priority, kv_heads, WAVE), kv_heads)
 
     made, per_kv = None, heads // kv_heads
-    # Pairs of CTAs that share an item's keys are head dim 512's: docs/tuning.md#responses-in-halves
+    # Pairs of CTAs that share an item's keys are head dim 512's: docs/tuning.md#backward-above-head-dim-128
     if tile.ctas > tile.cluster and per_kv >= MANY_HEADS and not trees:
         made = _in_parts(keys, chosen, per_kv, kv_heads)
     made = made or _found_in_l2(keys, chosen, kv_heads, trees) or in_order(keys, chosen, kv_heads, trees)

@@ -462,8 +462,8 @@ def misses(plan, clusters, kept):
     ],
 )
 def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, most, least):
-    """An H200's L2 keeps 95 to 110 blocks of four heads (docs/tuning.md). In waves: 2.0, 3.0, 4.5, 8.3, 15 and 17
-    times; trees from the last block on: 7.3, 5.1, 13.5 and 3.7 times."""
+    """An H200's L2 keeps 95 to 110 blocks of four heads (docs/results/experiments/tuning.json). In waves: 2.0, 3.0,
+    4.5, 8.3, 15 and 17 times; trees from the last block on: 7.3, 5.1, 13.5 and 3.7 times."""
     seg = of(parse(name).layout())
     tile = backward_tile(128, few_keys=hopper.few_keys_backward(seg, 8, None))
     plan, clusters = backward_work(seg, tile, 32, 8, 132), 132 // tile.cluster

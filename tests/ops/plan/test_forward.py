@@ -280,3 +280,14 @@ def test_a_plan_is_quick(head_dim, heads):
     milliseconds()
     best, pace = against_writing(milliseconds, made[0], items.NUM_FIELDS)
     assert best < max(5, 4 * pace)
+
+
+def test_clusters_cost_where_segments_are_short():
+    """The two CTAs of a cluster have other rows, and each walks the blocks of both."""
+
+    def cost(prompts, responses):
+        tiles = [forward_tile(128, few_keys=few) for few in (False, True)]
+        of_two, alone = (plan_forward.cost_walked(segments(prompts, responses), tile, 1) for tile in tiles)
+        return of_two / alone
+
+    assert cost([100] * 4, [[50] * 8] * 4) > 1.2 > 1.05 > cost([9000], [[9000] * 2]) > 1
