@@ -116,8 +116,8 @@ def updates() -> str:
     return markdown_table([*head, "distance from fp32*"], rows)
 
 
-def replicated() -> str:
-    """Tabulate what packing saves, with the attention that the replicated prompts ran with: the README's table."""
+def _steps() -> dict[str, list[str]]:
+    """Rows of what packing saves in updates and in parts of them: what, lengths, peer, time, memory."""
 
     def measured(
         what: str, peer: str, sizes: dict[str, Any], ways: list[Any], seconds: str, whole: bool = True, least: str = ""
@@ -129,43 +129,55 @@ def replicated() -> str:
         lens = f"{sizes['prompt_len']}, {sizes['responses']} x {least}{sizes['response_len']}"
         return [what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory]
 
-    rows = []
+    rows = {}
     for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
         run = _load(name)
         ways = [run["ways"][way] for way in ("replicated", "packed")]
-        rows.append(
-            measured(f"GRPO update, {what}", "PyTorch's SDPA", run["settings"], ways, "total_seconds", whole=False)
-        )
+        what = f"GRPO update, {what}"
+        rows[name] = measured(what, "PyTorch's SDPA", run["settings"], ways, "total_seconds", whole=False)
     run = _load("trl-h200-fa4")
     ways = [run["ways"][way] for way in ("padded", "packed")]
     what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
-    rows.append(measured(what, "FlashAttention-4", run["settings"], ways, "seconds", whole=False, least="256 to "))
+    rows["trl"] = measured(what, "FlashAttention-4", run["settings"], ways, "seconds", whole=False, least="256 to ")
     run = _load("step-h200-fa4")
     ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
     what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
-    rows.append(measured(what, "FlashAttention-4", run["sizes"], ways, "median"))
+    rows["step"] = measured(what, "FlashAttention-4", run["sizes"], ways, "median")
     run = _load("step-h200-gpt-oss")
     ways = [run["rows"][way] for way in ("replicated", "packed")]
     what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
-    rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
+    rows["gpt-oss"] = measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median")
     run = _load("hybrid-step-h200")
     ways = [run["step"][way] for way in ("replicated", "packed")]
     what = "forward and backward of a group, 8 layers of Qwen3.5-9B, H200"
-    rows.append(measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median"))
+    rows["hybrid"] = measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median")
     run = _load("images-h200")
     ways = [run["rows"][way] for way in ("replicated", "packed")]
     what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
     tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
-    rows.append(measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median"))
+    rows["images"] = measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median")
     whole_grpo = [r for r in _verl("4gpu") if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")]
     ways = [
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
         for engine in ("verl", "dualkv")
     ]
     what = "veRL update, Qwen3-8B, 4 H200s"
-    rows.append(measured(what, "cuDNN's attention", ways[0]["settings"], ways, "seconds"))
-    head = ["measured", "P, N x R", "replicated prompts run with", "time, replicated / packed", "peak memory"]
-    return markdown_table(head, rows)
+    rows["verl"] = measured(what, "cuDNN's attention", ways[0]["settings"], ways, "seconds")
+    return rows
+
+
+STEPS = ["measured", "P, N x R", "replicated prompts run with", "time, replicated / packed", "peak memory"]
+
+
+def replicated() -> str:
+    """Tabulate what packing saves, with the attention that the replicated prompts ran with."""
+    return markdown_table(STEPS, list(_steps().values()))
+
+
+def headline() -> str:
+    """Tabulate the README's three rows: the strongest attention that replicated prompts were measured with."""
+    rows = _steps()
+    return markdown_table(STEPS[:-1], [rows[name][:-1] for name in ("step", "trl", "verl")])
 
 
 def speeds() -> str:
@@ -478,6 +490,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "zoo": lambda: zoo_rows.table(_load("zoo")),
     "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
     "updates": updates,
+    "headline": headline,
     "replicated": replicated,
     "speeds": speeds,
     "aimed": aimed,
