@@ -221,6 +221,22 @@ class Branch:
             branch.collect()
 
 
+def _check_loss(value: object, training: bool) -> None:
+    """Raises TypeError or ValueError for what a loss of :func:`walk` must not return."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"loss returned a {type(value).__name__}, expected a tensor: the part's share of the loss")
+    if value.numel() != 1:
+        raise ValueError(
+            f"loss returned a tensor of shape {tuple(value.shape)}, expected one number, the part's share of the loss:"
+            " the weighted sum over its tokens"
+        )
+    if training and not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor without a gradient in a walk that has gradients: compute it of the hidden states,"
+            " not under torch.no_grad and not detached, or walk under torch.no_grad"
+        )
+
+
 def _added(total: torch.Tensor | None, read: torch.Tensor) -> torch.Tensor | None:
     found, read.grad = read.grad, None
     if found is None:
@@ -250,8 +266,14 @@ def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | Non
 
     Raises:
         ValueError: a budget below 1; a forward whose attention does not use the branch (:meth:`Layout.mark_used` of
-            `branch.layout`); see :meth:`Branch.attention`.
+            `branch.layout`); a loss that is not one number, or has no gradient where the walk has them; see
+            :meth:`Branch.attention`.
+        TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
     """
+    parts = plan_parts(batch, budget)
+    for name, function, form in (("forward", forward, "(input_ids, branch)"), ("loss", loss, "(hidden states, part)")):
+        if not callable(function) and not (function is None and name == "loss"):
+            raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")
     total: list[torch.Tensor] = []
     open_trunks: list[tuple[Branch, torch.Tensor | None]] = []
     training = torch.is_grad_enabled()
@@ -261,7 +283,7 @@ def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | Non
         if training:
             branch.backward(value)
 
-    for part in plan_parts(batch, budget):
+    for part in parts:
         on_path = {index for index, _ in part.path}
         while open_trunks and open_trunks[-1][0].part.index not in on_path:
             close()
@@ -272,9 +294,11 @@ def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | Non
         # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
         # path may run without its layout.
         batch.layout._segments.use.seen |= part.seen._segments.use.seen
-        value = loss(hidden, part) if part.num_trained and loss is not None else None
-        if value is not None:
-            total.append(value.detach())
+        value = None
+        if part.num_trained and loss is not None:
+            value = loss(hidden, part)
+            _check_loss(value, training)
+            total.append(value.detach().reshape(()))
         open_trunks.append((branch, value))
         del hidden, value
         if not part.is_trunk:

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+GATHERED = (
+    "call the head inside of the forward of the module that gathers its weights, take logits by"
+    " model(..., logits_to_keep=batch.predict_rows), or for a vocabulary over ranks see docs/fsdp.md"
+)
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -83,14 +87,22 @@ class Head:
             *[f"{type(self.before).__name__} in front of the head"] * (self.before is not None),
         ]
 
+    def in_front(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., C] -> what the head multiplies [..., C].
+
+        Raises:
+            ValueError: `before` has a weight of which this rank has a part.
+        """
+        return hidden if self.before is None else apply("what is before the head", self.before, hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., C] -> logits [..., V], all at a time, with gradients.
 
         The product runs in the dtype of the inputs, as a model's own head does; what follows is fp32 (fp64 for fp64).
         """
-        states = hidden if self.before is None else self.before(hidden)
+        states = self.in_front(hidden)
         if self.module is not None:
-            logits = self.module(states)
+            logits = apply("the head's module", self.module, states)
         else:
             assert self.weight is not None
             logits = torch.nn.functional.linear(states, self.weight, self.bias)
@@ -100,21 +112,37 @@ class Head:
         return logits if self.scale == 1.0 else logits * self.scale
 
 
-def check_tensor(name: str, tensor: object) -> None:
-    """Raises TypeError for anything but a floating point tensor, ValueError for one of which this rank has a part."""
+def check_tensor(name: str, tensor: object, instead: str = GATHERED) -> None:
+    """Raises TypeError for anything but a floating point tensor, and as :func:`check_whole`."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         found = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         raise TypeError(f"{name} must be a floating point tensor, got {found}")
-    check_whole(name, tensor)
+    check_whole(name, tensor, instead)
 
 
-def check_whole(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor of which this rank has a part."""
+def check_whole(name: str, tensor: torch.Tensor, instead: str = GATHERED) -> None:
+    """Raises ValueError for a DTensor: `instead` says what to do."""
     if hasattr(tensor, "placements"):  # a DTensor, whose module takes long to import
-        raise ValueError(
-            f"{name} is a DTensor {tuple(tensor.shape)}, of which this rank has a part: read the head inside of the"
-            " forward of the module that gathers it, or take logits by model(..., logits_to_keep=batch.predict_rows)"
-        )
+        shape, placements = tuple(tensor.shape), tuple(tensor.placements)
+        raise ValueError(f"{name} is a DTensor {shape} of placements {placements}, expected a plain tensor: {instead}")
+
+
+def apply(name: str, rows: Rows, states: torch.Tensor) -> torch.Tensor:
+    """rows(states), where `rows` is a part of a head.
+
+    Raises:
+        ValueError: `rows` has a weight of which this rank has a part, or makes a tensor of that kind.
+    """
+    try:
+        made = rows(states)
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        for of_weight, weight in rows.named_parameters() if isinstance(rows, torch.nn.Module) else ():
+            check_whole(f"{of_weight} of {name} ({type(rows).__name__})", weight)
+        raise ValueError(f"{name} meets a DTensor, expected plain tensors: {GATHERED}") from error
+    check_whole(f"the result of {name}", made)
+    return made
 
 
 # Of weights that are known to be a model's head: raises ValueError if the head is more than the weight.

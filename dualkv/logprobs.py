@@ -21,7 +21,7 @@ from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
-from dualkv.heads import Head, Rows, check_tensor, of_weight
+from dualkv.heads import Head, Rows, apply, check_tensor, of_weight
 
 
 class Chunk(NamedTuple):
@@ -68,7 +68,7 @@ def response_logprobs(
             `hidden`.
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the device of `hidden`; or
             a part of that in :func:`dualkv.walk`.
-        temperature: above 0; divides the logits.
+        temperature: a number above 0 without a gradient; divides the logits.
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
         compiled: what is between the head's products runs through `torch.compile`, which reads the logits three times
             and not about thirty times; the first call waits for the compiler.
@@ -88,9 +88,8 @@ def response_logprobs(
             without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
-    states, head = _checked(hidden, head, batch, temperature, chunk_size, memory)
-    if head.before is not None:
-        states = head.before(states)
+    states, head, divisor = _checked(hidden, head, batch, temperature, chunk_size, memory)
+    states = head.in_front(states)
     device = states.device.type
     tensors: Sequence[torch.Tensor | None]
     if head.module is not None:
@@ -99,13 +98,14 @@ def response_logprobs(
     else:
         weight, called = cast(torch.Tensor, head.weight), None
         # The casts autocast would make, where autograd sees them; fp64 stays, as autocast leaves it.
+        autocast, wide = torch.is_autocast_enabled(device), torch.float64
+        if states.dtype != weight.dtype and (not autocast or wide in (states.dtype, weight.dtype)):
+            raise ValueError(f"hidden is {states.dtype}, head {weight.dtype}, expected one dtype")
         tensors = weight, head.bias
-        if torch.is_autocast_enabled(device) and states.dtype != torch.float64:
+        if autocast and states.dtype != wide:
             dtype = torch.get_autocast_dtype(device)
             states, weight = states.to(dtype), weight.to(dtype)
             tensors = weight, None if head.bias is None else head.bias.to(dtype)
-        if states.dtype != weight.dtype:
-            raise ValueError(f"hidden is {states.dtype}, head {weight.dtype}, expected one dtype")
         if states.shape[1] != weight.shape[1]:
             raise ValueError(f"head has {weight.shape[1]} columns, and rows of {states.shape[1]} columns come to it")
         vocabulary = weight.shape[0]
@@ -120,10 +120,13 @@ def response_logprobs(
     targets = batch.targets.index_select(0, token)
     inputs = [states, *(x for x in tensors if x is not None)]
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    scale = float(temperature), head.softcap, head.scale
+    factor = head.scale
     if head.softcap is None:  # then the scale is a part of the temperature, and costs nothing
-        scale = scale[0] / head.scale, None, 1.0
-    settings = scale, compiled, memory if differentiable and called is None else None
+        divisor, factor = divisor / factor, 1.0
+    divides: float | torch.Tensor | None = None if divisor == 1.0 else divisor
+    if compiled and divides is not None:  # a tensor: a number would be compiled in
+        divides = torch.full((), divisor, dtype=_wider(states.dtype), device=states.device)
+    settings = (divides, head.softcap, factor), compiled, memory if differentiable and called is None else None
     found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -135,11 +138,11 @@ def _checked(
     temperature: float,
     chunk_size: int,
     memory: float | None,
-) -> tuple[torch.Tensor, Head]:
-    """hidden as [T, C], and the head, once everything is as it should be."""
+) -> tuple[torch.Tensor, Head, float]:
+    """hidden as [T, C], the head and the temperature, once everything is as it should be."""
     if not isinstance(batch, PackedBatch | PackedSequences | TreePart):
         raise TypeError(f"batch is a {type(batch).__name__}, expected a packed batch, such as dualkv.pack returns")
-    check_tensor("hidden", hidden)
+    check_tensor("hidden", hidden, "pass its full_tensor()")
     whole = head if isinstance(head, Head) else of_weight(head)
     for name, tensor in (("hidden", hidden), ("head", whole.weight)):
         if tensor is not None and tensor.device != batch.device:
@@ -158,12 +161,18 @@ def _checked(
         raise TypeError(f"temperature is {temperature!r}, expected a number")
     if isinstance(temperature, torch.Tensor) and temperature.numel() != 1:
         raise ValueError(f"temperature has shape {tuple(temperature.shape)}, expected one number")
-    if not (math.isfinite(temperature) and temperature > 0):
+    if isinstance(temperature, torch.Tensor) and temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "temperature requires a gradient, expected a number or temperature.detach(): a temperature that is trained"
+            " belongs into dualkv.Head(module=...), which divides the logits by it"
+        )
+    number = float(temperature.detach() if isinstance(temperature, torch.Tensor) else temperature)
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(f"temperature is {temperature}, expected a finite number above 0")
     positive("chunk_size", chunk_size)
     if memory is not None:
         _refuse_memory(memory, hidden.device)
-    return hidden.reshape(total, width), whole
+    return hidden.reshape(total, width), whole, number
 
 
 def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
@@ -195,17 +204,25 @@ def _chunks(tokens_of_row: IntArray, chunk_size: int) -> tuple[list[Chunk], tupl
     return [Chunk(*pair) for pair in pairs.tolist()], (several % chunk_size, place)
 
 
-# (temperature, cap, factor in front of the cap): `z = softcap * tanh(s * factor / softcap) / temperature` of logits s.
-Scale = tuple[float, float | None, float]
+# (temperature, or None for 1; cap; factor in front of it): `z = softcap * tanh(s * factor / softcap) / temperature`, of
+# logits s.
+Scale = tuple[float | torch.Tensor | None, float | None, float]
+# exp(z) is 0 for any z below it, and z times a number is finite.
+LOWEST = -1e3
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _wide(logits: torch.Tensor, scale: Scale) -> torch.Tensor:
     """z, in fp32 (fp64 for fp64): a copy of the logits, capped and divided by the temperature."""
     temperature, softcap, factor = scale
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    wide = logits.to(_wider(logits.dtype), copy=True)
     if softcap is not None:
         wide.div_(softcap / factor).tanh_().mul_(softcap)
-    return wide if temperature == 1.0 else wide.div_(temperature)
+    return wide if temperature is None else wide.div_(temperature)
 
 
 def _statistics(logits: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -216,7 +233,8 @@ def _statistics(logits: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch
     e = z.exp()
     total = e.sum(1)
     log_total = total.log()
-    return top, log_total, log_total - e.mul_(z).sum(1) / total
+    # 0 times -inf of a logit that is -inf counts as 0. Any other NaN is one in `total` too.
+    return top, log_total, log_total - e.mul_(z).nansum(1) / total
 
 
 def _logits_gradient(
@@ -235,7 +253,8 @@ def _logits_gradient(
     if g_entropy is None:
         return z.exp_().mul_(-g_logp[:, None])
     p = z.exp()
-    return z.add_(entropy[:, None]).mul_(-g_entropy[:, None]).sub_(g_logp[:, None]).mul_(p)
+    of_row = entropy * g_entropy + g_logp
+    return z.clamp_(min=LOWEST).mul_(-g_entropy[:, None]).sub_(of_row[:, None]).mul_(p)
 
 
 def _compiled_gradient(
@@ -252,10 +271,7 @@ def _compiled_gradient(
     d = _logits_gradient(logits, scale, lse, entropy, g_logp, g_entropy)
     column = torch.arange(logits.shape[1], device=logits.device)
     d = d + torch.where(column == target[:, None], g_logp[:, None], 0.0)
-    temperature, softcap, factor = scale
-    if softcap is not None:
-        d = d * _slope_of_cap(logits, softcap / factor)
-    return (d if temperature == factor else d / (temperature / factor)).to(logits.dtype)
+    return _through_scale(d, logits, scale)
 
 
 def _gradient(
@@ -266,24 +282,50 @@ def _gradient(
     given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: the row, column and gradient of each
     token.
     """
-    d, (logits, (temperature, softcap, factor), *_) = _logits_gradient(*given), given
+    d, (logits, scale, *_) = _logits_gradient(*given), given
     if g_token is not None:
         _add_at(d.view(-1), row * d.shape[1] + targets, g_token)
+    return _through_scale(d, logits, scale)
+
+
+def _through_scale(d: torch.Tensor, logits: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """d loss / d logits [u, V] in their dtype, of d loss / d z [u, V], which is overwritten."""
+    temperature, softcap, factor = scale
     if softcap is not None:
-        d.mul_(_slope_of_cap(logits, softcap / factor))
-    return (d if temperature == factor else d.div_(temperature / factor)).to(logits.dtype)
+        capped = _wide(logits, (softcap / factor, None, 1.0)).tanh_()
+        d.mul_(1.0 - capped * capped)
+    if temperature is not None or factor != 1.0:
+        d.div_((1.0 if temperature is None else temperature) / factor)
+    return d.to(logits.dtype)
 
 
-def _slope_of_cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """d (softcap * tanh(s / softcap)) / ds at the logits s."""
-    capped = _wide(logits, (softcap, None, 1.0)).tanh_()
-    return 1.0 - capped * capped
+def _chosen(part: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """`part`, or what runs a compilation of it for all numbers of rows."""
+    if not compiled:
+        return part
+
+    def call(logits: torch.Tensor, scale: Scale, *tensors: torch.Tensor | None) -> Any:
+        temperature, *constants = scale
+        # All that a graph is made for, so that each code meets one form: PyTorch's limit of graphs is far.
+        form = [
+            (x.dtype, x.device, x.is_inference(), *(min(n, 2) for n in x.shape)) if isinstance(x, torch.Tensor) else x
+            for x in (logits, temperature, *tensors)
+        ]
+        modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+        return _of_form(part, *constants, *modes, *form)(logits, scale, *tensors)
+
+    return call
 
 
 @functools.cache
-def _chosen(part: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """`part`, or one compilation of it for all numbers of rows."""
-    return torch.compile(part, dynamic=True, fullgraph=True) if compiled else part
+def _of_form(part: Callable[..., Any], *_form: Any) -> Callable[..., Any]:
+    """`part`, compiled for one form behind code of its own: `torch.compile` counts graphs by code, up to a limit."""
+
+    def call(*given: Any) -> Any:
+        return part(*given)
+
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, dynamic=True, fullgraph=True)
 
 
 def _add_at(into: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -352,7 +394,7 @@ class _Called:
         """states [n, C] -> logits [n, V]"""
         # No cache: casts of weights that were made without gradients would stay in it.
         with torch.autocast(*self._autocast, cache_enabled=False):
-            return self.module(states)
+            return apply("the head's module", self.module, states)
 
     def probe(self, states: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
         """V, and the leaves behind the logits that require gradients, also those that the module does not list."""

@@ -193,6 +193,10 @@ BAD = [
     _attention(TypeError, "chunk|torch.int64|(1,)|integer", chunk=torch.tensor([8])),
     _attention(TypeError, "softmax_scale|str|number", softmax_scale="1"),
     _attention(TypeError, "chunk|'8'|integer", chunk="8"),
+    *(
+        _attention(TypeError, f"{name}|Tensor|number", **{name: torch.tensor(2.0, requires_grad=True)})
+        for name in ("softmax_scale", "softcap")
+    ),
     _attention(TypeError, "softcap|str|number", softcap="50"),
     _attention(TypeError, "sinks|list|torch.Tensor", sinks=[0.0] * 4),
     _attention(TypeError, "sinks|torch.sparse_coo|torch.strided", sinks=torch.zeros(4).to_sparse()),
@@ -272,6 +276,7 @@ BAD += [
     _logprobs(TypeError, "chunk_size|2.0|integer", chunk_size=2.0),
     _logprobs(TypeError, "chunk_size|'2'|integer", chunk_size="2"),
     _logprobs(TypeError, "temperature|None|number", temperature=None),
+    _logprobs(ValueError, "temperature|gradient|detach|module", temperature=torch.tensor(2.0, requires_grad=True)),
     _logprobs(ValueError, "temperature|(3,)|one number", temperature=torch.ones(3)),
     _logprobs(TypeError, "batch|Layout|pack", batch=Layout.from_lengths([3], [[2, 2]])),
     _logprobs(ValueError, "hidden|(3, 6)|[1, 7, 6]", hidden=torch.zeros(3, 6)),
@@ -297,6 +302,7 @@ BAD += [
             ({"scale": "2"}, TypeError, "scale|'2'|number"),
             ({"softcap": -1.0}, ValueError, "softcap|-1.0|0"),
             ({"softcap": "30"}, TypeError, "softcap|'30'|number"),
+            ({"softcap": torch.tensor(30.0, requires_grad=True)}, TypeError, "softcap|tensor(30., requires_grad=True"),
             ({"weight": None, "module": torch.nn.Identity(), "bias": torch.zeros(9)}, ValueError, "bias|module"),
         )
     ),

@@ -245,3 +245,43 @@ def test_a_checkpointed_part_keeps_nothing_behind_its_backward():
     trunk.backward(out.sum())
     assert q.grad is not None
     assert not trunk._kept
+
+
+def walked(loss, forward=None):
+    batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
+    embedding = torch.eye(8, requires_grad=True)
+
+    def attend(input_ids, branch):
+        x = embedding[input_ids[0]][:, None]
+        return branch.attention(x, x, x, layer=0)[None, :, 0]
+
+    return dualkv.walk(batch, 2, attend if forward is None else forward, loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "why"),
+    [
+        (lambda hidden, part: hidden[0, :2].sum(-1), ValueError, r"loss returned a tensor of shape \(2,\).*one number"),
+        (lambda hidden, part: hidden.sum().item(), TypeError, "loss returned a float, expected a tensor"),
+        (lambda hidden, part: None, TypeError, "loss returned a NoneType, expected a tensor"),
+        (lambda hidden, part: hidden.sum().detach(), ValueError, "loss returned a tensor without a gradient"),
+        (7, TypeError, r"loss is a int, expected a function of \(hidden states, part\)"),
+    ],
+)
+def test_losses_that_walk_refuses(loss, error, why):
+    with pytest.raises(error, match=why):
+        walked(loss)
+
+
+def test_what_walk_takes_for_a_loss():
+    """Shapes of one number; without gradients any number, and no loss at all."""
+    wanted = walked(lambda hidden, part: hidden.sum())
+    assert wanted.shape == ()
+    assert torch.equal(walked(lambda hidden, part: hidden.sum().view(1, 1) if part.index else hidden.sum()), wanted)
+    with torch.no_grad():
+        assert torch.equal(walked(lambda hidden, part: hidden.sum()), wanted)
+        assert walked(None) == 0
+    with pytest.raises(TypeError, match=r"forward is a str, expected a function of \(input_ids, branch\)"):
+        walked(None, "model")
+    with pytest.raises(TypeError, match=r"batch is a PackedBatch.*from_batch"):
+        dualkv.walk(dualkv.pack([[1]], [[[2]]]), 2, lambda input_ids, branch: None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -152,10 +153,10 @@ def test_logits_never_exist_whole(style):
 @pytest.fixture
 def backend(request, monkeypatch):
     """Set the backend of `torch.compile` for a test. The GPU suite has the default's kernels, which take long."""
-    logprobs._chosen.cache_clear()
+    logprobs._of_form.cache_clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
     yield
-    logprobs._chosen.cache_clear()
+    logprobs._of_form.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,39 @@ def test_compiled_is_the_same(backend, temperature, softcap, kind):
             grads.append([*values, hidden.grad, weight.grad, *(x.grad for x in more)])
         for eager, compiled in zip(*grads, strict=True):
             torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+GRAPHS: list[str] = []
+
+
+def counting(graph, _inputs):
+    GRAPHS.append("")
+    return graph.forward
+
+
+@pytest.mark.parametrize("backend", [counting], indirect=True)
+def test_compiled_in_every_form_one_after_another(backend):
+    """PyTorch gives up after eight graphs of one code. A number of the temperature is no form."""
+    batches_of_rows = pack([[1, 2], [3]], [[[4, 5, 6], [4, 7]], [[8]]]), pack([[1, 2]], [[[3]]])
+    axes = (torch.float64, torch.bfloat16), batches_of_rows, ((None, 1.0), (2.0, 0.7)), ("logp", "entropy", "inference")
+    for dtype, batch, (softcap, temperature), wanted in product(*axes):
+        found, near = [], 1e-2 if dtype == torch.bfloat16 else 1e-12
+        for compiled in (False, True):
+            hidden, weight = inputs(batch, dtype)
+            with torch.inference_mode(wanted == "inference"):
+                head = Head(weight, softcap=softcap)
+                values = response_logprobs(hidden, head, batch, temperature, compiled=compiled)
+            grads = []
+            if wanted != "inference":
+                grads = torch.autograd.grad(values[0].sum() + (values[1].sum() if wanted == "entropy" else 0), hidden)
+            found.append([*values, *grads])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+    graphs = len(GRAPHS)
+    for temperature in np.linspace(0.5, 3, 12):
+        hidden, weight = inputs(batch, dtype)
+        sum(x.sum() for x in response_logprobs(hidden, weight, batch, temperature, compiled=True)).backward()
+    assert len(GRAPHS) == graphs + 2  # a temperature without a cap, forward and backward
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
@@ -215,6 +249,37 @@ def test_as_many_logits_as_the_limit_allows_are_kept(monkeypatch):
                 limit = (allocated + products + itself + kept * of_chunk - short) / 2**30
                 assert logprobs._chunks_to_keep(limit, hidden, weight, chunks, compiled) == some
     assert logprobs._chunks_to_keep(1.0, hidden, weight, [], True) == 0
+
+
+@pytest.mark.parametrize("backend", ["eager"], indirect=True)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_logits_of_minus_infinity(backend, compiled, softcap):
+    """A token that is never drawn adds nothing to the entropy, and has no gradient."""
+    batch = some_batch()
+    hidden, weight = inputs(batch)
+    bias = torch.zeros(VOCABULARY, dtype=torch.float64)
+    bias[2] = -float("inf")
+    head = Head(weight, bias.requires_grad_(), softcap=softcap)
+    logp, entropy = response_logprobs(hidden, head, batch, 0.7, chunk_size=4, compiled=compiled)
+    grads = torch.autograd.grad((logp * entropy).sum(), (hidden, weight, bias))
+    finite = torch.full_like(bias, 0).index_fill(0, torch.tensor(2), -1e5).requires_grad_()
+    head = Head(weight, finite, softcap=softcap)
+    want = response_logprobs(hidden, head, batch, 0.7, chunk_size=4)
+    assert torch.isfinite(want[1]).all()
+    torch.testing.assert_close((logp, entropy), want, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad((want[0] * want[1]).sum(), (hidden, weight, finite))
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_not_a_number_stays_one():
+    hidden, weight = inputs(some_batch())
+    for bad in (float("nan"), float("inf")):
+        bias = torch.zeros(VOCABULARY, dtype=torch.float64)
+        bias[2] = bad
+        values = response_logprobs(hidden, Head(weight, bias), some_batch())
+        grads = torch.autograd.grad(sum(x.sum() for x in values), hidden)
+        assert all(torch.isnan(x).any() for x in (*values, *grads))
 
 
 def test_limits_that_mean_nothing_are_refused():
@@ -357,6 +422,30 @@ def test_autocast_runs_the_head_in_its_dtype_and_its_backward_alike():
         assert response_logprobs(hidden.double(), weight.double(), batch)[0].dtype == torch.float64
 
 
+def test_under_autocast_errors_name_the_dtypes_that_came():
+    hidden, weight = inputs(some_batch(), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for x, w, names in (
+            (hidden.double(), weight, "64, head torch.float32"),
+            (hidden, weight.double(), "32, head .*64"),
+        ):
+            with pytest.raises(ValueError, match=f"hidden is torch.float{names}, expected one dtype"):
+                response_logprobs(x, w, some_batch())
+
+
+def test_a_temperature_is_trained_in_a_module():
+    """As the error for a temperature with a gradient says; one without a gradient serves as a number."""
+    hidden, weight = inputs(some_batch())
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    logp, entropy = response_logprobs(hidden, Head(module=lambda x: x @ weight.T / temperature), some_batch())
+    with torch.no_grad():
+        want = response_logprobs(hidden, weight, some_batch(), temperature)
+    torch.testing.assert_close((logp, entropy), want)
+    (found,) = torch.autograd.grad(logp.sum() + entropy.sum(), temperature)
+    low, high = (sum(x.sum() for x in response_logprobs(hidden, weight, some_batch(), 0.7 + d)) for d in (-1e-6, 1e-6))
+    torch.testing.assert_close(found, ((high - low) / 2e-6).detach(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant):
     batch = some_batch()
@@ -380,3 +469,41 @@ def test_runs_are_bitwise_equal():
         (logp * scale + entropy).sum().backward()
         runs.append((logp, entropy, hidden.grad, weight.grad))
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+
+
+def test_a_dtensor_anywhere_is_named():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        batch = some_batch()
+        hidden, weight = (x.detach() for x in inputs(batch, torch.float32))
+        there, bias, states = (
+            distribute_tensor(x, mesh, [Shard(x.dim() - 1)], src_data_rank=None)
+            for x in (weight, torch.zeros(VOCABULARY), hidden)
+        )
+        linear, norm = torch.nn.Linear(WIDTH, VOCABULARY, bias=False), torch.nn.LayerNorm(WIDTH)
+        linear.weight = torch.nn.Parameter(there)
+        norm.bias = torch.nn.Parameter(distribute_tensor(torch.zeros(WIDTH), mesh, [Shard(0)], src_data_rank=None))
+        whole = r"is a DTensor \(11, 6\).*gathers its weights.*logits_to_keep.*docs/fsdp\.md"
+        for head, why in (
+            (lambda: there, "head " + whole),
+            (lambda: Head(there), "the head's weight " + whole),
+            (lambda: Head(weight, bias), r"the head's bias is a DTensor \(11,\)"),
+            (lambda: Head(module=linear), r"weight of the head's module \(Linear\) " + whole),
+            (lambda: Head(module=lambda x: x @ there.T), "the head's module meets a DTensor"),
+            (lambda: Head(module=lambda x: bias.expand(len(x), -1)), "the result of the head's module is a DTensor"),
+            (lambda: Head(weight, before=norm), r"bias of what is before the head \(LayerNorm\) is a DTensor \(6,\)"),
+        ):
+            for compiled in (False, True):
+                with pytest.raises(ValueError, match=why):
+                    response_logprobs(hidden, head(), batch, compiled=compiled)
+        with pytest.raises(ValueError, match=r"weight of the head's module \(Linear\) " + whole):
+            Head(module=linear).logits(hidden)
+        with pytest.raises(ValueError, match=r"hidden is a DTensor \(1, 12, 6\).*full_tensor"):
+            response_logprobs(states, weight, batch)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -221,10 +221,12 @@ def casts(device: torch.device) -> bool:
 def under_autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The inputs in the dtype of autocast, if it is on; fp64 stays."""
-    if casts(q.device):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    """The inputs in the dtype of autocast, if it is on; fp64 stays, and so do dtypes that the op refuses."""
+    if casts(q.device) and all(x.is_floating_point() for x in (q, k, v)):
+        wide = [x.dtype == torch.float64 for x in (q, k, v)]
+        if not any(wide):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x.to(dtype) for x in (q, k, v))
         if sinks is not None and sinks.dtype != q.dtype:
             sinks = sinks.float()
     return q, k, v, sinks

@@ -261,14 +261,14 @@ def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
         check_local(name, x)
     q, k_context = tensors["q"], tensors["k_context"]
-    autocast = casts(q.device)  # then all tensors are cast to one dtype
+    autocast = casts(q.device)  # then all tensors but those of fp64 are cast to one dtype
     for name, x in tensors.items():
         if x.dim() != 3:
             rows = {"q": "sum(len_q), H", "k_context": "P, Hk", "v_context": "P, Hk"}.get(name, "sum(R), Hk")
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected [{rows}, D]")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}, expected bfloat16, float16, float32 or float64")
-        if x.dtype != q.dtype and not autocast:
+        if x.dtype != q.dtype and (not autocast or torch.float64 in (x.dtype, q.dtype)):
             raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}, expected one dtype")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}, expected one device")

@@ -348,6 +348,9 @@ def on_a_rank(rank: int) -> None:
             head(split)
         with pytest.raises(ValueError, match=r"DTensor \(96, 48\).*logits_to_keep"):
             dualkv.response_logprobs(hidden, split.lm_head.weight, batch)
+    split = parallelize_module(tiny("modernbert"), mesh, {"lm_head.dense": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"DTensor \(48, 48\).*logits_to_keep"):
+        head(split)
     dist.destroy_process_group()
 
 

@@ -171,6 +171,12 @@ def test_autocast():
         assert out.dtype == torch.bfloat16
         out.sum().backward()
         assert [x.grad.dtype for x in tensors] == [torch.bfloat16, *[torch.float32] * 4]
+        tensors[1] = tensors[1].detach().double()
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(TypeError, match=r"k_context is torch\.float64 and q is"),
+        ):
+            call(tensors, *lens, causal=causal)
 
 
 def test_it_can_be_part_of_a_compiled_function():
