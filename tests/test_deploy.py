@@ -122,6 +122,6 @@ def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():
     page = (ROOT / "docs" / "install.md").read_text()
     shown = {line for line in re.findall(r"`pip install ([^`]*)`", page) if "vllm" in line or "sglang" in line}
     given = re.search(r"<<'END'\n(.*?)\nEND\n", (ROOT / ".ci" / "run").read_text(), re.DOTALL)[1]
-    lines = {f"dualkv{line}".replace("dualkv[]", "dualkv") for line in given.splitlines()}
+    lines = {f".{line}".replace(".[]", ".") for line in given.splitlines()}
     assert {line.replace("'", "") for line in shown} == lines
     assert len(lines) == 4

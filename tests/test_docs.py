@@ -90,7 +90,7 @@ def test_commands(page, command, whole, run, compiles, monkeypatch, tmp_path):
     if words[0] == "make":
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    elif words[:2] == ["pip", "install"] and (ours := [w for w in words if re.match(r"dualkv(\[|$)|\.\[", w)]):
+    elif words[:2] == ["pip", "install"] and (ours := [w for w in words if re.match(r"(dualkv|\.)(\[|$)", w)]):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert set(re.findall(r"\w+", ours[0])) - {"dualkv"} <= set(extras)
     elif words[0] == "pip":  # changes the environment: not run
