@@ -82,7 +82,7 @@ def test_gradients_against_finite_differences() -> None:
 
 @pytest.mark.parametrize("mean", ["sequence", "token"])
 def test_micro_batches_add_up(mean: str) -> None:
-    """Loss, gradient and metrics of the parts sum to those of the whole."""
+    """Loss, gradient and metrics of the parts sum to the loss, gradient and metrics of the whole."""
     generator = torch.Generator().manual_seed(1)
     logp, old, ref, advantages = torch.randn(4, 21, generator=generator, dtype=torch.float64)
     logp.requires_grad_()

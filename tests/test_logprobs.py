@@ -383,7 +383,7 @@ def test_a_part_of_a_head_is_refused_where_it_is_known():
     heads.KNOWN[weight] = refuse
     with pytest.raises(ValueError, match="no"):
         response_logprobs(hidden, weight, batch)
-    assert response_logprobs(hidden, Head(weight), batch)  # who makes a head says what it is
+    assert response_logprobs(hidden, Head(weight), batch)  # a caller that makes a Head says what it is
     assert response_logprobs(hidden, weight.detach().clone(), batch)
 
 

@@ -199,7 +199,7 @@ def _rank(rank: int, folder: str, kind: type[Shard], case: Case, send: Any) -> N
 
 @torch.no_grad()
 def with_lora(model: Any) -> Any:
-    """The model with random adapters at all linear layers but the head, and but those that PEFT cannot wrap: some of
+    """The model with random adapters at all linear layers but the head and the layers that PEFT cannot wrap: some of
     Mamba, and Llama 4's routers, which return two tensors."""
     refused = ["router"]
     if any(name.endswith("conv1d") for name, _ in model.named_modules()):

@@ -318,7 +318,7 @@ def _drawn(result: dict[str, Any]) -> str:
 
 
 def tensor_parallel() -> str:
-    """Rates of fewer heads against those of all heads."""
+    """Rates of fewer heads against the rates of all heads."""
     run = _load("backward-tensor-parallel")
     whole, *_ = [r for r in _load("backward")["results"] if r["workload"]["name"] == MAIN]
     rows = []
@@ -433,7 +433,8 @@ def _peer(side: dict[str, Any]) -> str:
 
 
 def two_sides(name: str, ours: str, theirs: str) -> str:
-    """Two sides of a record, a row for each workload: TFLOP/s of each, and the time of `theirs` over that of `ours`."""
+    """Two sides of a record, a row for each workload: TFLOP/s of each, and the time of `theirs` over the time of
+    `ours`."""
     run = _load(name)
     rows: dict[str, dict[str, str]] = {}
     for result in run["results"]:

@@ -312,7 +312,7 @@ def test_requests():
 
 # ---------------------------------------------------------------- the command
 def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
-    """Real compiles of one small kernel: those of its selection that are larger are left out."""
+    """Real compiles of one small kernel: larger kernels of its selection are left out."""
     monkeypatch.setattr(precompile, "select", lambda *given: [s for s in select.select(*given) if s == POST])
     out, words = tmp_path / "kernels", ("--head-dims", "64", "--directions", "backward")
     code, said, err = run(

@@ -1,11 +1,10 @@
 """The kernels' machine code against its record: registers, spills, shared memory, wgmma, TMA and register budgets.
 
-A compile takes seconds, so there are four sizes of this check. `make test` compiles SAMPLE: a kernel of each
-operation. `.ci/run` compiles KINDS, one of each kind of code. `pytest tests/codegen/test_manifest.py -m ''` compiles
-SPECS, which differ in every way that shapes the code. `make check-kernels` compiles all. Kernels that lie compiled in
-build/kernels, from the same sources and by the same compiler, are not compiled again. That the others are as recorded
-follows from the sources, which are those that all of them were compiled from. After a change that is meant,
-`make manifest` records it.
+A compile takes seconds, so there are four sizes of this check. `make test` compiles SAMPLE: a kernel of each operation.
+`.ci/run` compiles KINDS, one of each kind of code. `pytest tests/codegen/test_manifest.py -m ''` compiles SPECS, which
+differ in every way that shapes the code. `make check-kernels` compiles all. Kernels that lie compiled in build/kernels,
+from the same sources and by the same compiler, are not compiled again. The others are as recorded because the sources
+are the ones that all of them were compiled from. After a change that is meant, `make manifest` records it.
 
 A head dim decides the tile and so the code; the dtype only names other operand types, the packed heads only other
 boxes and divisions. So SPECS are every head dim; at one head dim packed heads that leave rows over (7), and fp16; and

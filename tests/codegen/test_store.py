@@ -366,7 +366,7 @@ def test_an_entry_open_to_others_is_refused_wherever_it_lies(compiles, monkeypat
 
 
 def test_a_folder_that_others_can_write_to_is_not_filled(compiles, tmp_path):
-    """Nobody could load from it."""
+    """No process could load from it."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out").chmod(0o775)
     with pytest.raises(KernelError, match=rf"the folder of kernels {tmp_path}/out can be written by others \(mode 775"):

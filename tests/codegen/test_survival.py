@@ -145,7 +145,7 @@ def test_killed_at_any_moment(compiles, damaged):
 
 
 def test_killed_while_others_wait(compiles):
-    """The lock goes with the process; one of those that wait compiles, and what the dead one began is removed."""
+    """The lock goes with the process; one of the waiting processes compiles, and what the dead one began is removed."""
     first = start("store.entry(SPEC)", STAND_IN_SECONDS="900")
     wait_for(lambda: store.cache_dir().is_dir() and left_over())
     others = [start("print(store.entry(SPEC))", STAND_IN_SECONDS="0.2") for _ in range(2)]

@@ -407,7 +407,7 @@ def test_a_head_that_is_more_than_its_weight(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "phi")
     result = run_demo(DemoSettings(model=str(tmp_path / "phi"), **SMALL | {"steps": 1}))
     assert result.exact is True
-    assert result.ways["packed"].metrics[0]["entropy"] < 5.0  # without the bias that of 320 tokens that are alike, 5.8
+    assert result.ways["packed"].metrics[0]["entropy"] < 5.0  # without the bias: 5.8, of 320 equal tokens
 
 
 def test_a_model_whose_logits_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,9 @@ class Case:
     sinks: float | None = None
     softcap: float | None = None
     lse_grad: bool = False
-    head_dim_v: int | None = None  # None: that of q and k
+    head_dim_v: int | None = None  # None: the head dim of q and k
     backend: str | None = None  # None: the first that serves the call
-    few_keys: bool = False  # our kernels are those of many short segments, whatever the lengths are
+    few_keys: bool = False  # our kernels for many short segments run, whatever the lengths are
 
     def to_json(self):
         return json.dumps(asdict(self), indent=1)
@@ -185,9 +185,9 @@ GPU_FEATURES = {
 # several and for a fixed order; and of GPU_FEATURES, whose kernels run them where cuDNN does not.
 GPU_CUDNN = ("bf16", 64, 1), ("bf16", 128, 4), ("bf16", 256, 1), ("fp16", 128, 4)
 CUDNN_SHARE = 0.1  # of calls that it could run
-# cuDNN's results may be off by so many times the bounds, which are those of our kernels. Where our lse is held to 1e-4
+# cuDNN's results may be off by so many times the bounds of our kernels. Where our lse is held to 1e-4
 # (tests/gpu/test_forward.py) cuDNN's is held to 2e-4 (tests/gpu/test_backends.py); and a sink rescales an out that was
-# rounded before. Nobody has looked for the smallest bound that holds.
+# rounded before. The smallest bound that holds is not known.
 CUDNN_BOUNDS = 2.0
 FEW_KEYS_SHARE = 0.3  # of calls on a GPU
 LONG_SHARE = 0.3  # of calls on a GPU with a window or chunks: of more than SHORT_WINDOW keys, where tiles are others

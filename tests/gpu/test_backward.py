@@ -156,7 +156,7 @@ def test_split_key_blocks(head_dim, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prompts_that_ask_nothing_get_zeros(head_dim, deterministic):
-    """Most of their blocks nobody adds to: dq of these is not what the workspace held."""
+    """No item adds to most of their blocks, whose dq is not what the workspace held."""
     layout = Layout.from_lengths([700, 300, 5], [[50, 60], [100], [400]])
     asked = layout.without_prompt_queries()
     q, k, v, dout = inputs(layout, head_dim=head_dim)

@@ -1,7 +1,7 @@
 """`python -m tests.gpu.turns SECONDS WHAT DIGEST ...`: one of several processes between which the GPU switches.
 
 Calls the kernels of each head dim ("128" or "192/128"), or the composition's "merge", in turn. Prints how many calls
-there were, and how results of which differed: the first ones from those with the digest, later ones from the first.
+there were, and which results differed: the first results from the ones with the digest, later results from the first.
 Kernels run for milliseconds, so many calls are interrupted.
 """
 

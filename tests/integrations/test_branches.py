@@ -146,7 +146,7 @@ def test_a_recurrent_layer_that_runs_twice():
 
 
 def test_stacks_that_run_in_cycles():
-    """Modules of HRM run in loops, all with gradients here; those that it runs without are refused."""
+    """Modules of HRM run in loops, all with gradients here; modules that it runs without gradients are refused."""
     if not hasattr(transformers, "HrmTextConfig"):
         pytest.skip("this version of transformers has no HRM")
     batch = packed()

@@ -113,7 +113,7 @@ def test_a_head_that_is_more_than_its_weight(name: str) -> None:
     weight = model.get_output_embeddings().weight
     with pytest.raises(ValueError, match=r"head is a weight \[96, 48\] of \w+, .*" + MORE[name][3][0]):
         dualkv.response_logprobs(hidden, weight, batch)
-    assert dualkv.response_logprobs(hidden, Head(weight), batch)  # who says so gets the weight alone
+    assert dualkv.response_logprobs(hidden, Head(weight), batch)  # a caller that says so gets the weight alone
 
 
 def test_a_head_that_is_its_weight() -> None:

@@ -199,7 +199,7 @@ def test_a_layer_that_computes_something_else_again_is_refused() -> None:
 
 # ---------------------------------------------------------------- memory
 class Live(TorchDispatchMode):
-    """Bytes of what operations have made and somebody holds."""
+    """Bytes of the tensors that operations have made and that are still held."""
 
     def __init__(self) -> None:
         super().__init__()

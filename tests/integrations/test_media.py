@@ -205,7 +205,7 @@ def plain_prompt(
 
 
 def rollouts(family: str, *groups: tuple[tuple[int, int, int], ...]) -> Any:
-    """Prompts, responses and media of rollouts, those of a group apart from each other."""
+    """Prompts, responses and media of rollouts; the rollouts of a group are apart from each other."""
     draw = torch.Generator().manual_seed(1)
     of_groups = [(prompt if family in GRID else plain_prompt)(draw, family, *group) for group in groups]
     lens = [3, 0, 6, 1, 4]

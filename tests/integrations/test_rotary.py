@@ -27,7 +27,7 @@ from tests.ranks import on_ranks  # noqa: E402
 from tools import zoo  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Factors for all layers, for types of layers, with a magnitude, complex ones, and those of embeddings in the layers.
+# Factors for all layers, for types of layers, with a magnitude, complex factors, and embeddings inside the layers.
 SAMPLE = ("phi3", "gemma3_text", "phimoe", "deepseek_v2", "moshi")
 ON_RANKS = ("phi3", "moshi")
 

@@ -1,7 +1,7 @@
 """Launches of every kernel with real plans of small layouts, and what must come out of them.
 
-Head dims, stages, warp groups and clusters are those of the tile table. Only the backward's query blocks are smaller:
-nobody waits for their rows.
+Head dims, stages, warp groups and clusters come from the tile table. Only the backward's query blocks are smaller,
+because no warp waits for their rows.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class MmaAtom:
 
 
 def issue(atom: MmaAtom, acc: Frag, a: Any, b: Any, _: Any) -> None:
-    """A product of a warp: it reads its operands and writes its registers until somebody waits for its group."""
+    """A product of a warp: it reads its operands and writes its registers until a warp waits for its group."""
     cells, terms, who = [], [], agent()
     for x in (a, b):
         if isinstance(x, Frag):

@@ -1,20 +1,20 @@
 """A machine on which warps wait for each other as they do on Hopper: what synchronizes is real, data are names of data.
 
 Each warp is a greenlet that runs the kernel's own code. It gives way at every operation that other warps can see, and a
-random schedule says who goes on: a warp, or the copy engine with one of its copies. A schedule fails (`Fault`) if
+random schedule chooses what runs next: a warp, or the copy engine with one of its copies. A schedule fails (`Fault`) if
 
-- nobody can go on, but not all are through;
+- no warp and no copy can go on, but not all have ended;
 - a warp waits for a phase of an mbarrier that is over: the one after may never come to an end, or was meant;
 - an mbarrier has more arrivals than its count, or is left within a phase at the end;
 - two accesses to a stage of shared memory are not in an order that barriers give, one of them a write: vector clocks
-  say so in whatever order they come. Products and copies read until somebody has waited for their group. A product
-  (wgmma) is one of the whole warp group: it begins when all four warps are there, and who has waited for it knows that
-  it is over for all of them, as CUTLASS's pipelines take it too;
+  say so in whatever order they come. Products and copies read until a warp has waited for their group. A product
+  (wgmma) is one of the whole warp group: it begins when all four warps are there, and a warp that has waited for it
+  knows that it is over for all of them, as CUTLASS's pipelines take it too;
 - a CTA writes over what loads in another one may not have read yet. A warp's loads and stores are under way until it
   fences, or comes to a barrier of its CTA or cluster. Its stores and arrivals in its own CTA queue up behind them, as
   compilers take for granted. Its arrivals in another CTA may overtake them, as may copies that it starts;
 - what a thread wrote is read by the copy engine or a product without a fence, an accumulator before its product ends;
-- somebody reaches into a CTA that has ended, or a CTA ends before its copies.
+- a warp or a copy accesses a CTA that has ended, or a CTA ends before its copies.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Machine:
     """Runs one launch under one schedule.
 
     Args:
-        schedule: who goes on.
+        schedule: chooses what runs next.
         clusters_at_once: there is room for so many; others begin as these end. In a random order: CUDA promises none.
         stores: called for what leaves the kernel: (machine, what, where, provenance).
     """
@@ -146,7 +146,7 @@ class Machine:
                 return
             else:
                 self.agent = entry  # type: ignore[assignment]
-                self.agent.greenlet.switch()  # until somebody comes back to this one
+                self.agent.greenlet.switch()  # until the schedule chooses this one again
                 return
 
     def copy(self, kind: str, ctas: Iterable[Cta], action: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.protocol.machine import Machine
 
 LANES = np.arange(32)
-GARBAGE = frozenset({("nothing",)})  # in memory that nobody has written
+GARBAGE = frozenset({("nothing",)})  # in memory that was never written
 Part = tuple[Any, Any] | None  # a way to divide a cell, and a part; None: all of it
 
 
@@ -21,7 +21,7 @@ class Fault(Exception):
 
 
 class Deadlock(Fault):
-    """Nobody can go on."""
+    """No warp and no copy can go on."""
 
 
 class Entry:
@@ -198,8 +198,8 @@ class Mbarrier:
 
     def __init__(self, cta: Cta, name: str, count: int, size: int) -> None:
         self.cta, self.name, self.count, self.left, self.tx, self.phase = cta, name, count, count, 0, 0
-        self.arrived = np.zeros(size, np.int32)  # clocks of who has come in this phase
-        self.clock = np.zeros(size, np.int32)  # and in those before
+        self.arrived = np.zeros(size, np.int32)  # clocks of the warps that have arrived in this phase
+        self.clock = np.zeros(size, np.int32)  # and in the phases before
         self.waiters: list[Agent] = []
 
     def arrive(self, machine: Machine, clock: Any, count: int) -> None:
@@ -263,7 +263,7 @@ class WarpGroup:
 
     def __init__(self, component: int) -> None:
         self.component = component  # of what has been read
-        self.groups: dict[int, tuple[list[tuple[Agent, Group]], Any]] = {}  # those under way: who is there, and clocks
+        self.groups: dict[int, tuple[list[tuple[Agent, Group]], Any]] = {}  # under way: their warps, and clocks
         self.over = 0  # groups
         self.waiters: list[Agent] = []
 

@@ -124,7 +124,7 @@ def earlier_specs(folder: Path) -> tuple[Callable[..., KernelSpec], Callable[...
 def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, pause: float) -> list[float]:
     """The first call's time over the second's, of `pairs` pairs of single calls, each first in every other pair.
 
-    A call is timed behind an untimed one of its own, so that the GPU waits for no host, and before a pause, so that the
+    A call is timed after an untimed one of its own, so that the GPU waits for no host, and before a pause, so that the
     card stays below its power limit: at the limit its clock moves by several per cent from turn to turn.
     """
     found = []

@@ -1,6 +1,6 @@
 """`python -m tools.bench.cold_start --json FILE`: from the start of a process to its first finished attention calls.
 
-Four ways, in turns, each in processes of its own: PyTorch's attention alone (what no kernel of ours can undercut),
+Four ways, in turns, each in processes of its own: PyTorch's attention alone (the least time that any way can take),
 kernels compiled ahead (DUALKV_KERNEL_DIR, DUALKV_JIT=0), from the user's cache, and compiled there and then. The files
 involved are in the page cache, because a turn reads what the turn before has read.
 """

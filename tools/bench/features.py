@@ -1,7 +1,8 @@
 """`python -m tools.bench.features`: what sinks and softcapping cost, and how exact softcapping is.
 
-A cost is the time of calls with the feature over that of the same calls without it, sustained: batches of calls back to
-back, in turns, so that the GPU waits for no host. Errors are those of a small group against attention in fp64.
+A cost is the time of calls with the feature over the time of the same calls without it, sustained: batches of calls
+back to back, in turns, so that the GPU waits for no host. Errors are measured on a small group, against attention in
+fp64.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def in_turns(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int) -> 
 
 @torch.no_grad()
 def cost(side: str, direction: str, names: tuple[str, str], pairs: int) -> dict[str, float]:
-    """The sustained time with the feature over that without it, and the milliseconds of a call without it."""
+    """The sustained time with the feature over the time without it, and the milliseconds of a call without it."""
     calls = []
     for name in names:
         made = sides.SIDES[side](Inputs(parse(name)), direction)

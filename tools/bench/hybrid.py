@@ -94,8 +94,8 @@ def convolutions_of_the_library(model: Any) -> Iterator[None]:
 
 # ---------------------------------------------------------------- time and memory
 def timed(model: Any, run: Callable[[list[ModelBatch]], Any], batches: list[ModelBatch], repeats: int) -> Any:
-    """Seconds of all micro-batches and the peak of memory in them, after one untimed pass over those that differ in
-    size: Triton's kernels are compiled and tuned in it."""
+    """Seconds of all micro-batches and the peak of memory in them, after one untimed pass over micro-batches that
+    differ in size: Triton's kernels are compiled and tuned in it."""
     for batch in {batch.tokens: batch for batch in batches}.values():
         run([batch])
     model.zero_grad(set_to_none=True)

@@ -86,7 +86,7 @@ def flops(model: Model, group: Group, packed: bool, head_on_all_rows: bool = Fal
 
 
 def saving(model: Model, group: Group, head_on_all_rows: bool = False) -> float:
-    """FLOPs of replicated sequences over those of packed groups; the packed head runs on response tokens alone."""
+    """FLOPs of replicated sequences over the FLOPs of packed groups; the packed head runs on response tokens alone."""
     return flops(model, group, False, head_on_all_rows) / flops(model, group, True)
 
 

@@ -1,4 +1,5 @@
-"""`python -m tools.bench.step --json step.json`: forward and backward of one group, by what is done about the rest.
+"""`python -m tools.bench.step --json step.json`: forward and backward of one group, with other settings around
+attention.
 
 Attention is a part of an update; norms, rotary embeddings, activations, log-probs and what gradient checkpointing
 computes again are others. Each row of :data:`ROWS` changes one of them: the model's layers as transformers has them,

@@ -94,7 +94,7 @@ class Candidate:
 
 
 def pair(head_dim: HeadDims) -> tuple[int, int | None]:
-    """Head dim of q and k, and that of v if it is another one."""
+    """Head dim of q and k, and the head dim of v where it differs."""
     return (head_dim, None) if isinstance(head_dim, int) else head_dim
 
 
@@ -138,13 +138,13 @@ def compiled(tried: Sequence[Candidate], ratios: Sequence[int], say: Callable[[s
 
 
 def times(result: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds by candidate, of those that ran."""
+    """Milliseconds of each candidate that ran."""
     return {name: side["sustained_ms"] for name, side in result["sides"].items() if "sustained_ms" in side}
 
 
 def fastest(results: Sequence[dict[str, Any]]) -> tuple[str, float]:
-    """The candidate with the best mean speed over results of one head dim, and that over the speed of the table's
-    (NaN where that did not run)."""
+    """The candidate with the best mean speed over results of one head dim, and this speed over the speed of the table's
+    entry (NaN where that did not run)."""
     by_name: dict[str, list[float]] = {}
     for measured in map(times, results):
         for name, ms in measured.items() if STANDS in measured else ():

@@ -425,8 +425,9 @@ def measure_all(
 
     `build` makes the worker of a row, and `check` gives figures of it before it makes any step.
 
-    `distance_on` names traces: their rows get the distance of gradients from those of veRL's own engine in fp32, by
-    norms, before the worker makes any step, with that engine's old log-probs. The host keeps the gradients in fp32.
+    `distance_on` names traces: their rows get the distance of gradients from the gradients of veRL's own engine in
+    fp32, by norms, before the worker makes any step, with that engine's old log-probs. The host keeps the gradients in
+    fp32.
     """
     worker: Any = None
     of: Kind | None = None

@@ -62,7 +62,8 @@ def _figures(row: Row, recorded: list[Row]) -> list[str]:
 
 
 def updates(recorded: list[Row]) -> str:
-    """Every row, those of the same work together; of packed groups the speed-up over veRL's fastest of them."""
+    """Every row, rows of the same work together; packed groups have the speed-up over veRL's fastest row among
+    these."""
     together: dict[str, list[Row]] = {}
     for row in sorted(recorded, key=_packed):
         together.setdefault(_name(row), []).append(row)

@@ -30,7 +30,7 @@ from tools.sanitize.show import CONTROLS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = ["--print-limit", "20000", "--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
-RACES = 10**8  # that racecheck keeps in a process: those of its own making are tens of millions
+RACES = 10**8  # reports that racecheck keeps in a process; its false positives are tens of millions
 ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
 
 

@@ -47,7 +47,7 @@ class Case:
         head_dim, dtype: of q, k and v.
         deterministic: of the backward.
         gradients: what the backward is asked for.
-        features: "window" and those of OPTIONS.
+        features: "window" and names in OPTIONS.
         head_dim_v: of v, if it is another one.
         window: keys of the window, if that is one of the features.
         few_keys: CTAs without clusters, where there are kernels of them.

@@ -26,7 +26,7 @@ def table(tools: dict[str, Any]) -> Table:
 
 
 def findings(tools: dict[str, Any]) -> list[str]:
-    """One line for each kind of report, those of one verdict together, and for each thing that was not finished."""
+    """One line for each kind of report, reports of one verdict together, and for each thing that was not finished."""
     by_verdict: dict[str, list[str]] = {}
     unfinished = []
     for name, tool in tools.items():

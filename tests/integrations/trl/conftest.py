@@ -1,4 +1,5 @@
-"""TRL says on the network who trains, unless it is offline, and warns of what is experimental; read at its import."""
+"""TRL reports trainings over the network, unless it is offline, and warns of what is experimental; read at its
+import."""
 
 import os
 from pathlib import Path

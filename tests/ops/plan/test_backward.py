@@ -101,8 +101,8 @@ def check_waits(tile, plan):
     """Check that each item waits only for items before it in the plan, whatever the order in which items begin.
 
     For every lock of every query block, as `add_dq_block` (up to head dim 128: a lock a warp group, both CTAs of a
-    cluster one after the other) and `grant_dq` (beyond: a lock a CTA) wait for it and pass it on. Values come from
-    nobody else, and CTAs of a cluster run together: so the first item that is not done waits for nothing.
+    cluster one after the other) and `grant_dq` (beyond: a lock a CTA) wait for it and pass it on. Only these items
+    write the values, and CTAs of a cluster run together: so the first item that is not done waits for nothing.
     """
     both, written, awaited = tile.tile_n == 128, {}, []
     for i, item in enumerate(plan.items.astype(int)):

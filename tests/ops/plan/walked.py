@@ -39,8 +39,8 @@ def not_asking(asking):
 
 
 def below_a_path(tree):
-    """Segments of a tree whose first rows, those of the segments that lead to its first leaf, do not ask; None if there
-    are none of them, or nothing else. And rows from each to the first that asks, not above 0 behind it."""
+    """Segments of a tree whose first rows, on the path to its first leaf, have no queries; None if there are no such
+    rows, or no others. And the rows from each row to the first one with a query, not above 0 after it."""
     layout = Layout.from_segments(*tree)
     parent, chain = layout.parent.tolist(), 1
     while chain < len(parent) and parent[chain] == chain - 1:
