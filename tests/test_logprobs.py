@@ -434,7 +434,8 @@ def test_under_autocast_errors_name_the_dtypes_that_came():
 
 
 def test_a_temperature_is_trained_in_a_module():
-    """As the error for a temperature with a gradient says; one without a gradient serves as a number."""
+    """A module trains the temperature, as the error for a temperature with a gradient suggests; without a gradient it
+    serves as a number."""
     hidden, weight = inputs(some_batch())
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     logp, entropy = response_logprobs(hidden, Head(module=lambda x: x @ weight.T / temperature), some_batch())
