@@ -22,7 +22,6 @@ from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
 from tools import filed, matrix_rows, trust_rows, zoo_rows
 from tools.bench import (
-    claims,
     cold_start,
     composition,
     features,
@@ -510,13 +509,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "feature-errors": lambda: features.exactness(_load("features")),
     "trees": trees,
     "trace-shapes": trace_rows.shapes,
-    "trace-sources": trace_rows.sources,
     "trace-attention": lambda: trace_rows.attention(_load),
-    "trace-updates": lambda: trace_rows.updates(_load),
-    "trace-verl": lambda: claims.verl(_load),
-    "trace-trl": lambda: claims.trl(_load),
-    "trace-distances": lambda: claims.distances(_load),
-    "trace-claims": lambda: claims.table(_load),
+    "trace-verl": lambda: trace_rows.verl(_load),
+    "trace-trl": lambda: trace_rows.trl(_load),
     "hybrid": hybrid,
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both", lambda result: result["workload"]["name"]),
