@@ -40,7 +40,7 @@ class Segments:
     def __init__(
         self, offsets: IntArray, parent: IntArray, silent: IntArray | None = None, last: IntArray | None = None
     ) -> None:
-        """silent: [G] rows at each group's beginning that ask nothing, of any segments; None if all rows ask.
+        """silent: [G] rows without queries at each group's beginning, of any segments; None if all rows have queries.
         last: the last segments of all sequences, where they are known: some may have segments below them."""
         self.offsets, self.parent, self.silent, self.last = offsets, parent, silent, last
         self.use = Use()
@@ -137,7 +137,7 @@ class Segments:
 
     @cached_property
     def first_query(self) -> IntArray:
-        """[G] the first row of each group that kernels compute. Rows that ask nothing are skipped, except the last row
+        """[G] the first row of each group that kernels compute. Rows without queries are skipped, except the last row
         of a group that has no other rows. See Layout.without_prompt_queries and without_queries."""
         begin, end = self.offsets[self.roots], self.subtree_end[self.roots]
         return begin if self.silent is None else np.minimum(begin + self.silent, np.maximum(end - 1, begin))

@@ -244,7 +244,7 @@ def temperature(module: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- refusals of models
 def refuse_arguments(what: str, given: dict[str, Any], known: Container[str]) -> None:
-    """Raises ValueError for an argument on its way to attention functions that asks for what is not computed.
+    """Raises ValueError for an argument of attention functions whose feature is not supported.
 
     Args:
         what: is given the arguments, for the message.

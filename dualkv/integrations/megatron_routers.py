@@ -33,7 +33,7 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-# How `attach_and_log_load_balancing_loss` hears that a loss is one of all data-parallel ranks: versions differ.
+# How `attach_and_log_load_balancing_loss` is told that a loss is one of all data-parallel ranks: versions differ.
 _PARAMETERS = inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
 OF_ALL_DATA: dict[str, Any] = (
     {"reduce_group_has_dp": True} if "reduce_group_has_dp" in _PARAMETERS else {"needs_dp_avg": False}

@@ -24,8 +24,8 @@ SHARDS = {"a2a": Shard, "all_gather": ContextShard}
 
 
 class _OneRank:
-    """A group that asks megatron-core for the rotary frequencies of all positions: it would cut them into the shares
-    of its own context parallelism, which are not those of packed groups."""
+    """A group of one rank, for which megatron-core returns the rotary frequencies of all positions. Otherwise it would
+    cut them into the shares of its own context parallelism, and packed groups have other shares."""
 
     def size(self) -> int:
         return 1

@@ -203,7 +203,7 @@ def test_orders_and_tiles_of_a_large_tree_agree(monkeypatch, head_dim):
 
 
 def test_two_levels_as_a_tree():
-    """The kernel of paths serves every depth, though it is not asked below three."""
+    """The kernel of paths serves every depth, though fewer than three levels have another one."""
     for name in ("ragged groups", "many in a tile", "one token"):
         layout = fwd.LAYOUTS[name]
         q, k, v = fwd.inputs(layout)

@@ -93,7 +93,7 @@ class Agent(Entry):
             self.clock[self.accesses] += 1
 
     def elsewhere(self) -> Any:
-        """The clock that another CTA or a copy hears of: without loads and stores that are under way."""
+        """The clock that another CTA or a copy receives: without loads and stores that are under way."""
         clock = self.clock.copy()
         clock[self.accesses] = self.performed
         return clock

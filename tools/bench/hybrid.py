@@ -214,7 +214,7 @@ PARTS = ("mixer", "step", "decoder", "short groups", "distance")
 def measure(
     sizes: Sizes, short: Groups, near: Groups, parts: list[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """The figures after each part; one that fails says why and spoils no other."""
+    """The figures after each part; a part that fails says why, and the others run."""
     length = sizes.prompt_len + sizes.response_len
     figures: dict[str, Any] = {}
     model: Any = recompute_layers(make_model(sizes, device))

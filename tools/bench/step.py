@@ -197,7 +197,7 @@ def step(
 def measure(
     sizes: Sizes, names: list[str], device: torch.device, stocks: Iterable[str] = stock_attention.QUICK
 ) -> Iterator[dict[str, Any]]:
-    """The figures after each row; a row that fails says why and spoils no other."""
+    """The figures after each row; a row that fails says why, and the others run."""
     cuda = device.type == "cuda"
     rollouts = make_rollouts(sizes)
     length, total = sizes.prompt_len + sizes.response_len, sizes.responses * sizes.response_len

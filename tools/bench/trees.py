@@ -190,7 +190,7 @@ class Job(NamedTuple):
 
 
 def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The figures after each way of each trace; one that fails says why and spoils no other. After `limit` seconds
+    """The figures after each way of each trace; a way that fails says why, and the others run. After `limit` seconds
     nothing is begun."""
     begun, cuda = time.monotonic(), device.type == "cuda"
     cut = f"{sizes.model}, {sizes.layers} layers"

@@ -136,7 +136,7 @@ def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_s
 @examples(120)
 @given(groups, st.sampled_from(TILES), ratios, kv_heads_, st.booleans())
 def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_heads, deterministic):
-    """Every pair of a response's query, every key's gradients, and no block of rows that do not ask."""
+    """Every pair of a response's query, every key's gradients, and no block of rows without queries."""
     seg, before = not_asking(of_groups(groups))
     plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, 20, deterministic)
     for of_head in check(seg, tile, plan, ratio * kv_heads, kv_heads, before <= 0):
@@ -550,7 +550,7 @@ def test_every_head_dim_has_a_tile():
 
 @pytest.mark.parametrize("few_keys", [False, True])
 def test_a_plan_is_quick(few_keys):
-    """5 ms is the promise for 64 groups of 32 responses, in 78,000 items of clusters of two; the best of a few of this
+    """5 ms is the target for 64 groups of 32 responses, in 78,000 items of clusters of two; the best of a few of this
     thread's, as other work runs too. On slow cores it may take eight times as long as sorting and writing so many items
     (2.2 to 3.3 times alone, 5.4 beside other work that fills the machine)."""
     rng = np.random.default_rng(0)

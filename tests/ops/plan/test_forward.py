@@ -263,9 +263,9 @@ def test_large_plans_are_made_in_parts(monkeypatch):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
-    """5 ms is the promise for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
-    slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it
-    takes 2.5 to 3.4 times as long where there are many items)."""
+    """5 ms is the target for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
+    slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it takes
+    2.5 to 3.4 times as long where there are many items)."""
     rng = np.random.default_rng(0)
     responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
 

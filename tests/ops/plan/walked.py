@@ -87,7 +87,7 @@ def walk(seg, tile, plan, kv_heads, steps):
 
 
 def check_walk(seg, tile, plan, heads, kv_heads, steps, rule, asks=None):
-    """Every pair of the rule once, of rows that do not ask at most once; every key stored once. Returns the pairs."""
+    """Every pair of the rule once, of rows without queries at most once; every key stored once. Returns the pairs."""
     assert plan.items.dtype == plan.sums.dtype == np.int32
     assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
     floats = 2 * tile.cluster * tile.tile_n
