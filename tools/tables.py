@@ -69,7 +69,12 @@ STOCK = {
     "cudnn": "cuDNN's attention",
 }  # names of tools.bench.stock_attention
 VALUES_PEERS = {CUDNN: "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
-SLOW_PEERS = VALUES_PEERS | {"flex": "FlexAttention"}  # of the slow shapes
+COMPARED = (  # records, peers and their names
+    ("cudnn", CUDNN, "cuDNN, intervals"),
+    ("slow", PEER, "FlashAttention-4, 3 calls"),
+    ("slow", "flex", "FlexAttention"),
+    ("magi", "magi-ranges", "MagiAttention"),
+)
 WINDOW_PEERS = "fa4-prompt-copied", CUDNN  # of windows and chunks
 CARD = "NVIDIA H200"  # of records that name no other
 AIMED = {  # FlashAttention-4's time over ours: forward, backward
@@ -431,21 +436,17 @@ def _peer(side: dict[str, Any]) -> str:
     return f"{_speed(side)}, {side['joules']:.1f}{''.join(apart)}"
 
 
-def two_sides(name: str, ours: str, theirs: str) -> str:
-    """Two sides of a record, a row for each workload: TFLOP/s of each, and the time of `theirs` over the time of
-    `ours`."""
-    run = _load(name)
-    rows: dict[str, dict[str, str]] = {}
-    for result in run["results"]:
-        first, second = (result["sides"].get(side, {}) for side in (ours, theirs))
-        if all("sustained_ms" in side for side in (first, second)):
-            rates = f"{first['sustained_tflops']:.0f}, {second['sustained_tflops']:.0f}"
-            ratio = f"**{second['sustained_ms'] / first['sustained_ms']:.2f}**"
-            rows.setdefault(result["workload"]["name"], {})[result["direction"]] = f"{rates}, {ratio}"
-    directions = dict.fromkeys(direction for row in rows.values() for direction in row)
-    head = [f"{DIRECTIONS[direction]}: TFLOP/s of each, ratio" for direction in directions]
-    cells = [[workload, *(row.get(direction, "") for direction in directions)] for workload, row in rows.items()]
-    return markdown_table(["workload", *head], cells) + _recorded(run)
+def compared() -> str:
+    """Tabulate peers' times over DualKV's on several workloads: the least and the greatest of each direction."""
+    rows = []
+    for name, peer, what in COMPARED:
+        run = _load(name)
+        row = [f"{what} (`{name}`)", str(len({result["workload"]["name"] for result in run["results"]}))]
+        for direction in ("fwd", "bwd"):
+            times = [_over(r, peer) for r in _measured(run["results"], peer) if r["direction"] == direction]
+            row.append(f"{min(times):.2f} to {max(times):.2f}" if times else "not measured")
+        rows.append([*row, f"{run['date'][:10]}, {commit_of(run)}"])
+    return markdown_table(["peer (record)", "shapes", "forward", "backward", "recorded"], rows)
 
 
 def kernels() -> str:
@@ -503,7 +504,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows-forward": lambda: windows("fwd"),
     "windows-backward": lambda: windows("bwd"),
     "values": lambda: beside("values", VALUES_PEERS),
-    "slow": lambda: beside("slow", SLOW_PEERS),
     "d512": lambda: beside("d512", {"flex": "FlexAttention"}),
     "feature-costs": lambda: features.costs(_load("features")),
     "feature-errors": lambda: features.exactness(_load("features")),
@@ -515,10 +515,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hybrid": hybrid,
     "context-parallel": megatron_costs.table,
     "both": lambda: peers("both", lambda result: result["workload"]["name"]),
+    "compared": compared,
     "peers": lambda: peers("peers", lambda result: DIRECTIONS[result["direction"]]),
-    "cudnn": lambda: two_sides("cudnn", OURS, CUDNN),
-    "cudnn-backend": lambda: two_sides("cudnn-backend", "dualkv-cudnn", CUDNN),
-    "magi": lambda: two_sides("magi", OURS, "magi-ranges"),
     "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
     "composition-ampere": lambda: composition.table((run := _load("composition-ampere"))["results"]) + _recorded(run),
     "flex-backend": lambda: composition.table((run := _load("flex-backend"))["results"]) + _recorded(run),

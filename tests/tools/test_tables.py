@@ -101,14 +101,15 @@ def test_tables_of_other_attention(tmp_path, monkeypatch):
         return {"workload": {"name": "w"}, "direction": direction, "sides": sides}
 
     results = [result("fwd", dualkv=2.0, cudnn_intervals=3.0), result("bwd", dualkv=4.0)]
+    results.append(result("fwd", dualkv=4.0, cudnn_intervals=5.0) | {"workload": {"name": "v"}})
     made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
     (tmp_path / "cudnn.json").write_text(json.dumps(made | {"results": results, "asked": 4}))
     results = [result("both", dualkv_flash=2.0, dualkv_flex=3.0)]
     (tmp_path / "composition-h200.json").write_text(json.dumps(made | {"results": results}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    text = tables.TABLES["cudnn"]()
-    assert text.splitlines()[2:3] == ["| w | 500, 500, **1.50** |"]
-    assert text.endswith("The time of that run ended after 2 of 4.")
+    monkeypatch.setattr(tables, "COMPARED", tables.COMPARED[:1])
+    (row,) = tables.compared().splitlines()[2:]
+    assert row.endswith(" (`cudnn`) | 2 | 1.25 to 1.50 | not measured | 2026-01-02, commit aaaaaaa |")
     text = tables.TABLES["composition"]()
     assert "| w, both | 2.00 |  |  | 3.00: 1.50 |" in text
     assert "Recorded 2026-01-02" in text
