@@ -47,6 +47,12 @@ def check_gib(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}, expected a finite number of GiB above 0")
 
 
+def check_model(model: object) -> None:
+    """Raise TypeError for anything but a module, such as the name of a model."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {reprlib.repr(model)}, expected a torch.nn.Module: a model that is loaded")
+
+
 def check_bool(name: str, value: bool) -> None:
     """Raise TypeError for a `value` that is not a bool."""
     if not isinstance(value, bool):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dualkv.arrays import positive
+from dualkv.arrays import check_model, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
@@ -127,6 +127,7 @@ def packed_vs_separate(
             images without `media`; a model whose output has no logits.
         TypeError: a batch of another kind, such as a part of a walk.
     """
+    check_model(model)
     if not isinstance(batch, PackedBatch | PackedSequences):
         raise TypeError(f"batch is a {type(batch).__name__}, expected what dualkv.pack or pack_sequences returned")
     positive("rollouts", rollouts)

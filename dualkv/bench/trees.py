@@ -17,7 +17,7 @@ from dualkv.data.gain import Gain
 from dualkv.data.rollouts import Tokenizer, of_line, token_ids
 from dualkv.layout import Layout
 from dualkv.models import CONFIGS
-from dualkv.prefixes import MAX_TOKEN, SharedPrefixes, read_sequences
+from dualkv.prefixes import SharedPrefixes, read_sequences
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[in
     """Token ids of a line's sequences, and how many of them count."""
     if "sequences" in data:
         rows = _listed(data, "sequences")
-        rows = [token_ids(f"sequences[{i}]", row, tokenizer, MAX_TOKEN + 1).tolist() for i, row in enumerate(rows)]
+        rows = [token_ids(f"sequences[{i}]", row, tokenizer).tolist() for i, row in enumerate(rows)]
         if not all(rows):
             raise ValueError(f"sequences[{rows.index([])}] is empty, expected at least one token")
         masks = data.get("loss_masks")
@@ -153,12 +153,11 @@ def _sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[in
         raise ValueError(
             f"expected 'sequences', 'prompt' and 'responses', or 'lengths' and 'parent', found {sorted(data)}"
         )
-    prompt = token_ids("prompt", data["prompt"], tokenizer, MAX_TOKEN + 1).tolist()
+    prompt = token_ids("prompt", data["prompt"], tokenizer).tolist()
     if not prompt:
         raise ValueError("'prompt' is empty, expected at least one token")
     responses = [
-        token_ids(f"responses[{i}]", row, tokenizer, MAX_TOKEN + 1).tolist()
-        for i, row in enumerate(_listed(data, "responses"))
+        token_ids(f"responses[{i}]", row, tokenizer).tolist() for i, row in enumerate(_listed(data, "responses"))
     ]
     return [[*prompt, *response] for response in responses], sum(map(len, responses))
 

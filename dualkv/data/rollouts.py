@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dualkv.prefixes import MAX_TOKEN
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -178,7 +180,7 @@ def of_line(line: bytes) -> dict[str, Any]:
         ValueError: not JSON, not UTF-8, or no object.
     """
     try:
-        data = json.loads(line)
+        data = json.loads(line.rstrip(b"\r\n"))  # behind a line break columns begin anew
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError as error:
@@ -246,8 +248,8 @@ def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size:
     return _Group(first, [s[len(first) :] for s in sequences], rewards, [m[len(first) :] for m in masks])
 
 
-def token_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
-    """Text or token ids as a tensor [n] int64 of ids in the vocabulary.
+def token_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int | None = None) -> torch.Tensor:
+    """Text or token ids as a tensor [n] int64 of ids in the vocabulary; without one, of ids that packing takes.
 
     Raises:
         ValueError: neither of them, or ids outside the vocabulary; the message begins with `name`.
@@ -261,12 +263,14 @@ def token_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int) -> t
     return _ids(name, ids, vocab_size)
 
 
-def _ids(name: str, ids: list[Any], vocab_size: int) -> torch.Tensor:
+def _ids(name: str, ids: list[Any], vocab_size: int | None) -> torch.Tensor:
+    most = MAX_TOKEN if vocab_size is None else vocab_size - 1
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"{name}[{i}] is {json.dumps(token)}, expected a token id")
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}[{i}] is token {token}, outside the model's vocabulary of {vocab_size}")
+        if not 0 <= token <= most:
+            of_model = "" if vocab_size is None else f", outside the model's vocabulary of {vocab_size}"
+            raise ValueError(f"{name}[{i}] is token {token}{of_model}, expected a token id from 0 to {most}")
     return torch.tensor(ids, dtype=torch.int64)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dualkv.arrays import check_gib
+from dualkv.arrays import check_gib, check_model
 from dualkv.integrations import fused, kept, layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -62,6 +62,7 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
             without norms of q and k); `memory` that is not positive, off a GPU, beside other ranks, or for a model
             whose layers cannot be left out one by one.
     """
+    check_model(model)
     if keep not in KEEP:
         raise ValueError(f"keep is {keep!r}, expected one of {', '.join(KEEP)}")
     overwritten = _overwritten_products(model)
@@ -92,6 +93,7 @@ def memory_for_logits(model: nn.Module) -> float | None:
     It is the limit of :func:`recompute_layers`, so that logits take what layers leave. None without a limit, and in
     calls that measure what layers need: the first two, and those with more rows than any before.
     """
+    check_model(model)
     fits = [fit for decoder in layers.decoders(model) for fit in _fits(decoder)]
     return fits[0].for_logits() if fits else None
 

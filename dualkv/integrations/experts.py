@@ -24,16 +24,19 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dualkv.arrays import IntArray
+from dualkv.arrays import IntArray, check_model
 from dualkv.data import counts
 from dualkv.data.counts import Batch
 from dualkv.data.rows import first_of_rows
 from dualkv.layout import Layout
 
 Count = Literal["rollouts", "rows"]
-EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # their number, in configurations
+# Fields of configurations: the number of experts, and how many of them a row goes to.
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+CHOSEN = "num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts"
 
 
 # ---------------------------------------------------------------- the load balancing loss
@@ -66,21 +69,43 @@ def load_balancing_loss(
         A scalar, differentiable. It is not multiplied by the model's coefficient.
 
     Raises:
-        ValueError: another `count`, a model without experts, logits of another number of rows.
+        ValueError: another `count`, a model without experts, layers that choose different numbers of experts, logits
+            of another number of rows or experts.
+        TypeError: `model` is no model.
     """
     if count not in get_args(Count):
         raise ValueError(f"count is {count!r}, expected one of {', '.join(get_args(Count))}")
-    config = cast(Any, model).config.get_text_config()
-    experts = next((n for name in EXPERTS if (n := getattr(config, name, None)) is not None), None)
-    if experts is None:
-        raise ValueError(f"{type(model).__name__} has none of {', '.join(EXPERTS)} in its configuration: no experts")
+    check_model(model)
+    experts, chosen = (_number(model, names) for names in (EXPERTS, CHOSEN))
     total = (batch if isinstance(batch, Layout) else batch.layout).num_tokens
     if wrong := [len(logits) for logits in router_logits if len(logits) != total]:
         raise ValueError(f"router_logits has {wrong[0]} rows, the batch has {total}")
+    if wrong := [logits.shape[-1] for logits in router_logits if logits.shape[-1] != experts]:
+        raise ValueError(f"router_logits has {wrong[0]} columns, {type(model).__name__} has {experts} experts")
     times = np.ones(total, np.int64) if count == "rows" else rollouts_of_rows(batch)
     mask = torch.from_numpy(times).to(router_logits[0].device)[None]
     of_layers: Any = tuple(router_logits)
-    return cast(torch.Tensor, load_balancing_loss_func(of_layers, experts, config.num_experts_per_tok, mask))
+    return cast(torch.Tensor, load_balancing_loss_func(of_layers, experts, chosen, mask))
+
+
+def _number(model: nn.Module, names: tuple[str, ...]) -> int:
+    """The first of these fields that a model's configuration has, or a part of it (DBRX's `ffn_config`).
+
+    Raises:
+        ValueError: none, or numbers that differ from layer to layer.
+    """
+    config = getattr(model, "config", None)
+    of_text = [config.get_text_config()] if isinstance(config, PreTrainedConfig) else []
+    parts = [part for of in of_text for part in vars(of).values() if isinstance(part, PreTrainedConfig)]
+    for part in (*of_text, *parts):
+        for name in names:
+            found = getattr(part, name, None)
+            of_layers = set(found) if isinstance(found, list | tuple) else {found}
+            if len(of_layers) > 1:
+                raise ValueError(f"{name} of {type(model).__name__} is {found}, expected one number for all layers")
+            if isinstance(number := next(iter(of_layers), None), int):
+                return number
+    raise ValueError(f"{type(model).__name__} has none of {', '.join(names)} in its configuration: no experts")
 
 
 # ---------------------------------------------------------------- routes
@@ -126,6 +151,8 @@ def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of the modules of transformers that choose the experts of each row, in the order of layers."""
+
+    check_model(model)
 
     def is_router(cls: type) -> bool:
         names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("transformers.models."))

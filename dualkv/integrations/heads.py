@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from dualkv.arrays import check_model
 from dualkv.heads import KNOWN, Head, Rows, check_whole
 from dualkv.integrations import layers, recurrent, selfcheck
 from dualkv.integrations.shrink import HIDDEN, shrink
@@ -59,6 +60,7 @@ def head(model: nn.Module) -> Head:
             head; this rank has a part of the weight only (tensor parallel, FSDP, ZeRO-3 outside of the forward); an
             adapter on the head with dropout in training. `model(..., logits_to_keep=batch.predict_rows)` serves these.
     """
+    check_model(model)
     if (owners := _owners(model)) is None:
         raise ValueError(
             f"{type(model).__name__} is no transformers model with a head that makes logits of tokens, nor a wrapper"

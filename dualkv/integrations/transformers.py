@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from dualkv.arrays import check_bool
+from dualkv.arrays import check_bool, check_model
 from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import (
@@ -483,8 +483,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             caches, images that do not match their placeholders or that the model is not known to run packed, a token
             count or positions other than the layout's, a path longer than the keys that an indexer selects, and
             sequences that share rows and get different rotary factors by their lengths.
-        TypeError: `deterministic` is not a bool.
+        TypeError: `model` is no module; `deterministic` is not a bool.
     """
+    check_model(model)
     check_bool("deterministic", deterministic)
     layers.refuse(model)
     inner = layers.decoders(model)
@@ -529,6 +530,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
 
 def disable(model: Model) -> Model:
     """Undoes :func:`enable`; a model that was not enabled does not change. Returns the same model."""
+    check_model(model)
     for config in _configs(model):
         base = _base(config)
         if base is not None:
@@ -563,6 +565,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
     Args:
         model: a transformers model or a wrapper around one. One that is not enabled does not change.
     """
+    check_model(model)
     names = [(config, config._attn_implementation) for config in _configs(model)]
     was_fused = fused.is_fused(model)
     fused.unfuse(model)

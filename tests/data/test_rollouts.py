@@ -43,6 +43,9 @@ def without(key: str) -> dict[str, Any]:
     ("line", "says"),
     [
         (b'{"prompt": "hi", ', "not valid JSON"),
+        (b'{"prompt": "hi"\r', "not valid JSON (Expecting ',' delimiter at column 16)"),
+        (b'  {"prompt": "hi",, ', "at column 19)"),
+        ('{"prompt": "h\u00ef" 1'.encode(), "at column 17)"),
         (b"\xff\xfe\xfa", "not UTF-8"),
         ([1, 2], "expected a JSON object, got a list"),
         (without("prompt"), "'prompt' is missing"),
@@ -60,7 +63,10 @@ def without(key: str) -> dict[str, Any]:
         (GOOD | {"rewards": [1.0, float("nan")]}, "rewards[1] is NaN"),
         (GOOD | {"rewards": [float("-inf"), 1.0]}, "rewards[0] is -Infinity"),
         (GOOD | {"responses": ["a", [3, 320]]}, "responses[1][1] is token 320, outside the model's vocabulary of 320"),
-        (GOOD | {"prompt": [-1]}, "prompt[0] is token -1, outside"),
+        (
+            GOOD | {"prompt": [-1]},
+            "prompt[0] is token -1, outside the model's vocabulary of 320, expected a token id from 0 to 319",
+        ),
         (GOOD | {"prompt": [1.5]}, "prompt[0] is 1.5, expected a token id"),
         (GOOD | {"prompt": [False]}, "prompt[0] is false, expected a token id"),
         (GOOD | {"prompt": ["hi"]}, 'prompt[0] is "hi", expected a token id'),

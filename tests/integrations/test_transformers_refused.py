@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+import dualkv
+
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations import layers  # noqa: E402
-from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from dualkv.integrations import experts, layers  # noqa: E402
+from dualkv.integrations.transformers import (  # noqa: E402
+    disable,
+    enable,
+    head,
+    memory_for_logits,
+    recompute_layers,
+    suspended,
+)
 from tests.integrations.tiny import (  # noqa: E402
     EXPERTS,
     LAYOUT,
@@ -110,6 +119,20 @@ def test_models_that_cannot_be_packed_are_refused(case: str) -> None:
 def test_deterministic_is_a_bool(given: Any) -> None:
     with pytest.raises(TypeError, match=f"deterministic is a {type(given).__name__}, expected True or False"):
         enable(make_model(), deterministic=given)
+
+
+@pytest.mark.parametrize("given", ["qwen3", None, tf.Qwen3ForCausalLM])
+def test_what_is_no_model_is_named(given: Any) -> None:
+    batch = dualkv.pack([[1]], [[[2]]])
+    for call in (
+        enable, disable, head, recompute_layers, memory_for_logits, experts.routers,
+        lambda model: suspended(model).__enter__(),
+        lambda model: experts.replay_routes(model, torch.zeros(1, 2, 1)).__enter__(),
+        lambda model: experts.load_balancing_loss(model, [], batch),
+        lambda model: dualkv.packed_vs_separate(model, batch),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"model is {repr(given)[:13]}.*expected a torch.nn.Module"):
+            call(given)
 
 
 def test_a_layer_of_another_kind_is_refused() -> None:
