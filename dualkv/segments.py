@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch._subclasses import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from cute_kernels.abi import MAX_ROWS
@@ -30,11 +31,21 @@ class Use:
         self.seen = self.elsewhere = False
 
 
+# The living `Segments`: by the contents of offsets and parent, then by id. Dictionaries compare contents, not hashes.
+_LIVING: WeakValueDictionary[bytes, WeakValueDictionary[int, Segments]] = WeakValueDictionary()
+
+
+def living() -> int:
+    """The number of `Segments` that are alive."""
+    return sum(len(alike) for alike in _LIVING.values())
+
+
 class Segments:
     """The host side of a layout: checked numpy arrays, and values derived from them, each computed once.
 
     `offsets` [S+1] and `parent` [S] are int64. Layouts that differ only in their device share one `Segments`. So do all
     calls of the ops: they find the `Segments` by the storage of the layout's host tensors (see :func:`segments_of`).
+    What is kept here is freed with the last reference, at once: it must not refer to the `Segments`.
     """
 
     def __init__(
@@ -46,6 +57,26 @@ class Segments:
         self.use = Use()
         self.depth = self._checked_depth()
         self._cache: dict[Any, Any] = {}
+        self._of_copies: Segments | None = None
+        self._alike = _LIVING.setdefault(_contents(offsets, parent), WeakValueDictionary())
+        self._alike[id(self)] = self
+
+    @classmethod
+    def of_copies(cls, offsets: IntArray, parent: IntArray) -> Segments:
+        """The host state of tensors that belong to no known layout: all rows ask, and sequences end with leaves. It
+        has the plans of a layout of equal contents, but a `use` of its own."""
+        alike = _LIVING.get(_contents(offsets, parent))
+        others = [] if alike is None else [x for ref in alike.valuerefs() if (x := ref()) is not None]
+        for other in others:
+            if other.silent is None and (other.last is None or other.is_leaf[other.last].all()):
+                twin = copy.copy(other)
+                twin.use = Use()
+                twin._alike[id(twin)] = twin
+                return twin
+        made = cls(offsets, parent)
+        if others:  # keep it, as hooks make a copy in each layer
+            others[0]._of_copies = made
+        return made
 
     def _checked_depth(self) -> IntArray:
         offsets, parent, n = self.offsets, self.parent, len(self.parent)
@@ -192,31 +223,22 @@ class Segments:
         return found
 
 
-class _Known(NamedTuple):
-    """An entry: the two storages, copies of the tensors at the time, and their `Segments`."""
+def _contents(offsets: IntArray, parent: IntArray) -> bytes:
+    return offsets.tobytes() + parent.tobytes()
 
-    storages: tuple[StorageWeakRef, StorageWeakRef]
+
+class _Known(NamedTuple):
+    """What the storage of `offsets` refers to: copies of the tensors at the time, and their `Segments`."""
+
     offsets: torch.Tensor
     parent: torch.Tensor
     segments: Segments
 
 
-# Host state by the storages of (offsets, parent). An entry lives as long as the storages: they belong to the Layout, or
-# to an autograd graph that saved the tensors and outlives the Layout. A StorageWeakRef keeps the address from being
-# reused, so an entry is never found for another tensor.
-_KNOWN: dict[tuple[int, int], _Known] = {}
-
-
-def _storages(offsets: torch.Tensor, parent: torch.Tensor) -> tuple[int, int]:
-    return offsets.untyped_storage()._cdata, parent.untyped_storage()._cdata
-
-
 def remember(offsets: torch.Tensor, parent: torch.Tensor, segments: Segments) -> None:
-    for key, known in list(_KNOWN.items()):
-        if any(storage.expired() for storage in known.storages):
-            _KNOWN.pop(key, None)
-    storages = StorageWeakRef(offsets.untyped_storage()), StorageWeakRef(parent.untyped_storage())
-    _KNOWN[_storages(offsets, parent)] = _Known(storages, offsets.clone(), parent.clone(), segments)
+    """Make these the host state of the tensors, as long as the storage of `offsets` lives. The storage belongs to the
+    Layout, or to an autograd graph that saved the tensor and outlives the Layout."""
+    offsets.untyped_storage().dualkv = _Known(offsets.clone(), parent.clone(), segments)  # type: ignore[attr-defined]
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -224,11 +246,15 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def segments_of(offsets: torch.Tensor, parent: torch.Tensor) -> Segments:
-    """The host state of an op's `offsets` and `parent` (CPU int32); checked and remembered if new."""
-    known = _KNOWN.get(_storages(offsets, parent))
+    """The host state of an op's `offsets` and `parent` (CPU int32); checked and remembered if new.
+
+    Copies of a layout's tensors, as hooks on saved tensors make them, are found by their contents and have its plans.
+    """
+    known = getattr(offsets.untyped_storage(), "dualkv", None)
     # The storages may have been written to, or the tensors may be views of a part: so the contents are compared.
     if known is not None and _same(offsets, known.offsets) and _same(parent, known.parent):
-        return known.segments
-    found = Segments(cumulative_array("offsets", offsets), int_array("parent", parent))
+        segments: Segments = known.segments
+        return segments
+    found = Segments.of_copies(cumulative_array("offsets", offsets), int_array("parent", parent))
     remember(offsets, parent, found)
     return found

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import time
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dualkv import Layout
-from dualkv import segments as segments_module
 from dualkv.segments import segments_of
 from tests import oracle, strategies
 
@@ -175,25 +173,6 @@ def test_what_is_made_in_inference_mode_can_be_trained_through():
         for layout in (made, made.without_prompt_queries()):
             for name in ("offsets", "parent", "position_ids", "visible_end", "region_bounds"):
                 assert not getattr(layout, name).is_inference(), name
-
-
-def test_host_state_lives_as_long_as_the_host_tensors():
-    before = len(segments_module._KNOWN)
-    layout = Layout.from_lengths([31], [[17] * 3])
-    offsets, parent, segments = layout.offsets, layout.parent, layout._segments
-    del layout
-    gc.collect()
-    assert segments_of(offsets, parent) is segments
-    assert segments_of(offsets.detach(), parent.view(-1)) is segments
-    del offsets, parent
-    Layout.from_lengths([1], [[1]])  # a new entry sweeps the dead ones
-    assert len(segments_module._KNOWN) <= before + 1
-
-
-def test_host_tensors_written_to_are_seen():
-    layout = Layout.from_lengths([4], [[2, 2]])
-    layout.offsets[2] += 1
-    assert segments_of(layout.offsets, layout.parent).offsets.tolist() == [0, 4, 7, 8]
 
 
 @pytest.mark.parametrize(

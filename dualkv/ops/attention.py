@@ -240,11 +240,14 @@ class _Recorded(torch.autograd.Function):
         output = _below_autograd(*inputs)
         dispatch._fwd_setup(ctx, inputs, output)
         ctx.versions = [x._version for x in output]
+        ctx.offsets = inputs[3]  # the plans live as long as the graph, even if hooks save copies
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        return dispatch._fwd_backward(ctx, dout, dlse, partial(_unwritten, ctx.versions))
+        grads = dispatch._fwd_backward(ctx, dout, dlse, partial(_unwritten, ctx.versions))
+        ctx.offsets = None  # as what was saved
+        return grads
 
 
 def _unwritten(versions: list[int], dout: torch.Tensor, *inputs: Any) -> Any:

@@ -177,7 +177,7 @@ def sample(device: str, seconds: float, steps: int, meter: Meter | None = None) 
         "resident": round(resident / 2**20, 1),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "layouts": len(dualkv.segments._KNOWN),
+        "layouts": dualkv.segments.living(),
         **on_device(meter),
     }
 

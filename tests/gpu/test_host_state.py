@@ -1,0 +1,79 @@
+"""What layouts keep on a GPU: freed with the last reference, and found again by copies of their tensors."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+
+import dualkv
+from dualkv import Layout
+from dualkv.ops import backends, hopper
+
+pytestmark = pytest.mark.any_gpu
+
+
+def inputs(layout: Layout) -> list[torch.Tensor]:
+    return [torch.randn(layout.num_tokens, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)]
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ["hopper", "cudnn", "flex", "flash"])
+def test_a_dropped_layout_frees_its_memory_at_once(name, window):
+    probe = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
+    if (reason := backends.BACKENDS[name].unsupported(probe, probe, None, None)) is not None:
+        pytest.skip(f"{name} does not serve {reason}")
+    layout = Layout.from_lengths([900], [[200] * 4])
+    q, k, v = (x.requires_grad_() for x in inputs(layout))
+    dout = torch.randn_like(q)
+
+    def held(layout: Layout) -> int:
+        """Bytes that a call and its backward leave."""
+        grads = torch.autograd.grad(dualkv.attention(q, k, v, layout, window=window, backend=name), (q, k, v), dout)
+        del grads
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    held(layout)  # kernels are loaded, workspaces that live for ever are there
+    before = held(layout)
+    gc.collect()
+    gc.disable()
+    try:
+        other = Layout.from_lengths([700], [[250] * 4])
+        assert held(other) > before, "the call keeps nothing: this test cannot tell"
+        del other
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_saved_tensors_on_the_cpu_make_one_plan(monkeypatch, kept):
+    layout = Layout.from_lengths([900], [[200] * 4])
+    if (reason := hopper.unsupported(inputs(layout)[0])) is not None:
+        pytest.skip(f"the kernels do not serve {reason}")
+    q, k, v = (x.requires_grad_() for x in inputs(layout))
+    made = []
+    plan = hopper.BackwardPlan
+
+    def counted(*arguments):
+        made.append(1)
+        return plan(*arguments)
+
+    monkeypatch.setattr(hopper, "BackwardPlan", counted)
+
+    def loss() -> torch.Tensor:
+        return sum(dualkv.attention(q * n, k, v, layout, deterministic=True).float().square().sum() for n in (1, 2, 3))
+
+    want = torch.autograd.grad(loss(), (q, k, v))
+    layout = Layout.from_lengths([900], [[200] * 4])
+    made.clear()
+    with save_on_cpu():
+        value = loss()
+    if not kept:
+        del layout
+    got = torch.autograd.grad(value, (q, k, v))
+    assert all(map(torch.equal, got, want))
+    assert len(made) == 1
