@@ -71,7 +71,9 @@ def test_load_balancing_loss_of_dbrx():
     torch.manual_seed(0)
     of_experts = {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
     sizes = {"vocab_size": 96, "d_model": 48, "n_heads": 6, "n_layers": 2, "pad_token_id": 0}
-    config = transformers.DbrxConfig(**sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}, ffn_config=of_experts)
+    config = transformers.DbrxConfig(
+        **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, ffn_config=of_experts
+    )
     model, batch = transformers.DbrxForCausalLM(config).eval(), packed()
     width = max(map(len, SEQUENCES))
     ids, mask = (torch.tensor([[*f(s), *[0] * (width - len(s))] for s in SEQUENCES]) for f in (list, np.ones_like))
