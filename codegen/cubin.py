@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from codegen import KernelError, toolchain
+from codegen import KernelError, packages, toolchain
 
 # Resources of an SM of compute capability 9.0 (CUDA Programming Guide, "Compute Capabilities"), and the units in which
 # they are allocated: registers by the warp, shared memory by the CTA. The system takes 1 KiB of each CTA's.
@@ -160,10 +160,10 @@ def _call(name: str, *arguments: Any) -> Any:
     """Call a function of the driver API and return its result. Attributes are given by name."""
     if toolchain.driver_cuda() is None:
         raise KernelError("there is no NVIDIA driver")
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise KernelError("cuda-bindings is not installed") from None
+    if said := packages.lacking("cuda-bindings"):
+        raise KernelError(f"kernels are read back with {said}")
+    from cuda.bindings import driver
+
     enums = {"CU_FUNC_": driver.CUfunction_attribute, "CU_DEVIC": driver.CUdevice_attribute}
     values = [getattr(enums[a[:8]], a) if isinstance(a, str) else a for a in arguments]
     error, *results = getattr(driver, name)(*values)

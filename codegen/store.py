@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from codegen import KernelError, compile, folders, select, toolchain
+from codegen import KernelError, compile, folders, packages, select, toolchain
 from codegen.folders import cache_dir, locked
 from codegen.spec import KernelSpec, canonical_json
 
@@ -343,10 +343,9 @@ def may_compile() -> bool:
 
 @cache
 def _check_ffi() -> None:
-    """Raise KernelError unless tvm-ffi is 0.1, the interface that kernels are linked to."""
-    version = toolchain.version("apache-tvm-ffi")
-    if not version.startswith("0.1."):
-        raise KernelError(f"apache-tvm-ffi is {version}, kernels need 0.1: pip install 'apache-tvm-ffi>=0.1.9,<0.2'")
+    """Raise KernelError unless tvm-ffi has the interface that kernels are linked to."""
+    if said := packages.lacking("apache-tvm-ffi"):
+        raise KernelError(f"kernels need {said}")
 
 
 def open_entry(path: Path, spec: KernelSpec, symbol: str | None = None) -> Kernel:

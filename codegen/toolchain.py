@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from codegen import KernelError, folders
+from codegen import KernelError, folders, packages
 
 _COMPILER = re.compile(rf"_cutlass_ir\.cu(\d+){re.escape(EXTENSION_SUFFIXES[0])}")  # for this Python
 # Not by `ast`: CPython 3.11 and 3.12 may raise SystemError if two threads parse at once, as threads that load kernels
@@ -147,7 +147,7 @@ def _examined(root: Path | None, dsl: Path) -> Toolchain | str:
     where = "" if root is None else f"the private toolchain {root} has "
     if not version.startswith(f"{DSL}."):
         return f"{where}nvidia-cutlass-dsl {version}, expected {DSL}"
-    if tuple(map(int, re.findall(r"\d+", ffi)[:3])) < FFI:
+    if packages.release(ffi) < FFI:
         return f"{where}apache-tvm-ffi {ffi}, to compile with the DSL takes {'.'.join(map(str, FFI))}"
     libs = dsl / "dsl_packages" / "cutlass" / "_mlir" / "_mlir_libs"
     names = (_COMPILER.fullmatch(p.name) for p in libs.glob("_cutlass_ir.*"))

@@ -2,18 +2,18 @@
 
 import sys
 
-NEEDED = ("typer", "rich")  # by the command line alone: `import dualkv` does without
+from codegen.packages import require
 
 
 def main() -> None:
     """Runs the command line, or says in one sentence which package it lacks."""
     try:
-        from dualkv.cli.commands import main as run
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in NEEDED:
-            raise
-        sys.exit(f"dualkv: {missing} is missing, which the command line needs: pip install {' '.join(NEEDED)}")
+        for name in ("typer", "rich"):  # `import dualkv` does without
+            require(name, "the command line")
+    except ImportError as error:
+        sys.exit(f"dualkv: {error}")
+    from dualkv.cli.commands import main as run
+
     run()
 
 

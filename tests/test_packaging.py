@@ -148,17 +148,22 @@ def test_attention_needs_none_of_the_others():
     assert without(others, ATTENTION).stdout == "computed\n"
 
 
-NEEDS = "dualkv: {0} is missing, which the command line needs: pip install typer rich"
+MODEL = (
+    "dualkv: dualkv.integrations.transformers needs transformers 5.5.3 or newer "
+    "(not installed: pip install 'dualkv[transformers]')"
+)
+PLOT = "dualkv: a plot needs matplotlib 3.10 or newer (not installed: pip install 'dualkv[bench]')"
+NEEDS = "dualkv: the command line needs {0} or newer (not installed: pip install '{1}')"
 
 
 @pytest.mark.parametrize(
     ("names", "words", "says"),
     [
-        ("rich", ["doctor"], NEEDS.format("rich")),
-        ("typer", ["doctor"], NEEDS.format("typer")),
-        ("transformers", ["demo"], "dualkv: transformers is missing: pip install 'dualkv[transformers]'"),
-        ("matplotlib", ["demo", "--plot", "x.png"], "dualkv: matplotlib is missing: pip install 'dualkv[bench]'"),
-        ("matplotlib", ["bench", "--plot", "x.png"], "dualkv: matplotlib is missing: pip install 'dualkv[bench]'"),
+        ("rich", ["doctor"], NEEDS.format("rich 14", "rich>=14")),
+        ("typer", ["doctor"], NEEDS.format("typer 0.20", "typer>=0.20")),
+        ("transformers", ["demo"], MODEL),
+        ("matplotlib", ["demo", "--plot", "x.png"], PLOT),
+        ("matplotlib", ["bench", "--plot", "x.png"], PLOT),
     ],
 )
 def test_a_missing_package_is_one_sentence(names, words, says):

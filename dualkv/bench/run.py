@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from codegen import toolchain
+from codegen import packages, toolchain
 from dualkv.bench import inputs, sides
 from dualkv.bench.executed import executed_over_useful
 from dualkv.bench.inputs import Side
@@ -47,12 +47,6 @@ PACKAGES = (
 )  # fmt: skip
 # Variables that make FlashAttention-4 and cuDNN keep compiled kernels in files: else they compile in every process.
 PEER_CACHES = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-# The packages of peers, by their module.
-INSTALL = {
-    "flash_attn": "pip install flash-attn-4",
-    "cudnn": "pip install 'dualkv[cudnn]'",
-    "magi_attention": "build https://github.com/SandAI-org/MagiAttention from its sources",
-}
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dualkv", "codegen", "cute_kernels")
 STAMP = ROOT / ".stamp.json"  # what git said of a checkout that was copied without it: tools/stamp.py
@@ -194,8 +188,8 @@ def _no_arguments() -> Iterator[None]:
 def _why(error: Exception) -> str:
     if isinstance(error, TimeUp):
         return str(error)
-    package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    return f"not installed: {INSTALL[package]}" if package in INSTALL else in_words(error)
+    package = packages.of_module(str(error.name)) if isinstance(error, ModuleNotFoundError) else None
+    return f"not installed: {package.install}" if package else in_words(error)
 
 
 def in_words(error: Exception) -> str:

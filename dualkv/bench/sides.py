@@ -15,6 +15,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 import dualkv
+from codegen.packages import require
 from dualkv.bench import fa4
 from dualkv.bench.inputs import Inputs, Side, added, take
 from dualkv.ops import backends, composition, hopper
@@ -183,6 +184,7 @@ def _flex(inputs: Inputs, direction: str, options: dict[str, int] | None) -> Sid
 def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     """cuDNN's attention with intervals of visible keys (`cudnn.flex_attention`, which compiles for the device); each
     group is a sequence. Making its mask plan apart. No sinks, no softcapping."""
+    require("nvidia-cudnn-frontend", "this side")
     from cudnn import flex_attention as cudnn
 
     workload = inputs.workload

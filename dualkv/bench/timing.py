@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from codegen.packages import require
+
 COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 5, 20, 0.2
 FEW_CALLS, LONG_MS = 3, 300  # of single calls, where more would take longer than this together
 BATCH_MS, POLL = 50, 0.002  # calls queued at a time; seconds between two samples of NVML
@@ -49,6 +51,7 @@ class Meter:
     def __init__(self) -> None:
         self.absent: str | None = None
         try:
+            require("nvidia-ml-py", "energy")
             import pynvml
 
             pynvml.nvmlInit()

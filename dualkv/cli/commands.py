@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dualkv
-from codegen import KernelError
+from codegen import KernelError, packages
 from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
@@ -44,8 +44,6 @@ def options(
 ) -> None:
     """Options of the program itself; the help is the one above."""
 
-
-EXTRAS = {"transformers": "transformers", "matplotlib": "bench"}  # which extra brings a package that may be missing
 
 INTERRUPTED = 130  # 128 + SIGINT
 DEFAULT = DemoSettings()
@@ -198,14 +196,16 @@ def doctor(
     console.print(f"NVIDIA driver {found.driver}" if found.driver else "no NVIDIA driver found (nvidia-smi)")
     for gpu in found.gpus:
         console.print(f"GPU: {gpu}")
-    packages = Table("package", "version", "for")
+    table = Table("package", "version", "for")
     for package in found.packages:
-        absent = "[red]missing[/red]" if package.needed else "[dim]not installed[/dim]"
-        packages.add_row(package.name, package.version or absent, package.purpose)
+        version = package.version or ("[red]missing[/red]" if package.needed else "[dim]not installed[/dim]")
+        if package.version and not package.usable:
+            version = f"[red]{package.version}, expected {package.lowest} or newer[/red]"
+        table.add_row(package.name, version, package.purpose)
     runs = Table("tensors on", "attention runs as", "because")
     for row in found.runs:
         runs.add_row(row.where, row.what, row.why)
-    console.print(packages, runs)
+    console.print(table, runs)
     kernels = Table("kernels ready", "forward, GQA ratios", "backward", "deterministic")
     for ready in found.kernels:
         words = ["yes" if one else "-" for one in (ready.backward, ready.deterministic)]
@@ -528,10 +528,9 @@ def _sentence(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of GPU memory; `dualkv demo` needs less with a lower --budget or --gradient-checkpointing ({text})"
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        package = error.name.partition(".")[0]
-        what = f"'dualkv[{EXTRAS[package]}]'" if package in EXTRAS else package
-        return f"{package} is missing: pip install {what}"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and text.startswith("No module named"):
+        name, package = error.name.partition(".")[0], packages.of_module(error.name)
+        return f"{name} is missing: {package.install if package else f'pip install {name}'}"
     if isinstance(error, ValueError | TypeError | OSError | ImportError | KernelError):
         return text
     return f"{type(error).__name__}: {text} (run again with --debug for the traceback)"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from codegen import KernelError, compile, precompiled, store, toolchain
+from codegen import KernelError, compile, packages, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
 from dualkv import __version__
@@ -25,10 +23,19 @@ from dualkv.ops import backends
 
 @dataclass(frozen=True)
 class Package:
-    """A package and what it is for; `version` is None if it is missing, `needed` whether dualkv cannot do without."""
+    """A package and what it is for.
+
+    Attributes:
+        version: None if it is missing.
+        lowest: the lowest version that serves, None if every one does.
+        usable: whether it is there, in a version that serves.
+        needed: whether dualkv cannot do without.
+    """
 
     name: str
     version: str | None
+    lowest: str | None
+    usable: bool
     needed: bool
     purpose: str
     install: str
@@ -83,8 +90,7 @@ class Diagnosis:
         DUALKV_BACKEND that serves something, if it is set."""
         served = self.kernels or self.compiler or not any(runs.what == KERNEL for runs in self.runs)
         computed = not self.runs or any(runs.what != NOTHING for runs in self.runs)
-        packages = all(package.version is not None for package in self.packages if package.needed)
-        return bool(served) and computed and packages
+        return bool(served) and computed and all(package.usable for package in self.packages if package.needed)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to a dictionary for JSON."""
@@ -93,34 +99,10 @@ class Diagnosis:
 
 KERNEL, NOTHING = backends.BACKENDS["hopper"].what, "nothing"
 
-# What dualkv cannot do without, as its metadata asks for it, and what for.
-NEEDED = {
-    "torch>=2.11": "everything",
-    "numpy>=2.0": "everything",
-    "apache-tvm-ffi>=0.1.9,<0.2": "loading and calling kernels",
-    "cuda-bindings>=13.0,<14": "compiling kernels, reading them back from a GPU",
-    "typer>=0.20": "the command line",
-    "rich>=14": "the command line",
-}
-OPTIONAL = (  # name, purpose, how to install
-    ("nvidia-cutlass-dsl", "compiling kernels", "pip install 'dualkv[compile]'"),
-    ("transformers", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"),
-    (flash_linear_attention.NAME, "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
-    ("trl", "the TRL trainer", "pip install 'dualkv[trl]'"),
-    ("verl", "the veRL plugin", "pip install 'dualkv[verl]'"),
-    ("megatron-core", "models of megatron-core", "pip install 'dualkv[megatron]'"),
-    ("matplotlib", "plots", "pip install 'dualkv[bench]'"),
-    ("nvidia-ml-py", "energy in benchmarks", "pip install 'dualkv[bench]'"),
-    ("triton", "torch.compile and recurrent layers on a GPU", "pip install triton"),
-    ("nvidia-cudnn-frontend", "attention on Blackwell GPUs by cuDNN", "pip install 'dualkv[cudnn]'"),
-    ("flash-attn-4", "a peer in benchmarks", "pip install --pre flash-attn-4"),
-)
-
 
 def examine() -> Diagnosis:
     """Looks at this machine; imports nothing beyond PyTorch, and waits at most seconds for the driver's tool."""
     driver, gpus = _driver()
-    packages = _packages()
     kernels, lookup, unready = _kernels()
     return Diagnosis(
         dualkv=__version__,
@@ -129,28 +111,22 @@ def examine() -> Diagnosis:
         cpus=usable_cpus(),
         driver=driver,
         gpus=gpus,
-        packages=packages,
+        packages=_packages(),
         runs=_runs(),
         kernels=kernels,
         lookup=lookup,
         compiler=_compiler(),
-        advice=unready + _advice(driver, gpus, packages),
+        advice=unready + _advice(driver, gpus),
     )
 
 
 def _packages() -> list[Package]:
-    packages = []
-    for requirement, purpose in NEEDED.items():
-        name = re.split(r"[\[<>=]", requirement)[0]
-        packages.append(Package(name, _version(name), True, purpose, f"pip install '{requirement}'"))
-    return packages + [Package(name, _version(name), False, purpose, how) for name, purpose, how in OPTIONAL]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return [
+        Package(
+            p.name, packages.found(p.name), p.lowest, packages.lacking(p.name) is None, p.needed, p.purpose, p.install
+        )
+        for p in packages.PACKAGES.values()
+    ]
 
 
 def _compiler() -> str | None:
@@ -169,7 +145,7 @@ def _kernels() -> tuple[list[Ready], str, list[str]]:
         cannot = compile.cannot_compile() if store.may_compile() else "DUALKV_JIT=0"
         places = [
             *([f"DUALKV_KERNEL_DIR={folder} ({_counted(Path(folder))})"] if folder else []),
-            *([f"the wheel dualkv-kernels {_version('dualkv-kernels')} ({_counted(wheel)})"]
+            *([f"the wheel dualkv-kernels {toolchain.version('dualkv-kernels')} ({_counted(wheel)})"]
               if (wheel := store.wheel_dir()) else []),
             f"the cache {store.cache_dir()} ({_counted(store.cache_dir())})",
         ]  # fmt: skip
@@ -264,8 +240,12 @@ def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
     return Runs(where, backends.BACKENDS[name].what, why)
 
 
-def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> list[str]:
-    advice = [f"{p.name} is missing and dualkv needs it: {p.install}" for p in packages if p.needed and not p.version]
+def _advice(driver: str | None, gpus: list[str]) -> list[str]:
+    lacking = {package: said for package in packages.PACKAGES.values() if (said := packages.lacking(package.name))}
+    advice = [f"dualkv needs {said} for {package.purpose}" for package, said in lacking.items() if package.needed]
+    optional = {package: said for package, said in lacking.items() if not package.needed}
+    absent = [package for package in optional if packages.found(package.name) is None]
+    advice += [f"for {package.purpose}: {said}" for package, said in optional.items() if package not in absent]
     if backends.of_variable() is not None:
         advice.append(f"{backends.VARIABLE} chooses what computes attention: unset it for the default")
     if not torch.cuda.is_available():
@@ -281,7 +261,7 @@ def _advice(driver: str | None, gpus: list[str], packages: list[Package]) -> lis
                 f"there is a GPU (driver {driver}) that PyTorch {torch.__version__} cannot use: "
                 f"update the driver to one for CUDA {torch.version.cuda}, and check CUDA_VISIBLE_DEVICES"
             )
-    if (sentence := flash_linear_attention.advice()) is not None:
+    if (sentence := flash_linear_attention.refusal()) is not None:
         advice.append(sentence)
-    advice += dict.fromkeys(f"for {p.purpose}: {p.install}" for p in packages if not p.needed and not p.version)
+    advice += dict.fromkeys(f"for {package.purpose}: {package.install}" for package in absent)
     return advice

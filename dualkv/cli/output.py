@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from codegen.packages import require
+
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 WIDE = 200  # columns of a table that no terminal shows: a file or another program
 
@@ -61,8 +63,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
-    import matplotlib  # noqa: F401  (missing: fails before the work)
-
+    require("matplotlib", "a plot")  # before the work
     if path.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"{path}: a plot is written as {', '.join(PLOT_SUFFIXES)}, by the file's name")
     check_folder(path)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from codegen.packages import require
 from dualkv.prefixes import MAX_TOKEN
 
 
@@ -102,12 +103,9 @@ class LocalTokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not Path(path).exists():
             raise ValueError(f"tokenizer {str(path)!r} is no local file or folder")
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            raise ImportError(
-                "a Hugging Face tokenizer needs transformers: pip install 'dualkv[transformers]'"
-            ) from None
+        require("transformers", "a Hugging Face tokenizer")
+        from transformers import AutoTokenizer
+
         self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self.vocab_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id

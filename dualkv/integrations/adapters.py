@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
+from codegen.packages import require
+
 # What runs packed, and reasons of what does not.
 EXACT = ""
 OWN_TOKENS = "puts tokens of its own, or their keys, before every sequence, which packed groups do not support"
@@ -283,6 +285,9 @@ def shrunk(model: nn.Module, decoder: nn.Module) -> list[Any]:
     """Configurations for the small copy of a decoder of `model`: of its adapters with layers in the decoder.
 
     `target_modules` are regular expressions of the layers, with any index.
+
+    Raises:
+        ImportError: there are some, and PEFT is too old.
     """
     targets: dict[str, set[str]] = {}
     for name, module in decoder.named_modules():
@@ -301,6 +306,8 @@ def shrunk(model: nn.Module, decoder: nn.Module) -> list[Any]:
             if hasattr(small, field):
                 setattr(small, field, value)
         found.append(small)
+    if found:
+        require("peft", "the check of adapters")
     return found
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from dualkv.integrations import require
+from codegen.packages import require
 
-require("transformers")
+require("transformers", __name__)
 
 import numpy as np
 import torch

@@ -6,13 +6,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
-from importlib.util import find_spec
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from codegen import packages
 from dualkv.integrations import layers
 
 ROTARY = "apply_rotary_pos_emb"
@@ -64,7 +64,7 @@ def unfuse(model: nn.Module) -> None:
 
 def _by_liger(model: nn.Module, decoder: nn.Module) -> bool:
     """Puts Liger's kernels in place; False if there are none for this model here."""
-    if find_spec("liger_kernel") is None or next(decoder.parameters()).device.type != "cuda":
+    if packages.lacking("liger-kernel") or next(decoder.parameters()).device.type != "cuda":
         return False
     from liger_kernel.transformers import monkey_patch as liger
 

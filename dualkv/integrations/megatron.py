@@ -16,9 +16,9 @@ import copy
 import functools
 from typing import Any, TypeVar
 
-from dualkv.integrations import require
+from codegen.packages import require
 
-require("megatron")
+require("megatron-core", __name__)
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention

@@ -11,6 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from codegen.packages import require
+
+require("transformers", __name__)
+
 import torch
 import transformers
 from torch import nn

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from dualkv.integrations import require
+from codegen.packages import require
 
-require("transformers")
+require("transformers", __name__)
 
 import torch
 from torch import nn

@@ -13,7 +13,6 @@ rescales the merged out. PyTorch has no softcapping.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from codegen import packages
 from dualkv.arrays import IntArray, positions, ranges
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.sinks import dsinks, with_sinks
@@ -241,7 +241,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
 
 @cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return packages.lacking("triton") is None
 
 
 def forward(

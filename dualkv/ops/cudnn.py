@@ -9,8 +9,6 @@ autograd function beside it, as a peer (`dualkv/bench/sides.py`).
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 
+from codegen import packages
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.intervals import group_lengths, interval_ends
@@ -27,7 +26,6 @@ from dualkv.ops.window import Window
 from dualkv.segments import Segments
 
 PACKAGE = "nvidia-cudnn-frontend"
-VERSIONS = (1, 29), (1, 33)  # from the first one to below the second: the API is experimental
 CAPABILITIES = (9, 0), (10, 0), (10, 3)
 HEAD_DIM_MAX = 256
 DTYPES = torch.bfloat16, torch.float16
@@ -72,14 +70,8 @@ def device_unsupported(device: torch.device) -> str | None:
 
 def not_installed() -> str | None:
     """Say why the package cannot be used; None if it can."""
-    (low, below), expected = VERSIONS, f"pip install 'dualkv[cudnn]' for {PACKAGE}"
-    asked = f"{low[0]}.{low[1]} or newer, below {below[0]}.{below[1]}"
-    try:
-        version = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return f"an environment without {PACKAGE} ({expected} {asked})"
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return None if low <= numbers < below else f"{PACKAGE} {version} ({expected} {asked})"
+    said = packages.lacking(PACKAGE)
+    return said and f"an environment without {said}"
 
 
 def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:

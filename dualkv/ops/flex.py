@@ -9,7 +9,6 @@ faster where they need not ask which rows there are (docs/performance.md#other-g
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from codegen import packages
 from dualkv.arrays import IntArray
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import ALIGNMENT
@@ -55,12 +55,11 @@ def device_unsupported(device: torch.device) -> str | None:
     """Say why FlexAttention does not run on this device; None if it does. Imports nothing."""
     if device.type != "cuda":
         return f"{device.type} devices"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # older ones were not tried
-        return f"torch {torch.__version__} (expected 2.11 or newer)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8 and not torch.version.hip:
         return f"compute capability {major}.{minor}"
-    return None if importlib.util.find_spec("triton") else "an environment without triton (pip install triton)"
+    said = packages.lacking("torch") or packages.lacking("triton")
+    return said and f"an environment without {said}"
 
 
 def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:

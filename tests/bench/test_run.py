@@ -269,7 +269,7 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
     )  # fmt: skip
     assert code == 0, err
     assert "flex was not measured 4 times: NotImplementedError: head_dim 16 is not supported" in err
-    assert "fa4-3-calls was not measured 4 times: not installed: pip install flash-attn-4" in err
+    assert "fa4-3-calls was not measured 4 times: not installed: pip install --pre flash-attn-4" in err
     assert "own 2.000, + merge 2.000" in out
     report = json.loads(paths[0].read_text())
     assert report["schema"] == run.SCHEMA

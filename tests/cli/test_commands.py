@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 import dualkv.demo.run
+from codegen import packages
 from dualkv.cli import commands, doctor, output
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
@@ -179,11 +180,11 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("rich", "transformers") else right(name))
+    right = packages.found
+    monkeypatch.setattr(packages, "found", lambda name: None if name in ("rich", "transformers") else right(name))
     code, out, _ = run("doctor")
     assert code == 1
-    assert "rich is missing and dualkv needs it: pip install 'rich>=14'" in out
+    assert "dualkv needs rich 14 or newer (not installed: pip install 'rich>=14') for the command line" in out
     assert "pip install 'dualkv[transformers]'" in out
 
 
@@ -200,7 +201,7 @@ def test_doctor_on_machines_without_a_usable_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert says in doctor._advice("580.1" if gpus else None, gpus, [])[0]
+    assert says in doctor._advice("580.1" if gpus else None, gpus)[0]
 
 
 def test_doctor_reads_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

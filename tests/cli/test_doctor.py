@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shutil
 import sys
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen import store, toolchain
+from codegen import packages, store, toolchain
 from codegen.spec import backward_specs, forward_spec
 from dualkv.cli import commands, doctor
 from dualkv.integrations import flash_linear_attention as fla
-from dualkv.ops import cudnn
 from tests.codegen import stand_in
 
 FORWARDS = [forward_spec("bf16", 128, 4, few_keys=few_keys) for few_keys in (False, True)]
@@ -72,67 +70,65 @@ def test_what_keeps_kernels_from_being_found_or_compiled(compiles, monkeypatch, 
     assert "expected an existing folder" in doctor._kernels()[2][0]
 
 
-def test_what_it_tells_to_install_is_what_the_package_asks_for():
-    """The optional packages include one that each extra brings."""
+def test_the_extra_hybrid_asks_for_a_triton_without_the_fault():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert list(doctor.NEEDED) == project["dependencies"]
-    told = {
-        extra: name
-        for name, _, how in doctor.OPTIONAL
-        for extra in project["optional-dependencies"]
-        if f"[{extra}]" in how
-    }
-    assert set(told) == set(project["optional-dependencies"]) - {"dev"}
-    for extra, name in told.items():
-        assert any(requirement.startswith(name) for requirement in project["optional-dependencies"][extra])
-
-
-def test_the_extra_cudnn_asks_for_the_versions_that_the_backend_takes():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    first, beyond = (".".join(map(str, version)) for version in cudnn.VERSIONS)
-    assert f"{cudnn.PACKAGE}>={first},<{beyond}" in " ".join(project["optional-dependencies"]["cudnn"])
-
-
-def test_the_extra_hybrid_asks_for_what_recurrent_layers_run():
-    hybrid = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]["hybrid"]
-    assert f"{fla.NAME}{fla.VERSIONS}" in hybrid
+    hybrid = project["optional-dependencies"]["hybrid"]
     assert any(requirement.startswith(f"triton>={fla.TRITON};") for requirement in hybrid)
+
+
+def test_what_is_lacking_is_said(monkeypatch):
+    """The advice says of every package which versions serve, what was found and how to install it."""
+    right = packages.found
+    for name, package in packages.PACKAGES.items():
+        for version in (None, "0.0.7")[: 1 + (package.lowest is not None)]:
+            monkeypatch.setattr(packages, "found", lambda n, at=(name, version): at[1] if n == at[0] else right(n))
+            (found,) = [one for one in doctor._packages() if one.name == name]
+            assert (found.version, found.lowest, found.usable) == (version, package.lowest, False)
+            assert found.needed == package.needed
+            here = "not installed" if version is None else f"found {version}"
+            says = f"{package.wanted} ({here}: {package.install})"
+            if not package.needed and version is None:
+                says = f"for {package.purpose}: {package.install}"
+            assert sum(says in sentence for sentence in doctor._advice(None, [])) == 1
+
+
+@pytest.mark.parametrize(("name", "version"), [("trl", "1.15.0"), ("transformers", "4.57.3"), ("torch", "2.10.1")])
+def test_the_command_says_what_is_too_old(name, version, monkeypatch, capsys):
+    package, right = packages.PACKAGES[name], packages.found
+    monkeypatch.setattr(packages, "found", lambda other: version if other == name else right(other))
+    monkeypatch.setattr(sys, "argv", ["dualkv", "doctor"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        commands.main()
+    assert bool(caught.value.code) == package.needed
+    out = capsys.readouterr().out
+    assert re.search(rf"{name} .* {version}, expected {package.lowest} or newer", out)
+    assert f"{package.wanted} (found {version}: {package.install})" in out
 
 
 @pytest.mark.parametrize(
     ("versions", "says"),
     [
         ({}, None),
-        ({"flash-linear-attention": "0.6.1", "triton": "3.7.1"}, None),
+        ({"flash-linear-attention": "0.7.0", "triton": "3.7.1"}, None),
         ({"flash-linear-attention": "0.6.1", "triton": "3.6.0"}, "no backward on Hopper with Triton 3.6.0: install"),
-        ({"flash-linear-attention": "0.5.2", "triton": "3.7.1"}, "flash-linear-attention is 0.5.2, recurrent layers"),
+        ({"flash-linear-attention": "0.5.2", "triton": "3.6.0"}, "0.6 or newer (found 0.5.2: pip install 'dualkv[hyb"),
     ],
 )
 def test_flash_linear_attention_and_its_refusal(versions, says, monkeypatch):
-    """Versions are in the table of packages; what `enable` would refuse is among the advice."""
-
-    def version(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(doctor, "_version", versions.get)
-    monkeypatch.setattr(fla, "version", version)
+    """The advice has what `enable` would refuse."""
+    monkeypatch.setattr(packages, "found", versions.get)
     monkeypatch.setattr(fla, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    fla.installed.cache_clear()
+    fla.lacking.cache_clear()
     try:
-        advice = doctor._advice("580", ["H100"], [])
+        advice = doctor._advice("580", ["H100"])
     finally:
-        fla.installed.cache_clear()
+        fla.lacking.cache_clear()
     found = [sentence for sentence in advice if "flash-linear-attention" in sentence]
     assert len(found) == (says is not None)
     assert says is None or says in found[0]
-    shown = {package.name: package.version for package in doctor._packages()}
-    assert all(shown[name] == versions.get(name) for name in ("flash-linear-attention", "triton"))
 
 
 def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
@@ -160,7 +156,7 @@ def test_what_serves_is_said(compiles, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(toolchain, "_private", lambda: "there is no private toolchain")
     found = doctor.examine()
-    assert "looked for in the wheel dualkv-kernels None (2 kernels), then the cache" in found.lookup
+    assert "looked for in the wheel dualkv-kernels absent (2 kernels), then the cache" in found.lookup
     assert "others are refused: nothing here compiles kernels" in found.lookup
     assert found.kernels == [doctor.Ready("bf16", 128, 128, [4], False, False)]
     assert found.healthy

@@ -65,4 +65,4 @@ def test_reading_back_without_a_driver_or_cuda_bindings(monkeypatch):
         cubin.on_device(b"", 32, 0)
     monkeypatch.setattr(cubin.toolchain, "driver_cuda", lambda: 13)
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    assert cubin.unreadable() == "cuda-bindings is not installed"
+    assert "cuda-bindings 13.0 or newer (not installed: pip install 'cuda-bindings" in cubin.unreadable()

@@ -267,10 +267,12 @@ def test_kernels_of_a_wheel_come_before_the_cache(compiles, monkeypatch, tmp_pat
 
 def test_another_interface_of_tvm_ffi_is_refused(compiles, monkeypatch):
     path = store.entry(SPEC)
-    monkeypatch.setattr(toolchain, "version", lambda name: "0.2.0")
-    store._check_ffi.cache_clear()
-    with pytest.raises(KernelError, match=r"apache-tvm-ffi is 0.2.0, kernels need 0.1: pip install 'apache-tvm-ffi>="):
-        store.open_entry(path, SPEC)
+    for version in ("0.2.0", "0.1.8"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        store._check_ffi.cache_clear()
+        says = rf"apache-tvm-ffi 0\.1\.9 or newer, below 0\.2 \(found {version}: pip install 'apache-tvm-ffi>="
+        with pytest.raises(KernelError, match=says):
+            store.open_entry(path, SPEC)
     store._check_ffi.cache_clear()
 
 

@@ -25,7 +25,7 @@ from tests.integrations.test_recurrent import FOREST, make
 from tests.integrations.tiny import Losses, gradients, token_ids
 
 pytestmark = [
-    pytest.mark.skipif(not fla.installed(), reason=f"needs flash-linear-attention: {fla.INSTALL}"),
+    pytest.mark.skipif(fla.lacking() is not None, reason=f"needs {fla.lacking()}"),
     pytest.mark.skipif(fla.refusal() is not None, reason=str(fla.refusal())),
 ]
 

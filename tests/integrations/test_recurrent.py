@@ -430,10 +430,10 @@ def test_convolutions_of_the_library_start_from_rows_of_the_path(family: str, mo
 
 
 def test_the_library_is_for_gpus_and_its_absence_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fla, "installed", lambda: False)
+    monkeypatch.setattr(fla, "lacking", lambda: "flash-linear-attention 0.6 or newer (found 0.5.2: how)")
     kernels._warn_of_slow_functions.cache_clear()
     assert kernels.library("chunk_kda", torch.device("cpu")) is None
-    with pytest.warns(UserWarning, match=r"pip install \"flash-linear-attention>=0\.6,<0\.7\""):
+    with pytest.warns(UserWarning, match=r"flash-linear-attention 0\.6 or newer \(found 0\.5\.2: how\)"):
         assert kernels.library("chunk_kda", torch.device("cuda")) is None
     with warnings.catch_warnings(action="error"):
         assert kernels.library("chunk_kda", torch.device("cuda")) is None
@@ -447,8 +447,8 @@ def test_the_library_is_for_gpus_and_its_absence_is_said_once(monkeypatch: pytes
 def test_a_triton_without_a_right_backward_is_refused(
     triton: str, capability: int, tilelang: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fla, "installed", lambda: True)
-    monkeypatch.setattr(fla, "version", lambda name: triton)
+    monkeypatch.setattr(fla, "lacking", lambda: None)
+    monkeypatch.setattr(fla.packages, "found", lambda name: triton)
     monkeypatch.setattr(fla, "find_spec", lambda name: object() if tilelang else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))

@@ -4,7 +4,6 @@ stand-in for its package that computes densely."""
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import sys
 import types
@@ -15,6 +14,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 import dualkv
+from codegen import packages
 from dualkv import Layout
 from dualkv.cli import doctor
 from dualkv.ops import backends, compiling, cudnn, flex, hopper
@@ -322,18 +322,13 @@ def test_the_surface_of_the_installed_package():
 
 def test_versions(monkeypatch):
     def installed(version):
-        def found(name):
-            if version is None:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return version
-
-        monkeypatch.setattr(importlib.metadata, "version", found)
+        monkeypatch.setattr(packages, "found", lambda name: version)
         return cudnn.not_installed()
 
-    assert installed("1.29.0") is installed("1.32.5") is None
-    for version in ("1.28.9", "1.33.0", "2.0"):
-        assert f"nvidia-cudnn-frontend {version} (pip install 'dualkv[cudnn]'" in installed(version)
-    assert "without nvidia-cudnn-frontend" in installed(None)
+    assert installed("1.29.0") is installed("1.32.5") is installed("2.0") is None
+    without = "an environment without nvidia-cudnn-frontend 1.29 or newer ({}: pip install 'dualkv[cudnn]')"
+    assert installed("1.28.9") == without.format("found 1.28.9")
+    assert installed(None) == without.format("not installed")
     assert [cudnn.head_dims(*pair) for pair in ((64, 128), (136, 128), (192, 136), (8, 256))] == [
         (64, 128), (192, 128), (256, 256), (256, 256),
     ]  # fmt: skip
@@ -351,7 +346,7 @@ def gpu(monkeypatch):
             cached.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(cudnn, "not_installed", lambda: None if with_cudnn else "an environment without cuDNN")
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: with_triton or None)
+        monkeypatch.setattr(packages, "lacking", lambda name: None if with_triton else f"{name} (not installed)")
         return types.SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0), shape=(5, 4, 256), is_cuda=True)
 
     yield of

@@ -28,7 +28,7 @@ def library(name: str, device: torch.device) -> Callable[..., Any] | None:
     """
     if device.type != "cuda":
         return None
-    if not fla.installed():
+    if fla.lacking():
         _warn_of_slow_functions()
         return None
     return _function(name)
@@ -39,7 +39,7 @@ def convolution(activation: str | None, device: torch.device) -> Callable[..., A
 
     Without it transformers' function runs, which is causal-conv1d's where that is installed.
     """
-    if device.type != "cuda" or activation not in (None, "silu", "swish") or not fla.installed():
+    if device.type != "cuda" or activation not in (None, "silu", "swish") or fla.lacking():
         return None
     return _convolve
 
@@ -59,7 +59,7 @@ def _function(name: str) -> Callable[..., Any]:
 @functools.cache
 def _warn_of_slow_functions() -> None:
     warnings.warn(
-        "recurrent layers run transformers' PyTorch functions, which are slow on a GPU, because"
-        f" {fla.NAME}{fla.VERSIONS} is not installed: {fla.INSTALL}",
+        "recurrent layers run transformers' PyTorch functions, which are slow on a GPU: the fast ones need"
+        f" {fla.lacking()}",
         stacklevel=2,
     )

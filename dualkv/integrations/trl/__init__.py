@@ -7,9 +7,10 @@ TRL's. :class:`DPOTrainer` and :class:`RewardTrainer` train on pairs of answers.
 :class:`dualkv.integrations.trl.online_dpo.OnlineDPOTrainer` samples pairs.
 """
 
-from dualkv.integrations import require
+from codegen.packages import require
 
-require("trl")
+require("trl", __name__)
+require("transformers", __name__)
 
 from dualkv.integrations.trl.groups import GRPOTrainer, PackedGroups, RLOOTrainer
 from dualkv.integrations.trl.pairs import DPOTrainer, RewardTrainer

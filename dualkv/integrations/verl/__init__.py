@@ -13,11 +13,11 @@ from __future__ import annotations
 import warnings
 from importlib.util import find_spec
 
-from dualkv.integrations import require
-
-require("verl")
+from codegen.packages import require
 
 try:
+    require("verl", __name__)
+    require("transformers", __name__)
     import verl  # noqa: F401  (veRL loads its plugins here, before this module uses veRL)
 
     from dualkv.integrations.verl.batches import MODEL_TYPE
@@ -29,6 +29,7 @@ except Exception as error:
     raise
 
 try:
+    require("megatron-core", f"{__name__}.megatron")
     import dualkv.integrations.verl.megatron
 except ImportError as error:  # without megatron-core, or as veRL's own engine for it; `OtherEngine` raises it
     register_other("megatron", error)

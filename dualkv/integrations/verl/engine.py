@@ -304,11 +304,9 @@ class OtherEngine(BaseEngine):
     def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
         check_strategy(engine_config.strategy)
         # A strategy that packs groups, whose own module was not imported.
-        raise ModuleNotFoundError(
-            "strategy=megatron needs megatron-core: pip install 'dualkv[megatron]', and Megatron-Bridge or mbridge for"
-            f" veRL ({self.causes.get(engine_config.strategy)})",
-            name="megatron.core",
-        ) from self.causes.get(engine_config.strategy)
+        cause = self.causes[engine_config.strategy]
+        says = f"strategy=megatron takes megatron-core, and Megatron-Bridge or mbridge: {cause}"
+        raise ModuleNotFoundError(says, name="megatron.core") from cause
 
 
 def register_other(strategy: str, cause: ImportError | None = None) -> None:
