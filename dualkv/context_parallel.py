@@ -90,7 +90,7 @@ class ContextShard(Shard):
         return out
 
     def _stages(self, window: int | None, chunk: int | None) -> list[Stage]:
-        """Made once a layout, device and window."""
+        """The stages of attention, made once for a layout, a device and a window."""
         hiding = None if window is None and chunk is None else Window(window, chunk)
 
         def make() -> list[Stage]:

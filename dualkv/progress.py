@@ -15,5 +15,5 @@ class Track(Protocol):
 
 
 def untracked(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
-    """No progress shown."""
+    """A loop without a progress report."""
     return items

@@ -22,8 +22,9 @@ PREPOSITIONS = (
 )
 CONJUNCTIONS = "also although and because but either else even if meanwhile nor not only or so than then though unless"
 PRONOUNS = "he her him his it its ours she such that their theirs them they those"
+ADVERBS = "here mostly never now often seldom sometimes together twice"
 # Capital, as `out` and `into` are names of tensors too.
-FORBIDDEN = frozenset(f"{QUESTIONS} {PREPOSITIONS} {CONJUNCTIONS} {PRONOUNS} same".title().split())
+FORBIDDEN = frozenset(f"{QUESTIONS} {PREPOSITIONS} {CONJUNCTIONS} {PRONOUNS} {ADVERBS} same".title().split())
 SCOPES = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

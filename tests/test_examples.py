@@ -79,7 +79,7 @@ def test_plain_modules(example):
 
 
 def test_an_actor_that_takes_padded_batches(example, monkeypatch):
-    """Two ranks, packed, against one that runs all rollouts padded."""
+    """Two ranks with packed rows agree with one that runs all rollouts padded."""
     options = ["--tiny", "--updates", "2", "--lr", "0.001"]
     two = on_two_ranks("padded_actor.py", *options)
     as_one_rank(monkeypatch)

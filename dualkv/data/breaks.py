@@ -41,7 +41,7 @@ class Break:
 
     @property
     def tokenized_again(self) -> bool:
-        """Equal text, or as few tokens as tokenizing again changes if the text is not known."""
+        """Whether the texts are equal, or, if they are not known, as few tokens differ as tokenizing again changes."""
         return max(self.differ) <= FEW if self.same_text is None else self.same_text
 
 

@@ -237,7 +237,7 @@ def _shrink_repeated(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
 
 
 def _shrink_recurrent(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Few heads in recurrent layers. The ratio of key heads to value heads stays, and head dims that fit do.
+    """Reduce the heads of recurrent layers. The ratio of key heads to value heads stays, and head dims that fit do.
 
     Args:
         small: with the hidden size of the small copy, changed in place.

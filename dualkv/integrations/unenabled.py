@@ -16,7 +16,7 @@ from dualkv import layout
 
 
 def watch() -> None:
-    """Has transformers' registry refuse layouts for models that are not enabled, if transformers is imported."""
+    """Make transformers' registry refuse layouts for models that are not enabled, if transformers is imported."""
     interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     own = getattr(interface, "get_interface", None)
     if own is None or hasattr(own, "_of_dualkv"):

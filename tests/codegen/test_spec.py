@@ -130,7 +130,7 @@ def test_parts_of_the_gradients_have_the_kernels_that_they_need():
 
 @pytest.mark.parametrize("operation", TILES)
 def test_sources_are_what_python_imports(operation):
-    """Found without `ast` there: it may raise where two threads parse at once."""
+    """The sources are found without `ast`, which may raise where two threads parse at once."""
     sources = toolchain.sources(operation)
     needed = {"cute_kernels", f"cute_kernels.{operation}"}
     for path in (path for name, path in sources.items() if not name.startswith("codegen.")):

@@ -123,7 +123,7 @@ def _compiler(**changes):
 
 
 def _other_kernel(path):
-    """Another kernel's code under this one's record, hash and all."""
+    """Put another kernel's code under this one's record, hash and all."""
     code = stand_in.code_of(forward_spec("fp16", 128, 4))
     (path / "kernel.so").write_bytes(code)
     stand_in.changed(path / "kernel.json", so_sha256=hashlib.sha256(code).hexdigest())

@@ -187,7 +187,8 @@ print(bool(ended), len(stand_in.compiles()))
 
 
 def test_a_child_that_lives_on_holds_no_lock(compiles):
-    """Forked while its parent compiled; the parent is killed, the child lives, and a third process is not kept out."""
+    """The child is forked while its parent compiles. The parent is killed, the child lives, and a third process is not
+    kept out."""
     first = start(
         """
 thread = threading.Thread(target=store.entry, args=(SPEC,), daemon=True)

@@ -171,7 +171,7 @@ def test_a_wrong_mask_or_advantage_of_a_tree_is_not_exact(monkeypatch: pytest.Mo
     right = dualkv.demo.update.pack_sequences
 
     def later(sequences: Any, masks: Any, **kwargs: Any) -> Any:
-        """Another token that counts, as many of them."""
+        """Count another token instead, as many of them."""
         first = masks[0].clone()
         first[int(first.int().argmax())], first[-8] = False, True
         return right(sequences, [first, *masks[1:]], **kwargs)

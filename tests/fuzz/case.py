@@ -257,7 +257,8 @@ def draw(rng, device):
 
 
 def _by_cudnn(rng, case):
-    """Sometimes a call for cuDNN's backend in its place. Drawn last: other cases stay those of their seeds."""
+    """Return the case, or sometimes a call for cuDNN's backend. It is drawn last, so that the other cases of a seed
+    stay."""
     forms = [form for form in GPU_CUDNN if form[0] == case.dtype and case.device == "cuda"]
     if not forms or case.softcap is not None or rng.random() >= CUDNN_SHARE:
         return case
@@ -276,8 +277,8 @@ def here(case):
 
 
 def _with_pair(rng, case):
-    """Sometimes another head dim for v, more often where it may be a native pair. The larger one stays, and with it the
-    kernels that pad."""
+    """Draw another head dim for v sometimes, more often where it may be a native pair. The larger one stays, and with
+    it the kernels that pad."""
     if rng.random() >= (0.6 if case.head_dim in dict(MIXED) else 0.35):
         return case
     smaller = [d for d in (8, 64, 96, 128) if d < case.head_dim]
@@ -587,7 +588,7 @@ def seeded(seed, index, device):
 
 
 def _longer(rng, case):
-    """Sometimes with longer segments, and a window or chunks of more than SHORT_WINDOW keys that hide some of them."""
+    """Draw longer segments sometimes, and a window or chunks of more than SHORT_WINDOW keys that hide some of them."""
     if rng.random() >= LONG_SHARE:
         return case
     lengths = rng.randint(1, 1100), rng.randint(1100, 1700), rng.randint(1, 900)

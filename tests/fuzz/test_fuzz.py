@@ -277,7 +277,7 @@ def test_long_windows_are_drawn():
 
 
 def test_some_calls_are_drawn_for_cudnn(monkeypatch):
-    """Calls that it takes, a few forms of them; all others stay those of their seeds."""
+    """The calls are ones that it takes, of a few forms; all other cases of a seed stay."""
     cases = [seeded("cudnn", index, "cuda") for index in range(1500)]
     some = [case for case in cases if case.backend]
     forms = {(case.dtype, case.head_dim, case.heads // case.kv_heads) for case in some}

@@ -189,7 +189,7 @@ def assert_parts(part, whole, gradients, deterministic):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", ["ragged groups", "split"])
 def test_parts_of_the_gradients(name, head_dim, gradients):
-    """Bit for bit what all three together give, of dQ where its sums have an order."""
+    """The parts equal the gradients of all three together bit for bit; dQ does where its sums have an order."""
     layout = LAYOUTS.get(name, SPLIT)
     q, k, v, dout = inputs(layout, 8, 1, head_dim)
     out, lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, head_dim**-0.5)

@@ -123,7 +123,7 @@ def test_many_groups_whose_rows_see_few_keys(seed, ratio):
 @pytest.mark.parametrize("num_sms", [1, 2, 7])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_few_ctas_take_all_the_work(head_dim, num_sms):
-    """Persistent CTAs walk many tiles: pipelines and barriers carry over from one to the next."""
+    """The persistent CTAs walk many tiles: pipelines and barriers carry over from one to the next."""
     num_sms = max(num_sms, 2)  # a cluster
     for name in ("ragged groups", "aligned"):
         check(*inputs(LAYOUTS[name], head_dim=head_dim), LAYOUTS[name], num_sms)

@@ -85,7 +85,7 @@ def test_split_key_blocks(pair, deterministic):
 @pytest.mark.parametrize("gradients", GRADIENTS[1:])
 @pytest.mark.parametrize("pair", MIXED, ids=str)
 def test_parts_of_the_gradients(pair, gradients):
-    """Bit for bit what all three together give, of dQ where its sums have an order."""
+    """The parts equal the gradients of all three together bit for bit; dQ does where its sums have an order."""
     for layout, deterministic in itertools.product((SPLIT, LAYOUTS["ragged groups"]), (False, True)):
         q, k, v, dout = not_finite.inputs(layout.to("cuda"), pair[0], 8, 1, BF16, pair[1])
         call = layout._segments, pair[0] ** -0.5

@@ -119,7 +119,8 @@ def distances(family: str, dtype: torch.dtype, recompute: bool = False) -> list[
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in KNOWN])
 def test_packed_is_as_near_to_fp32_as_replicated(family: str, dtype: torch.dtype) -> None:
-    """Twice as far at most, beside rounding: the library multiplies fp32 as tf32, MiniMax's own layer does not."""
+    """The distance is at most twice as large, beside rounding: the library multiplies fp32 as tf32, MiniMax's own layer
+    does not."""
     rounding = 5e-3 if family == "minimax" else 1e-5
     for packed, replicated in distances(family, dtype, recompute=dtype == FP32):
         assert replicated < 0.1, "the reference is no reference"

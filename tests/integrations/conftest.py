@@ -1,4 +1,4 @@
-"""Tiny models everywhere here."""
+"""The fixtures of tests on tiny models."""
 
 import pytest
 

@@ -337,7 +337,7 @@ def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_agai
 
 # ---------------------------------------------------------------- flash-linear-attention, by stand-ins
 class Library:
-    """Stands in for flash-linear-attention's functions: the interface of its version 0.6, one sequence at a time."""
+    """A stand-in for flash-linear-attention's functions: the interface of its version 0.6, one sequence at a time."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, bool, bool]] = []
@@ -410,7 +410,8 @@ def library_convolution(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stands in for the library's: sequences [C, L] in a row, behind states [C, k] whose first is not read."""
+    """Stand in for the library's convolution: sequences [C, L] in a row, behind states [C, k] whose first is not
+    read."""
     assert initial_state is not None
     assert cu_seqlens is not None
     assert cu_seqlens_cpu is not None

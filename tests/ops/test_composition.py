@@ -25,7 +25,7 @@ LEVELS = st.one_of(st.none(), st.lists(st.booleans(), min_size=10, max_size=10))
 
 
 def choose(patch, levels, copied):
-    """Have keys of some levels copied, about so many in a call."""
+    """Make calls copy the keys of some levels, about so many in a call."""
     patch.setattr(composition, "COPIED_ROWS", copied)
     if levels is not None:
         patch.setattr(composition, "_copied", lambda segments: np.array(levels[: segments.max_depth], bool))

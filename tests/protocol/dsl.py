@@ -377,7 +377,7 @@ def vote_any(x: Any) -> bool:
 
 
 def vote_all(x: Any) -> bool:
-    """Most of the time what is not known is as it should be."""
+    """Whether x holds for all lanes. Where x is not known, the answer is mostly True."""
     if isinstance(x, Scalar):
         return Now.machine.schedule.random.random() > 0.05
     found = cond(x)

@@ -99,7 +99,7 @@ class Agent(Entry):
         return clock
 
     def access(self) -> tuple[int, int]:
-        """Begins a load or store; its component and epoch."""
+        """Begin a load or store. Returns its component and epoch."""
         self.under_way = True
         return self.accesses, int(self.clock[self.accesses])
 

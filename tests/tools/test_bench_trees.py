@@ -128,7 +128,7 @@ def test_attention_record_cut_short(tmp_path, monkeypatch):
 
 
 def test_tables_of_verl_and_trl_have_what_was_recorded(tmp_path, monkeypatch):
-    """Nothing before a record, and of a record that was cut what it has."""
+    """The tables are empty before a record, and show what a record has that was cut."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def lines(name):

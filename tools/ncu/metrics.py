@@ -78,7 +78,7 @@ class Kernel:
         return self.metrics.get(name)
 
     def sum(self, *names: str) -> float | None:
-        """None unless all are there."""
+        """The sum of some metrics; None unless all are there."""
         values = [self.metrics.get(name) for name in names]
         return None if None in values else sum(values)  # type: ignore[arg-type]
 

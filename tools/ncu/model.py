@@ -13,7 +13,7 @@ ELEMENT, FLOAT = 2, 4  # bytes of bf16 and fp16, of fp32
 
 @dataclass(frozen=True)
 class Need:
-    """None where the model says nothing.
+    """The least work and traffic of a kernel; None where the model does not say.
 
     Attributes:
         flops: on deduplicated work, each prompt once; 0 for kernels without products.

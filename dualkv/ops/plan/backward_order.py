@@ -149,7 +149,7 @@ def in_waves(pieces: Pieces, kv_heads: int, wave: int) -> IntArray:
 
 
 def longest_first(order: IntArray, pieces: Pieces) -> IntArray:
-    """Another order, sorted by length: pieces of one length stay in that order."""
+    """Sort an order by length: pieces of one length keep its order."""
     return order[np.argsort(-lengths_in(order, pieces), kind="stable")]
 
 

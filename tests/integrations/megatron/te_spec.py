@@ -12,7 +12,7 @@ from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  (before the 
 
 
 class StandIn(torch.nn.Module):
-    """Built and called with what `TEDotProductAttention` takes. It computes nothing of its own."""
+    """A module that is built and called with what `TEDotProductAttention` takes. It computes nothing of its own."""
 
     def __init__(
         self,

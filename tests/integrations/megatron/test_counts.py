@@ -79,7 +79,7 @@ def compare(found: Any, wanted: Any, bound: float = 1e-5) -> None:
 @pytest.mark.parametrize("make", [groups, trees])
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_are_those_of_separate_sequences(kind: str, make: Any) -> None:
-    """Padded rows count nothing; counted by rows, as megatron-core does, they are others."""
+    """Padding rows count nothing. Counts by rows, as megatron-core makes them, are others."""
     cpu.parallel()
     settings = EXPERTS | KINDS[kind]
     batch, whole = make()

@@ -93,7 +93,7 @@ def test_another_layout_computes_something_else() -> None:
 
 
 def test_a_built_model() -> None:
-    """Enabled in place: the same parameters, and megatron-core's own results without PackedGroups."""
+    """A model enabled in place has the same parameters, and megatron-core's own results without PackedGroups."""
     cpu.parallel()
     model = build(layer_spec(), {})
     keys = list(model.state_dict())

@@ -91,7 +91,7 @@ def test_work_of_packed_rows() -> None:
 
 
 def test_work_of_windows_and_chunks() -> None:
-    """Twice the visible pairs less one a row, the mean over layers."""
+    """The work is twice the visible pairs less one a row, the mean over layers."""
     rollouts = rollouts_by_tag(["a", "b", "a"], [30, 5, 30], [20, 0, 41])
 
     def squares(visible: Visible, begin: int, end: int) -> int:

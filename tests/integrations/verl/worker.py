@@ -81,7 +81,7 @@ def _of_fsdp(s: dict[str, Any], batching: dict[str, Any], actor: dict[str, Any])
 
 
 def megatron() -> Any:
-    """Imported where a scenario asks for it: not every environment has megatron-core."""
+    """Import megatron-core where a scenario needs it: not every environment has it."""
     return import_module("tests.integrations.verl_megatron.cpu")
 
 
@@ -226,7 +226,7 @@ def not_routed(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 
 def drawn_routes(s: dict[str, Any], data: TensorDict) -> torch.Tensor:
-    """Two of four experts for each row and layer; equal at the shared rows of prompts, but for the rollouts of
+    """Draw two of four experts for each row and layer; equal at the shared rows of prompts, but for the rollouts of
     `s["differing"]`. Every other rollout has none for its last row, as inference engines record them."""
     found = []
     prompts, rows = ([len(x) for x in data[name].unbind()] for name in ("prompts", "input_ids"))

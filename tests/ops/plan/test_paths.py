@@ -180,7 +180,7 @@ def test_deep_trees_of_many_segments():
 
 
 def test_trees_pay_for_what_they_see():
-    """Aligned segments: blocks are those of the visible pairs, one of them masked a tile."""
+    """The segments are aligned, so the blocks have the visible pairs alone, and one block a tile is masked."""
     layout = Layout.from_segments(*binary_tree(4, 4096, 1024))
     work = path_work(of(layout), 64, 128)
     seen = layout.position_ids.numpy() + 1
@@ -206,7 +206,7 @@ def test_trees_pay_for_what_they_see():
     ids=str,
 )
 def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
-    """Executed over useful products: by whole tiles, and by what each part of a tile walks."""
+    """The bounds are executed over useful products: by whole tiles, and by what each part of a tile walks."""
     seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"], window.short)
     work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
     executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
