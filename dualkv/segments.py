@@ -228,7 +228,7 @@ def _contents(offsets: IntArray, parent: IntArray) -> bytes:
 
 
 class _Known(NamedTuple):
-    """What the storage of `offsets` refers to: copies of the tensors at the time, and their `Segments`."""
+    """The object that the storage of `offsets` refers to: copies of the tensors at the time, and their `Segments`."""
 
     offsets: torch.Tensor
     parent: torch.Tensor

@@ -1,4 +1,5 @@
-"""What layouts keep on a GPU: freed with the last reference, and found again by copies of their tensors."""
+"""Tests of the memory that layouts keep on a GPU: freed with the last reference, found again by copies of their
+tensors."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_load_balancing_loss_is_that_of_separate_sequences(name):
 
 
 def test_load_balancing_loss_of_dbrx():
-    """Its numbers are in a part of its configuration."""
+    """DBRX has the numbers of its experts in a part of its configuration."""
     torch.manual_seed(0)
     of_experts = {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
     sizes = {"vocab_size": 96, "d_model": 48, "n_heads": 6, "n_layers": 2, "pad_token_id": 0}

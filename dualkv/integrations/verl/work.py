@@ -71,7 +71,7 @@ def of_full_attention(config: Any) -> Any:
 
 
 def _squares(lengths: IntArray, layers: Sequence[Visible]) -> int:
-    """Twice the visible pairs less one a row, as a length's square is of causal attention; the mean over layers."""
+    """The visible pairs twice, less one a row, as a length's square counts causal attention; the mean over layers."""
     of_layers = 0
     for (window, chunk), number in Counter(layers).items():
         if chunk is not None:
