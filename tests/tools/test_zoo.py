@@ -115,10 +115,10 @@ def test_a_type_that_was_exact_must_stay_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_record_of_this_transformers_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     newest = filed.read(zoo.RECORDS[1])
-    monkeypatch.setattr(transformers, "__version__", newest["transformers"])
+    monkeypatch.setattr(zoo.transformers, "__version__", newest["transformers"])
     assert zoo.exact_before() == {kind for kind, made in newest["types"].items() if made["outcome"] == zoo.EXACT}
     pinned = filed.read(zoo.RECORDS[0])
-    monkeypatch.setattr(transformers, "__version__", "0")
+    monkeypatch.setattr(zoo.transformers, "__version__", "0")
     assert zoo.exact_before() == {kind for kind, made in pinned["types"].items() if made["outcome"] == zoo.EXACT}
 
 
