@@ -37,6 +37,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
 ALIGNMENT = 16  # bytes: TMA's requirement for base addresses and strides
 MAX_STRIDE = 2**40  # bytes: TMA's limit
+MOST_STREAMS = 64  # that a plan remembers; PyTorch hands out 32 of a priority in turns
 
 
 # ---------------------------------------------------------------- which calls
@@ -100,9 +101,16 @@ class Plan:
 
     def use(self, device: torch.device) -> None:
         """Keep the tensors' memory until the device's current stream has finished with it, even if the layout is
-        dropped earlier."""
+        dropped earlier.
+
+        The allocator keeps a tensor's streams by handle until the tensor is freed, and asks each of them then. So a new
+        stream with the handle of a destroyed one needs nothing more. As of any tensor, the last stream of a handle must
+        live until the layout is dropped; PyTorch's own streams live for ever.
+        """
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # as for launches; making a Stream object takes 2 us
         if stream not in self._used_on:
+            if len(self._used_on) == MOST_STREAMS:  # to tell the allocator again does no harm
+                self._used_on.clear()
             for tensor in self._tensors:
                 tensor.record_stream(torch.cuda.current_stream(device))
             self._used_on.add(stream)

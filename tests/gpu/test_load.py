@@ -103,6 +103,51 @@ def test_two_streams_at_once(deterministic):
             assert torch.equal(dq, want[1]) if deterministic else (dq - want[1]).abs().max() < 0.05
 
 
+REUSED = """
+import ctypes, os, torch, dualkv
+from tests.gpu.test_load import LAYOUT, inputs, same, step
+
+def create():
+    handle = ctypes.c_void_p()
+    assert int(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))) == 0
+    return handle.value
+
+layout, fresh = (dualkv.Layout.from_lengths(*LAYOUT) for _ in range(2))
+given = inputs(layout, 0)
+want = step(*given, fresh, True)
+torch.cuda.synchronize()
+first = handle = create()
+for turn in range(20):
+    stream = torch.cuda.ExternalStream(handle)
+    with torch.cuda.stream(stream):
+        got = step(*given, layout, True)
+    stream.synchronize()
+    assert same(got, want), turn
+    assert int(torch.cuda.cudart().cudaStreamDestroy(handle)) == 0
+    handle = create()
+    if handle != first:  # then nothing may be freed that was used on the destroyed stream
+        print("other", flush=True)
+        os._exit(0)
+with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+    got = step(*given, layout, True)
+    del layout  # while the stream works
+    for seed in range(1, 5):  # plans of others, into memory that is free
+        other = dualkv.Layout.from_lengths(*LAYOUT)
+        step(*inputs(other, seed), other, True)
+torch.cuda.synchronize()
+assert same(got, want)
+print("reused", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stream_with_the_handle_of_a_destroyed_one():
+    done = subprocess.run([sys.executable, "-c", REUSED], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if done.stdout.split() != ["reused"]:
+        pytest.skip("CUDA gave another handle to the new stream")
+
+
 def test_two_threads_at_once():
     """Each with a stream and layouts of its own, made while the other runs."""
     lengths = [([100 * i + 7], [[50 * i, 33]]) for i in range(1, 9)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -503,3 +505,26 @@ def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):
         fresh = hopper.ForwardPlan(segments(Layout.from_lengths([300], [[77, 200]])), device, spec, ratio, 1, window)
         assert torch.equal(plan.tables[0], fresh.tables[0])
     assert len(set(widths.values())) > 1
+
+
+def test_a_plan_remembers_a_bounded_number_of_streams(monkeypatch):
+    """A handle that is remembered is not recorded again; one that was forgotten is."""
+    device, current, recorded = torch.device("cuda", 0), [0], []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    tensor = SimpleNamespace(record_stream=recorded.append)
+    plan = hopper.Plan(tensor, tensor)
+
+    def use(*handles):
+        recorded.clear()
+        for current[0] in handles:
+            plan.use(device)
+        return recorded
+
+    assert use(7, 7, 9, 7, 9) == [7, 7, 9, 9]
+    few = range(hopper.MOST_STREAMS - 2)
+    assert len(use(*(100 + n for n in few), 7, 9)) == 2 * len(few)
+    for handle in range(1000, 11_000):
+        assert use(handle) == [handle, handle]
+        assert len(plan._used_on) <= hopper.MOST_STREAMS
+    assert use(7, 7) == [7, 7]
