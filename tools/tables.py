@@ -5,7 +5,6 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test holds th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import statistics
@@ -23,7 +22,6 @@ from dualkv.bench.workloads import MAIN, parse
 from tools import filed, matrix_rows, trust_rows, zoo_rows
 from tools.bench import (
     cold_start,
-    composition,
     features,
     host_time,
     megatron_costs,
@@ -55,12 +53,6 @@ DOCUMENTS = (
         )
     ),
 )
-UPDATES = {
-    "update-cpu": "tiny Qwen3, fp32, 2 CPU cores",
-    "update-h200-p4096": "Qwen3-0.6B, bf16, H200, kernels",
-    "update-h200": "Qwen3-0.6B, bf16, H200, kernels",
-    "update-h200-composition": "Qwen3-0.6B, bf16, H200, FlexAttention in place of kernels",
-}
 HYBRIDS = "hybrid-step-h200", "hybrid-h200", "hybrid-decoder-h200", "hybrid-distance-h200"
 OURS, FIXED, PEER, CUDNN = "dualkv", "dualkv-deterministic", "fa4-3-calls", "cudnn-intervals"
 STOCK = {
@@ -68,7 +60,7 @@ STOCK = {
     "flex": "FlexAttention",
     "cudnn": "cuDNN's attention",
 }  # names of tools.bench.stock_attention
-VALUES_PEERS = {CUDNN: "cuDNN, intervals", PEER: "FlashAttention-4, 3 calls"}  # of another head dim
+VALUES_PEERS = CUDNN, PEER  # of another head dim
 COMPARED = (  # records, peers and their names
     ("cudnn", CUDNN, "cuDNN, intervals"),
     ("slow", PEER, "FlashAttention-4, 3 calls"),
@@ -87,37 +79,10 @@ AIMED = {  # FlashAttention-4's time over ours: forward, backward
     "n32-p8192-uniform": (1.22, 1.10),
     "g64-n8": (1.35, 1.30),
 }
-TWO_LEVELS = {  # the rollouts of trees with their prompts shared alone, as lengths for `dualkv bench -w`
-    "binary-p4096-r1024": "4096:16x4096",
-    "agent-t10-r512": "512:32x4608",
-}
 
 
 def _load(name: str, folder: Path | None = None) -> Any:
     return filed.read((folder or RESULTS) / f"{name}.json")
-
-
-def updates() -> str:
-    """One GRPO update each: tokens, seconds and peak memory, replicated and packed.
-
-    Last: how far log-probs and gradients of the packed way are from a wider dtype, in units of the replicated way's.
-    """
-    rows = []
-    for name, what in UPDATES.items():
-        run = _load(name)
-        a, b, s = run["ways"]["replicated"], run["ways"]["packed"], run["settings"]
-        row = [what, f"{s['prompt_len']}, {s['responses']} x {s['response_len']}"]
-        row.append(f"{a['tokens'][0]:,} / {b['tokens'][0]:,}")
-        ratio = a["total_seconds"] / b["total_seconds"]
-        row.append(f"{a['total_seconds']:.2f} / {b['total_seconds']:.2f} s ({ratio:.1f}x)")
-        memory = f"{a['peak_bytes'] / 2**30:.1f} / {b['peak_bytes'] / 2**30:.1f} GiB"
-        row.append(f"{memory} ({a['peak_bytes'] / b['peak_bytes']:.1f}x)")
-        away = run["to_truth"]
-        ratios = [away["packed"][what] / away["replicated"][what] for what in ("logp_rms", "gradients") if away]
-        row.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
-        rows.append(row)
-    head = ["one update", "P, N x R", "tokens", "time", "peak memory above the weights"]
-    return markdown_table([*head, "distance from fp32*"], rows)
 
 
 def _steps() -> dict[str, list[str]]:
@@ -184,28 +149,6 @@ def headline() -> str:
     return markdown_table(STEPS[:-1], [rows[name][:-1] for name in ("step", "trl", "verl")])
 
 
-def speeds() -> str:
-    """The kernels against the peer, from the slowest workload of each record to the fastest."""
-
-    def span(name: str, figure: Callable[[dict[str, Any]], float], form: str) -> str:
-        run = _load(name)
-        figures = [figure(result) for result in _measured(run["results"])]
-        card = "" if _card(run) == CARD else f" ({_card(run).split()[1]})"
-        return f"{min(figures):{form}} to {max(figures):{form}}{card}"
-
-    dims = sorted({result["workload"]["head_dim"] for result in _load("forward-head-dims")["results"]})
-    rows = [
-        [what, *(span(name.format(direction), figure, form) for direction in ("forward", "backward"))]
-        for what, name, figure, form in (
-            ("head dim 128, eight workloads: TFLOP/s", "{}", _rate, ".0f"),
-            ("the same: times as fast", "{}", _over, ".2f"),
-            (f"head dims {', '.join(map(str, dims))}: times as fast", "{}-head-dims", _over, ".2f"),
-            ("random shapes: times as fast", "random-{}", _over, ".2f"),
-        )
-    ]
-    return markdown_table(["attention on an H200", "forward", "backward"], rows)
-
-
 def _card(run: dict[str, Any]) -> str:
     return str(run.get("gpu", {}).get("name", CARD))
 
@@ -239,22 +182,53 @@ def _over(result: dict[str, Any], peer: str = PEER) -> float:
     return float(theirs / ours)
 
 
-def _against_peer(name: str, first: str = "workload") -> str:
-    """Tabulate DualKV and the peer, a row for each workload; `first` heads the column of their names."""
-    run = _load(name)
-    results = _measured(run["results"])
-    more = {FIXED: "deterministic: time ratio", CUDNN: "cuDNN, intervals: ratio"}
-    more = {side: title for side, title in more.items() if any(side in result["sides"] for result in results)}
+def _fastest(result: dict[str, Any], peers: Sequence[str]) -> str:
+    """Return the time of the fastest peer that was measured over ours; "" where none was."""
+    ratios = [_over(result, peer) for peer in peers if _measured([result], peer)]
+    return f"{min(ratios):.2f}" if ratios else ""
+
+
+def _by_workload(*names: str) -> dict[str, list[dict[str, Any]]]:
+    """List the results of each workload in records of DualKV and FlashAttention-4, in the order of the records."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        for result in _measured(_load(name)["results"]):
+            found.setdefault(result["workload"]["name"], []).append(result)
+    return found
+
+
+def main_shapes() -> str:
+    """Tabulate DualKV and FlashAttention-4 at head dim 128, and the price of a fixed order of sums."""
     rows = []
-    for result in results:
-        sides = result["sides"]
-        ours, peer = sides[OURS], sides[PEER]
-        row = [result["workload"]["name"].removeprefix(f"{MAIN}-"), _speed(ours), _speed(peer)]
-        row += [f"{_over(result):.2f}", f"{ours['joules']:.1f} / {peer['joules']:.1f}"]
-        row += [f"{_over(result, side):.2f}" if _measured([result], side) else "" for side in more]
-        rows.append(row)
-    head = [first, "DualKV, ms (TFLOP/s)", "FlashAttention-4, 3 calls", "ratio", "J a call"]
-    return markdown_table([*head, *more.values()], rows) + _recorded(run)
+    for name, results in _by_workload("forward", "backward").items():
+        row = [name]
+        for result in results:
+            rates = (result["sides"][side]["sustained_tflops"] for side in (OURS, PEER))
+            row += ["/".join(f"{rate:.0f}" for rate in rates), f"{_over(result):.2f}"]
+        rows.append([*row, f"{_over(results[-1], FIXED):.2f}"])
+    head = ["workload", "forward: DualKV/FA4, TFLOP/s", "speed", "backward: DualKV/FA4, TFLOP/s", "speed"]
+    return markdown_table([*head, "deterministic: time ratio"], rows)
+
+
+def head_dims() -> str:
+    """Tabulate the lowest figures of each head dim over its workloads: TFLOP/s, and the speed over each peer."""
+    results = {way: [*_load(f"{way}-head-dims")["results"]] for way in ("forward", "backward")}
+    for name in ("values", "d512"):
+        for result in _load(name)["results"]:
+            results[DIRECTIONS[result["direction"]]].append(result)
+    rows: dict[str, list[str]] = {}
+    for at, some in zip((1, 4), results.values(), strict=True):
+        of_dims: dict[str, list[dict[str, Any]]] = {}
+        for result in some:
+            dims = parse(result["workload"]["name"]).head_dims
+            of_dims.setdefault("/".join(map(str, dict.fromkeys(dims))), []).append(result)
+        for dims_named, mine in of_dims.items():
+            others = [[_over(result, peer) for result in _measured(mine, peer)] for peer in (PEER, CUDNN, "flex")]
+            fa4, cudnn, flex = (f"{min(speeds):.2f}" if speeds else "" for speeds in others)
+            row = rows.setdefault(dims_named, [dims_named, *[""] * 6])
+            row[at : at + 3] = [f"{min(map(_rate, mine)):.0f}", f"{flex} (FlexAttention)" if flex else fa4, cudnn]
+    head = ["TFLOP/s", "over FA4", "over cuDNN"]
+    return markdown_table(["head dim", *(f"{way}: {what}" for way in results for what in head)], rows.values())
 
 
 def aimed() -> str:
@@ -298,7 +272,7 @@ def drawn() -> str:
         for run, peer in itertools.product(runs.values(), named.values()):
             some = [r for r in _measured(run["results"], peer) if r["workload"]["head_dim"] == head_dim]
             x = sorted(_over(r, peer) for r in some)
-            row.append(f"{len(x)}: {x[0]:.2f}, {statistics.median(x):.2f}, {x[-1]:.2f}" if x else "")
+            row.append(f"{x[0]:.2f}/{statistics.median(x):.2f}/{x[-1]:.2f}" if x else "")
         rows.append(row)
     slower = [
         f"{_drawn(r)} {_over(r, peer):.2f} over {name}"
@@ -309,8 +283,7 @@ def drawn() -> str:
     said = f"Slower than a peer: {'; '.join(slower)}." if slower else "Never slower than a peer that was measured."
     missing = len(results) - len(measured)
     said += f" Not measured: {missing} of {len(results)}." if missing else ""
-    recorded = (_recorded(run, f"{direction.title()}. ") for direction, run in runs.items())
-    return markdown_table(["head dim", *head], rows) + f"\n\n{said}" + "".join(recorded)
+    return markdown_table(["head dim", *head], rows) + f"\n\n{said}"
 
 
 def _drawn(result: dict[str, Any]) -> str:
@@ -321,112 +294,77 @@ def _drawn(result: dict[str, Any]) -> str:
     return f"{w.name} {result['direction']} ({shape} N={len(lens)} R={min(lens)}..{max(lens)})"
 
 
-def tensor_parallel() -> str:
-    """Rates of fewer heads against the rates of all heads."""
-    run = _load("backward-tensor-parallel")
-    whole, *_ = [r for r in _load("backward")["results"] if r["workload"]["name"] == MAIN]
-    rows = []
-    for result in [whole, *_measured(run["results"])]:
-        w, ours, peer = result["workload"], result["sides"][OURS], result["sides"][PEER]
-        rate = f"{ours['sustained_tflops'] / whole['sides'][OURS]['sustained_tflops']:.2f}"
-        rows.append((f"{w['heads']} / {w['kv_heads']}", _speed(ours), rate, _speed(peer)))
-    head = ("heads, KV heads", "DualKV, ms (TFLOP/s)", "rate over that of all heads", "FlashAttention-4, 3 calls")
-    return markdown_table(head, rows) + _recorded(run)
-
-
-def windows(direction: str) -> str:
-    """Tabulate DualKV against FlashAttention-4 and cuDNN, and what its plans execute over what is visible."""
-    run, rows = _load("windows"), []
-    for result in run["results"]:
-        if result["direction"] != direction:
-            continue
-        sides = [result["sides"].get(name, {}) for name in (OURS, *WINDOW_PEERS)]
-        ms = [side.get("sustained_ms") for side in sides]
-        theirs = [x for x in ms[1:] if x]
-        row = [
-            f"{x:.2f} ({side['sustained_tflops']:.0f}; {result['bytes'] / x / 1e6:,.0f})" if x else "not measured"
-            for x, side in zip(ms, sides, strict=True)
-        ]
-        row.append(f"{min(theirs) / ms[0]:.2f}" if ms[0] and theirs else "")
-        rows.append([result["workload"]["name"], *row, f"{result['executed']:.2f}"])
-    head = ["workload", "DualKV, ms (TFLOP/s; GB/s)", "FlashAttention-4, tails copied", "cuDNN, intervals"]
-    return markdown_table([*head, "speed over the better", "executed over useful"], rows) + _recorded(run)
-
-
-def beside(name: str, peers: dict[str, str]) -> str:
-    """Tabulate DualKV and peers, whose columns `peers` names; the last column is the speed over the better peer."""
-    run, rows = _load(name), []
-    for result in run["results"]:
-        sides = [result["sides"].get(side, {}) for side in (OURS, *peers)]
-        ours, *theirs = [side.get("sustained_ms") for side in sides]
-        best = min(filter(None, theirs), default=None)
-        cells = [_speed(side) if "sustained_ms" in side else "not measured" for side in sides]
-        cells.append(f"{best / ours:.2f}" if ours and best else "")
-        rows.append([f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}", *cells])
-    last = f"speed over {({1: 'it', 2: 'the better'}).get(len(peers), 'the best')}"
-    return markdown_table(["workload", "DualKV, ms (TFLOP/s)", *peers.values(), last], rows) + _recorded(run)
+def windows() -> str:
+    """Tabulate the speed over the better of FlashAttention-4 and cuDNN, without prompts of 32,768 tokens."""
+    rows: dict[str, list[str]] = {}
+    for result in _load("windows")["results"]:
+        name = result["workload"]["name"]
+        if not name.startswith("n16-p32768"):
+            row, at = rows.setdefault(name, [name, "", "", "", ""]), 1 + 2 * (result["direction"] == "bwd")
+            row[at : at + 2] = [f"{_rate(result):.0f}", _fastest(result, WINDOW_PEERS)]
+    head = ["forward: TFLOP/s", "speed", "backward: TFLOP/s", "speed"]
+    return markdown_table(["workload", *head], rows.values())
 
 
 def hybrid() -> str:
     """A hybrid model packed and replicated, by parts of `tools.bench.hybrid`."""
     runs, rows = sorted(map(_load, HYBRIDS), key=lambda run: str(run["date"]), reverse=True), []
 
-    def found(part: str) -> tuple[Any, str]:
+    def found(part: str) -> Any:
         """Find a part in the newest record that has it, and that record's commit."""
-        run = next(run for run in runs if part in run)
-        return run[part], run["commit"][:7]
+        return next(run[part] for run in runs if part in run)
 
     for part in ("step", "decoder", "short groups"):
-        made, commit = found(part)
+        made = found(part)
         ways = [made[way] for way in ("packed", "replicated")]
         seconds, memory = (
             " / ".join(f"{way[name]:.{n}f}" for way in ways) for name, n in (("median", 2), ("peak_gib", 1))
         )
-        rows.append([part, f"{seconds} s", f"{made['times_as_fast']:.2f}", f"{memory} GiB", commit])
-    mixer, commit = found("mixer")
+        rows.append([part, f"{seconds} s", f"{made['times_as_fast']:.2f}", f"{memory} GiB"])
+    mixer = found("mixer")
     both = (statistics.median(mixer[name]) * 1e3 for name in ("packed", "one_call"))
     over = f"{1 / mixer['packed_over_one_call']:.2f}"
-    rows.append(["one recurrent layer / one call", "{:.1f} / {:.1f} ms".format(*both), over, "", commit])
-    near, commit = found("distance")
+    rows.append(["one recurrent layer / one call", "{:.1f} / {:.1f} ms".format(*both), over, ""])
+    near = found("distance")
     for name, what in (("logp_rms", "log-probs"), ("gradients", "gradients")):
         apart = " / ".join(f"{near[way][name]:.3g}" for way in ("packed", "replicated"))
         over = f"{1 / near['packed_over_replicated'][name]:.2f}"
-        rows.append([f"{what}, distance from fp32", apart, over, "", commit])
-    head = ["", "packed / replicated", "replicated over packed", "peak memory", "commit"]
-    (card,) = {run["gpu"]["name"] for run in runs}
-    return f"{markdown_table(head, rows)}\n\nOn an {card}."
+        rows.append([f"{what}, distance from fp32", apart, over, ""])
+    return markdown_table(["", "packed / replicated", "replicated over packed", "peak memory"], rows)
 
 
 def trees(folder: Path | None = None) -> str:
-    """Trees against FlexAttention, sequences replicated, and the rates of our own kernels on layouts of two levels."""
-    run, others = _load("trees", folder), []
-    with contextlib.suppress(FileNotFoundError):  # not recorded yet
-        others = _load("trees-two-levels", folder)["results"]
-    rates = {(r["workload"]["name"], r["direction"]): r["sides"][OURS] for r in others}
+    """Tabulate trees: TFLOP/s, and the speed over cuDNN, FlexAttention, and sequences replicated."""
     rows = []
-    for result in run["results"]:
-        name, direction, sides = result["workload"]["name"], result["direction"], result["sides"]
-        ours = sides[OURS]
-        row = [f"{name}, {DIRECTIONS[direction]}", _speed(ours)]
-        for peer in (CUDNN, "flex", "fa4-replicated"):
-            measured = _measured([result], peer)
-            row.append(f"{_speed(sides[peer])}: {_over(result, peer):.2f}" if measured else "")
-        for other in (TWO_LEVELS[name], MAIN):
-            rate = rates.get((other, direction), {}).get("sustained_tflops")
-            row.append(f"{rate:.0f}: {ours['sustained_tflops'] / rate:.2f}" if rate else "")
-        rows.append(row)
-    others_of = ("cuDNN, intervals", "FlexAttention", "FlashAttention-4, replicated")
-    head = ["tree", "DualKV, ms (TFLOP/s)", *(f"{peer}: speed-up over it" for peer in others_of)]
-    head += ["two levels, same rollouts, TFLOP/s: ratio to it", f"{MAIN}, TFLOP/s: ratio to it"]
-    return markdown_table(head, rows) + _recorded(run)
+    for result in _load("trees", folder)["results"]:
+        row = [f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}", f"{_rate(result):.0f}"]
+        rows.append([*row, *(_fastest(result, [peer]) for peer in (CUDNN, "flex", "fa4-replicated"))])
+    head = ["tree", "TFLOP/s", "over cuDNN", "over FlexAttention", "over FA4, replicated"]
+    return markdown_table(head, rows)
 
 
-def peers(name: str, row: Callable[[dict[str, Any]], str]) -> str:
-    """Every side, a row for each, with what its total leaves out; a column for each result, named by `row`."""
-    run = _load(name)
+def other_gpus() -> str:
+    """Tabulate forward and backward without our kernels, over PyTorch's FlashAttention calls, merged."""
+    flash, flex, replicated = "dualkv-flash", "dualkv-flex", "torch-flash-replicated"
+    rows: dict[str, list[str]] = {}
+    for place, names in enumerate((("composition-h200", "flex-backend"), ("composition-ampere",))):
+        for result in (result for name in names for result in _load(name)["results"] if result["direction"] == "both"):
+            ms = {side: result["sides"].get(side, {}).get("sustained_ms") for side in (flash, flex, replicated)}
+            row = rows.setdefault(name := result["workload"]["name"], [name, "", "", ""])
+            row[1 + place] = f"{ms[flex] / ms[flash]:.2f}"
+            if ms[replicated]:
+                row[3] = f"{ms[replicated] / ms[flash]:.2f}"
+    head = ["time over `flash`", "`flex`, Hopper's instructions", "`flex`, Ampere's", "replicated, FlashAttention-2"]
+    return markdown_table(head, rows.values())
+
+
+def peers() -> str:
+    """Tabulate every side on the main shape, a row for each, with what its total leaves out."""
+    run = _load("peers")
     known = [side for side in SIDES if any("sustained_ms" in r["sides"].get(side, {}) for r in run["results"])]
     rows = [[side, *(_peer(result["sides"].get(side, {})) for result in run["results"])] for side in known]
-    return markdown_table(["ms (TFLOP/s), J a call", *map(row, run["results"])], rows) + _recorded(run)
+    ways = (DIRECTIONS[result["direction"]] for result in run["results"])
+    return markdown_table(["ms (TFLOP/s), J a call", *ways], rows) + _recorded(run)
 
 
 def _peer(side: dict[str, Any]) -> str:
@@ -490,23 +428,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "matrix": lambda: matrix_rows.table(_load("matrix")),
     "zoo": lambda: zoo_rows.table(_load("zoo")),
     "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
-    "updates": updates,
     "headline": headline,
     "replicated": replicated,
-    "speeds": speeds,
     "aimed": aimed,
-    "forward": lambda: _against_peer("forward"),
-    "backward": lambda: _against_peer("backward"),
-    "forward-head-dims": lambda: _against_peer("forward-head-dims", "head dim, GQA"),
-    "backward-head-dims": lambda: _against_peer("backward-head-dims", "head dim, GQA"),
+    "main-shapes": main_shapes,
+    "head-dims": head_dims,
     "random": drawn,
-    "tensor-parallel": tensor_parallel,
-    "windows-forward": lambda: windows("fwd"),
-    "windows-backward": lambda: windows("bwd"),
-    "values": lambda: beside("values", VALUES_PEERS),
-    "d512": lambda: beside("d512", {"flex": "FlexAttention"}),
+    "windows": windows,
     "feature-costs": lambda: features.costs(_load("features")),
-    "feature-errors": lambda: features.exactness(_load("features")),
     "trees": trees,
     "trace-shapes": trace_rows.shapes,
     "trace-attention": lambda: trace_rows.attention(_load),
@@ -514,12 +443,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-trl": lambda: trace_rows.trl(_load),
     "hybrid": hybrid,
     "context-parallel": megatron_costs.table,
-    "both": lambda: peers("both", lambda result: result["workload"]["name"]),
     "compared": compared,
-    "peers": lambda: peers("peers", lambda result: DIRECTIONS[result["direction"]]),
-    "composition": lambda: composition.table((run := _load("composition-h200"))["results"]) + _recorded(run),
-    "composition-ampere": lambda: composition.table((run := _load("composition-ampere"))["results"]) + _recorded(run),
-    "flex-backend": lambda: composition.table((run := _load("flex-backend"))["results"]) + _recorded(run),
+    "peers": peers,
+    "other-gpus": other_gpus,
     "kernels": kernels,
     "tuned": tuned,
     "sanitizers": sanitizers,

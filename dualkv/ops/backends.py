@@ -20,7 +20,7 @@ from dualkv.segments import Segments
 VARIABLE = "DUALKV_BACKEND"
 # Major compute capabilities on which Triton has instructions for matrix products that FlashAttention 2 does not use.
 # With them FlexAttention is faster than the merged calls, without them slower: measured on 9, and presumed of 10
-# (docs/performance.md#other-gpus-composition-h200).
+# (docs/performance.md#other-gpus).
 FLEX_FIRST = 9, 10
 T = TypeVar("T")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -4,7 +4,7 @@ The layout is a mask: which blocks of keys a block of queries sees whole or in p
 and the visibility rule for blocks that are seen in part. The forward's and backward's operators are called apart, so
 that the backward runs on what the ops save. They are compiled once for a dtype, numbers of heads, head dims, a softmax
 scale and features, whatever the lengths (up to 128 rows once more). Rows are padded to whole blocks: the kernels are
-faster where they need not ask which rows there are (docs/performance.md#other-gpus-composition-h200).
+faster where they need not ask which rows there are (docs/performance.md#other-gpus).
 """
 
 from __future__ import annotations

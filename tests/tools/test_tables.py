@@ -27,7 +27,7 @@ def test_figures_in_the_words_of_the_readme_are_those_of_the_tables():
     text = re.sub(r"<!-- table.*?<!-- end -->|```.*?```", "", tables.DOCUMENTS[0].read_text(), flags=re.DOTALL)
     named = set(re.findall(r"\b\d+\.\d+(?=x| s\b| to | times)", text))
     assert len(named) >= 8
-    recorded = "".join(tables.TABLES[name]() for name in ("headline", "speeds", "trace-verl"))
+    recorded = "".join(tables.TABLES[name]() for name in ("headline", "main-shapes", "trace-verl"))
     assert named <= set(re.findall(r"\d+\.\d+", recorded))
 
 
@@ -86,33 +86,67 @@ def test_drawn_workloads_slower_than_a_peer_are_named(tmp_path, monkeypatch):
         (tmp_path / f"random-{name}.json").write_text(json.dumps(made | {"results": some}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.drawn()
-    assert "| 64 | 2: 1.20, 1.35, 1.50 |  | 2: 0.96, 1.03, 1.10 |  |" in text
-    assert "| 96 | 1: 2.00, 2.00, 2.00 | 1: 0.90, 0.90, 0.90 |  |  |" in text
+    assert "| 64 | 1.20/1.35/1.50 |  | 0.96/1.03/1.10 |  |" in text
+    assert "| 96 | 2.00/2.00/2.00 | 0.90/0.90/0.90 |  |  |" in text
     assert "Slower than a peer: random-1-2 bwd (D=128 H=32 Hk=32 P=3077 N=6 R=62..213) 0.96 over " in text
     assert " FlashAttention-4; random-1-5 fwd (" in text
     assert " 0.90 over cuDNN. Not measured: 1 of 6." in text
-    assert "\n\nForward. Recorded 2026-01-02 at" in text
-    assert "\n\nBackward. Recorded 2026-01-02 at" in text
 
 
 def test_tables_of_other_attention(tmp_path, monkeypatch):
-    def result(direction, **ms):
+    def result(direction, name="w", **ms):
         sides = {name.replace("_", "-"): {"sustained_ms": x, "sustained_tflops": 500.0} for name, x in ms.items()}
-        return {"workload": {"name": "w"}, "direction": direction, "sides": sides}
+        return {"workload": {"name": name}, "direction": direction, "sides": sides}
 
     results = [result("fwd", dualkv=2.0, cudnn_intervals=3.0), result("bwd", dualkv=4.0)]
     results.append(result("fwd", dualkv=4.0, cudnn_intervals=5.0) | {"workload": {"name": "v"}})
     made = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
     (tmp_path / "cudnn.json").write_text(json.dumps(made | {"results": results, "asked": 4}))
-    results = [result("both", dualkv_flash=2.0, dualkv_flex=3.0)]
-    (tmp_path / "composition-h200.json").write_text(json.dumps(made | {"results": results}))
+    both = result("both", dualkv_flash=2.0, dualkv_flex=3.0)
+    ampere = result("both", dualkv_flash=2.0, dualkv_flex=4.0, torch_flash_replicated=5.0)
+    other = result("both", "other", dualkv_flash=2.0, dualkv_flex=1.0)
+    alone = result("fwd", dualkv_flash=2.0, dualkv_flex=9.0)
+    for name, some in (
+        ("composition-h200", [both]),
+        ("flex-backend", [other]),
+        ("composition-ampere", [alone, ampere]),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(made | {"results": some}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "COMPARED", tables.COMPARED[:1])
     (row,) = tables.compared().splitlines()[2:]
     assert row.endswith(" (`cudnn`) | 2 | 1.25 to 1.50 | not measured | 2026-01-02, commit aaaaaaa |")
-    text = tables.TABLES["composition"]()
-    assert "| w, both | 2.00 |  |  | 3.00: 1.50 |" in text
-    assert "Recorded 2026-01-02" in text
+    assert tables.other_gpus().splitlines()[2:] == ["| w | 1.50 | 2.00 | 2.50 |", "| other | 0.50 |  |  |"]
+
+
+def test_tables_of_speed_over_peers(tmp_path, monkeypatch):
+    """The main shapes have both directions in a row; of a head dim's workloads the lowest figure stands."""
+
+    def result(name, direction, **ms):
+        rates = {"sustained_tflops": 100.0}
+        sides = {side.replace("_", "-"): {"sustained_ms": x} | rates for side, x in ms.items()}
+        return {"workload": {"name": name}, "direction": direction, "sides": sides}
+
+    records = {
+        "forward": [result("w", "fwd", dualkv=2.0, fa4_3_calls=3.0)],
+        "backward": [result("w", "bwd", dualkv=4.0, fa4_3_calls=5.0, dualkv_deterministic=4.4)],
+        "forward-head-dims": [
+            result("n32-p8192-r2048-d64-gqa1", "fwd", dualkv=2.0, fa4_3_calls=3.0, cudnn_intervals=2.2),
+            result("n32-p8192-r2048-d64-gqa4", "fwd", dualkv=2.0, fa4_3_calls=2.4),
+        ],
+        "backward-head-dims": [result("n32-p8192-r2048-d64-gqa1", "bwd", dualkv=2.0, cudnn_intervals=1.8)],
+        "values": [result("g64-n8-d192v128-h16", "fwd", dualkv=2.0)],
+        "d512": [result("g64-n8-d512-h16", "bwd", dualkv=2.0, flex=9.0)],
+    }
+    for name, results in records.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"results": results}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.main_shapes().splitlines()[2:] == ["| w | 100/100 | 1.50 | 100/100 | 1.25 | 1.10 |"]
+    assert tables.head_dims().splitlines()[2:] == [
+        "| 64 | 100 | 1.20 | 1.10 | 100 |  | 0.90 |",
+        "| 192/128 | 100 |  |  |  |  |  |",
+        "| 512 |  |  |  | 100 | 4.50 (FlexAttention) |  |",
+    ]
 
 
 def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):

@@ -28,7 +28,12 @@ from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import EIGHT, MAIN, NAMED, SLOW, parse
 from dualkv.cli import commands
 from tools import filed, tables
-from tools.tables import RESULTS, TWO_LEVELS
+from tools.tables import RESULTS
+
+TWO_LEVELS = {  # the rollouts of trees with their prompts shared alone, as lengths for `dualkv bench -w`
+    "binary-p4096-r1024": "4096:16x4096",
+    "agent-t10-r512": "512:32x4608",
+}
 
 
 def _options(option: str, values: Iterable[str]) -> str:

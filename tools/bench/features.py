@@ -121,23 +121,15 @@ def _tried(call: Callable[[], dict[str, float]]) -> dict[str, Any]:
 
 
 def costs(record: dict[str, Any]) -> str:
-    """Tabulate the time that each feature adds, in per cent, with its quartiles and the milliseconds without it, and
-    say how they were measured."""
+    """Tabulate the time that each feature adds, in per cent, a row for each feature and direction."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for c in record["costs"]:
         cell = "not measured"
         if "cost" in c:
-            more, low, high = (100 * (c[name] - 1) for name in ("cost", "lower_quartile", "upper_quartile"))
-            cell = f"{more:+.1f} % ({low:+.1f} to {high:+.1f}) of {c['ms_without']:.2f} ms"
+            cell = f"{100 * (c['cost'] - 1):+.1f} %"
         rows.setdefault((c["what"], c["direction"]), {})[c["side"]] = cell
     body = [[f"{what}: {DIRECTIONS[way]}", *(cells.get(s, "") for s in SIDES)] for (what, way), cells in rows.items()]
-    how = "single calls, with the host's work for a call"
-    if "batch_ms" in record:
-        how = f"batches of calls back to back, {record['batch_ms']:g} ms each, in turns"
-    said = f"Medians of {record['pairs']} pairs of {how}; in brackets their quartiles."
-    if "gpu" in record:
-        said += f" On an {record['gpu']['name']}."
-    return f"{markdown_table(['feature', 'DualKV', 'FlashAttention-4'], body)}\n\n{said}"
+    return markdown_table(["feature", "DualKV", "FlashAttention-4"], body)
 
 
 def exactness(record: dict[str, Any]) -> str:

@@ -96,15 +96,13 @@ def measure() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def markdown(recorded: dict[str, Any]) -> str:
-    """The table of docs/performance.md: medians, and in brackets the span of the middle eight tenths."""
+    """Tabulate the medians, as docs/performance.md has them."""
     rows = [
-        [said, *(f"{f['median_us']:.0f} ({f['p10_us']:.0f} to {f['p90_us']:.0f})" for f in of)]
+        [said, *(f"{calls[name]['median_us']:.0f}" for calls in recorded["calls"].values())]
         for name, said in NAMES.items()
-        for of in [[calls[name] for calls in recorded["calls"].values()]]
+        if name != "empty"
     ]
-    table = markdown_table(["microseconds of the host", *recorded["calls"]], rows)
-    load = f"load average {recorded['load_average']:.1f} on {recorded['cpus']} CPUs"
-    return f"{table}\n\nRecorded {recorded['date'][:10]} at commit {recorded['commit'][:7]}, {load}."
+    return markdown_table(["microseconds", *recorded["calls"]], rows)
 
 
 def main(json_to: JsonPath) -> None:
