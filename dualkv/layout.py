@@ -49,7 +49,7 @@ class Layout:
     __slots__ = ("__weakref__", "_segments", "device", "offsets", "parent")
 
     def __init__(
-        self, segments: Segments, offsets: torch.Tensor, parent: torch.Tensor, device: torch.device | str = "cpu"
+        self, segments: Segments, offsets: torch.Tensor, parent: torch.Tensor, device: torch.device | str | int = "cpu"
     ) -> None:
         self._segments, self.offsets, self.parent = segments, offsets, parent
         self.device = torch.device(device)
@@ -184,9 +184,10 @@ class Layout:
         parent[prompt_at] = -1
         return cls._from_arrays(np.concatenate([[0], np.cumsum(lengths)]), parent, device)
 
-    def to(self, device: torch.device | str) -> Layout:
-        """Copy the layout with its per-token tensors on `device`; host state and plans are shared."""
-        if torch.device(device) == self.device:
+    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Layout:
+        """Copy the layout with its per-token tensors on `device`, None for the present one; host state and plans are
+        shared. `non_blocking` is what hooks hand over: per-token tensors are made on their device."""
+        if device is None or torch.device(device) == self.device:
             return self
         return Layout(self._segments, self.offsets, self.parent, device)
 
@@ -355,7 +356,9 @@ class Layout:
         a, b = self._segments, other._segments
         return all(np.array_equal(getattr(a, x), getattr(b, x)) for x in ("offsets", "parent", "silent"))
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        s = self._segments
+        return hash((s.offsets.tobytes(), s.parent.tobytes(), None if s.silent is None else s.silent.tobytes()))
 
     def __repr__(self) -> str:
         def spread(values: list[int]) -> str:

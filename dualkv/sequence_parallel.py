@@ -6,10 +6,11 @@ all-to-all turns [rows of this rank, all heads] into [all rows, heads of this ra
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -93,6 +94,17 @@ class Shard:
         self.num_tokens = self.layout.num_tokens // self.world_size
         if group and self.world_size > 1:
             _compare(type(self), self.layout, group)
+
+    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Self:
+        """Copy with the layout's per-token tensors on `device`, None for the present one, as :meth:`Layout.to`."""
+        layout = self.layout.to(device, non_blocking)
+        if layout is self.layout:
+            return self
+        found = copy.copy(self)
+        found.layout = layout
+        for name in ("order", "places"):  # made again, on that device
+            vars(found).pop(name, None)
+        return found
 
     @cached_property
     def _row_counts(self) -> frozenset[int]:

@@ -155,6 +155,17 @@ def test_copies_and_pickles_are_layouts_of_their_own():
         assert segments_of(twin.offsets, twin.parent) is twin._segments
 
 
+def test_equal_layouts_have_equal_hashes():
+    """Wherever their tensors are."""
+    one = Layout.from_lengths([3, 2], [[2, 4], [1]])
+    same = Layout.from_segments(one.offsets, one.parent), one.to("meta"), copy.deepcopy(one)
+    assert {hash(other) for other in same} == {hash(one)}
+    assert {one, *same} == {one}
+    others = Layout.from_lengths([3, 2], [[4, 2], [1]]), one.without_prompt_queries(), Layout.from_lengths([3], [[2]])
+    assert len({one, *others}) == 4
+    assert {one: "found"}[same[0]] == "found"
+
+
 def test_copies_and_pickles_keep_rows_that_ask_nothing():
     layout = Layout.from_lengths([3], [[2, 1]]).without_prompt_queries()
     for twin in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):

@@ -182,13 +182,18 @@ class PackedBatch:
         return list(rows.split((end - begin).reshape(-1, 2).sum(1).tolist()))
 
     @outside_inference_mode
-    def to(self, device: torch.device | str) -> PackedBatch:
-        """Copy the batch with its tensors on `device`."""
-        input_ids = self.input_ids.to(device)
+    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedBatch:
+        """Copy the batch with its tensors on `device`, None for the present one."""
+        if device is None:
+            return self
+        input_ids = self.input_ids.to(device, non_blocking=non_blocking)
         if input_ids is self.input_ids:
             return self
         layout = self.layout.to(input_ids.device)
-        media = {name: value if isinstance(value, list) else value.to(device) for name, value in self.media.items()}
+        media = {
+            name: value if isinstance(value, list) else value.to(device, non_blocking=non_blocking)
+            for name, value in self.media.items()
+        }
         return replace(self, input_ids=input_ids, layout=layout, media=media)
 
     def __repr__(self) -> str:

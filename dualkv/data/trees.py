@@ -191,9 +191,11 @@ class PackedSequences:
         return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
 
     @outside_inference_mode
-    def to(self, device: torch.device | str) -> PackedSequences:
-        """Copy the batch with its tensors on `device`."""
-        input_ids = self.input_ids.to(device)
+    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedSequences:
+        """Copy the batch with its tensors on `device`, None for the present one."""
+        if device is None:
+            return self
+        input_ids = self.input_ids.to(device, non_blocking=non_blocking)
         if input_ids is self.input_ids:
             return self
         layout = self.layout.to(input_ids.device)

@@ -120,6 +120,16 @@ class Placed:
     def __init__(self, layout: Layout | Shard, position_ids: torch.Tensor, ahead: Ahead | None = None) -> None:
         self.layout, self.position_ids, self.ahead = layout, position_ids, ahead
 
+    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Placed:
+        """Copy with all tensors on `device`, None for the present one: hooks of Accelerate move arguments of layers."""
+        if device is None:
+            return self
+        position_ids = self.position_ids.to(device, non_blocking=non_blocking)
+        if position_ids is self.position_ids:
+            return self
+        ahead = None if self.ahead is None else self.ahead.to(device, non_blocking)
+        return Placed(self.layout.to(device, non_blocking), position_ids, ahead)
+
 
 class Ahead(NamedTuple):
     """The extra keys that rows of images see after themselves, encoded as causal attention over each image in reverse.
@@ -138,6 +148,11 @@ class Ahead(NamedTuple):
     keys: torch.Tensor
     layout: Layout
     windows: bool
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Ahead:
+        """Copy with all tensors on `device`."""
+        queries, keys = (x.to(device, non_blocking=non_blocking) for x in (self.queries, self.keys))
+        return Ahead(queries, keys, self.layout.to(device), self.windows)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed, **features: Any) -> torch.Tensor:
