@@ -19,6 +19,10 @@ from dualkv.arrays import IntArray, cumulative_array, int_array
 
 Value = TypeVar("Value")
 
+# Of every op that takes a layout's host tensors: what it launches follows from their values, which a CUDA graph would
+# not read again. So inductor cuts its CUDA graphs there, and runs the op between them with memory of its own.
+OP_TAGS = (torch.Tag.cudagraph_unsafe,)
+
 
 class Use:
     """Whether attention ran on a layout, or on one that was made of it: `seen`, which the ops set in every forward.

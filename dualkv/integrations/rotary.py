@@ -23,7 +23,7 @@ from dualkv.branches import Branch
 from dualkv.integrations import layers
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout
-from dualkv.segments import Segments, segments_of
+from dualkv.segments import OP_TAGS, Segments, segments_of
 from dualkv.sequence_parallel import Shard
 
 DECORATED_IN = "transformers.modeling_rope_utils"  # dynamic_rope_update, which reads the largest position
@@ -298,7 +298,7 @@ def _of_segments(segments: Segments, how: Scaling, name: str, ends: IntArray) ->
     return found
 
 
-@torch.library.custom_op("dualkv::rotary_lengths", mutates_args=())
+@torch.library.custom_op("dualkv::rotary_lengths", mutates_args=(), tags=OP_TAGS)
 def _alike_in_graph(
     position_ids: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor, bounds: list[int], name: str
 ) -> torch.Tensor:

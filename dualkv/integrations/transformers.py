@@ -52,7 +52,7 @@ from dualkv.integrations.heads import head as head
 from dualkv.integrations.media import Placed
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention
-from dualkv.segments import segments_of
+from dualkv.segments import OP_TAGS, segments_of
 from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,7 +69,7 @@ def _base(config: Any) -> str | None:
 
 
 # ---------------------------------------------------------------- a call with a layout
-@torch.library.custom_op("dualkv::position_ids", mutates_args=())
+@torch.library.custom_op("dualkv::position_ids", mutates_args=(), tags=OP_TAGS)
 def _position_ids(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,

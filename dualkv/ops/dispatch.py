@@ -12,7 +12,7 @@ from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
 from dualkv.ops import backends
 from dualkv.ops.backends import Gradients
 from dualkv.ops.window import Window
-from dualkv.segments import Segments, segments_of
+from dualkv.segments import OP_TAGS, Segments, segments_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
@@ -23,12 +23,14 @@ _lib = torch.library.Library("dualkv", "DEF")
 _FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
 _lib.define(
     "fwd(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor parent, float softmax_scale, bool deterministic=False,"
-    f" {_FEATURES}, str? backend=None) -> (Tensor out, Tensor lse)"
+    f" {_FEATURES}, str? backend=None) -> (Tensor out, Tensor lse)",
+    tags=OP_TAGS,
 )
 _lib.define(
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, Tensor parent,"
     f" float softmax_scale, bool deterministic=False, str gradients='qkv', {_FEATURES}, Tensor? dlse=None,"
-    " str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    " str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=OP_TAGS,
 )
 
 
