@@ -36,7 +36,7 @@ class Use:
 
 
 # The living `Segments`: by the contents of offsets and parent, then by id. Dictionaries compare contents, not hashes.
-_LIVING: WeakValueDictionary[bytes, WeakValueDictionary[int, Segments]] = WeakValueDictionary()
+_LIVING: WeakValueDictionary[tuple[bytes, bytes], WeakValueDictionary[int, Segments]] = WeakValueDictionary()
 
 
 def living() -> int:
@@ -70,7 +70,8 @@ class Segments:
         """The host state of tensors that belong to no known layout: all rows ask, and sequences end with leaves. It
         has the plans of a layout of equal contents, but a `use` of its own."""
         alike = _LIVING.get(_contents(offsets, parent))
-        others = [] if alike is None else [x for ref in alike.valuerefs() if (x := ref()) is not None]
+        refs = [] if alike is None else alike.valuerefs()[::-1]  # the latest layout first: it is most likely in use
+        others = [x for ref in refs if (x := ref()) is not None]
         for other in others:
             if other.silent is None and (other.last is None or other.is_leaf[other.last].all()):
                 twin = copy.copy(other)
@@ -227,8 +228,8 @@ class Segments:
         return found
 
 
-def _contents(offsets: IntArray, parent: IntArray) -> bytes:
-    return offsets.tobytes() + parent.tobytes()
+def _contents(offsets: IntArray, parent: IntArray) -> tuple[bytes, bytes]:
+    return offsets.tobytes(), parent.tobytes()
 
 
 class _Known(NamedTuple):
