@@ -1,4 +1,4 @@
-"""Count the segments of each rollout, and the rollouts that share each packed row.
+"""Find the segments of each rollout, and count the rollouts that share each packed row.
 
 Packed rows hold a shared token once, separate sequences once a rollout. What counts tokens counts alike where each row
 weighs as many rollouts as share it.

@@ -21,8 +21,8 @@ def refuse_again(key: tuple[Any, ...]) -> None:
 
 
 def refusal(key: tuple[Any, ...], error: Exception) -> BaseException:
-    """Make the error to raise where `key` was not compiled. Failures that cannot pass are kept; memory, files and other
-    graphs may."""
+    """Make the error to raise where `key` was not compiled. A failure that would come again is kept; failures of
+    memory, files and other graphs may pass."""
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):

@@ -227,7 +227,7 @@ def _timed(
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """Choose the figures of a result that are filed; its settings are the same in all of them."""
+    """Choose the figures of a result that are filed; all results have the same turns."""
     w, kept = result["workload"], ("sustained_ms", "error")
     by_name = {name: {key: side[key] for key in kept if key in side} for name, side in result["sides"].items()}
     of_v = {"head_dim_v": w["head_dim_v"]} if w.get("head_dim_v") else {}
